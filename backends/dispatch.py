@@ -381,7 +381,7 @@ TABLE: Mapping[str, Mapping[str, Row]] = {
     "chunked": {
         "gated_delta_rule": _CHUNKED,
         "gated_delta_rule_step": _CHUNKED,
-        "delta_residual": Row(_at("delta_residual.chunked"), FLOATS, automatic=CPU),
+        "delta_residual": Row(_at("delta_residual.pytorch"), FLOATS, automatic=CPU),
         "short_convolution": _LAYERS,
         "gated_rms_norm": _LAYERS,
         "add_rms_norm": _LAYERS,
@@ -392,7 +392,7 @@ TABLE: Mapping[str, Mapping[str, Row]] = {
     "recurrent": {
         "gated_delta_rule": _RECURRENT,
         "gated_delta_rule_step": _RECURRENT,
-        "delta_residual": Row(_at("delta_residual.recurrent"), FLOATS),
+        "delta_residual": Row(_at("delta_residual.pytorch"), FLOATS),
     },
 }
 

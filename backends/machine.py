@@ -10,11 +10,10 @@ import ctypes
 import os
 import platform
 import resource
-import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -115,33 +114,20 @@ def fallbacks() -> dict[str, int]:
     return {name: int(metrics.counter_value(name)) for name in names}
 
 
-def all_reduce(x: Tensor, *, scale: float, groups: list[list[int]] | None) -> Tensor:
-    """Returns `scale` times the sum of x over the processes of this one's group; None: over all.
+def all_reduce(x: Tensor, *, scale: float) -> Tensor:
+    """Returns `scale` times the sum of x over all processes.
 
     It is recorded in XLA's graph. The layout is left to the compiler, as AWS's libraries leave it.
     """
     model = import_module("torch_xla.core.xla_model")
-    return model.all_reduce(model.REDUCE_SUM, x, scale=scale, groups=groups, pin_layout=False)
+    return model.all_reduce(model.REDUCE_SUM, x, scale=scale, pin_layout=False)
 
 
-def broadcast(tensors: list[Tensor], *, root: int, groups: list[list[int]] | None) -> None:
-    """Gives `tensors` the values that they have on process `root`, which is in this one's group."""
+def broadcast(tensors: list[Tensor], *, root: int) -> None:
+    """Gives `tensors` the values that they have on process `root`."""
     model = import_module("torch_xla.core.xla_model")
-    model.collective_broadcast(tensors, root_ordinal=root, groups=groups, pin_layout=False)
+    model.collective_broadcast(tensors, root_ordinal=root, pin_layout=False)
     _xla().sync()
-
-
-def send_ahead(
-    batches: Iterable[list[Tensor]], device: torch.device, ahead: int = 2
-) -> Iterator[list[Tensor]]:
-    """Yields lists of tensors on an XLA device. Threads read about twice `ahead` more, and send them.
-
-    Asking for the next ends the graph, as `synchronize` does. What `batches` raises ends the iteration.
-    """
-    loader = import_module("torch_xla.distributed.parallel_loader")
-    return iter(
-        loader.MpDeviceLoader(batches, device, loader_prefetch_size=ahead, device_prefetch_size=ahead)
-    )
 
 
 def checkpoint() -> Callable[..., Any]:
@@ -156,48 +142,6 @@ def checkpoint() -> Callable[..., Any]:
 def is_neuron(device: torch.device) -> bool:
     """Returns whether an XLA device is a NeuronCore: torch_neuronx puts its plugin into torch_xla."""
     return device.type == "xla" and find_spec("torch_neuronx") is not None
-
-
-@dataclass(frozen=True)
-class ProgramCache:
-    """Locates a compiler's cache: a folder, or a URL that starts with s3://.
-
-    entries     pattern of a compiled program's file or folder, whose name has the compiler's key
-    """
-
-    compiler: str
-    place: str
-    entries: str
-
-    def keys(self) -> frozenset[str]:
-        """Returns the key of every program in the cache; none for s3, which only the compiler reads."""
-        if "://" in self.place:
-            return frozenset()
-        return frozenset(path.name for path in Path(self.place).glob(self.entries))
-
-
-def program_caches(device: torch.device, *, compiled: bool, triton: bool) -> tuple[ProgramCache, ...]:
-    """Returns the caches that a process on `device` fills, the device's own compiler first.
-
-    compiled    torch.compile is used
-    triton      Triton kernels are used
-
-    The tools' environment variables say where their caches are. XLA's CPU device has none: its runtime cannot
-    load a saved program (torch_xla 2.9: "Deserializing serialized executable not supported").
-    """
-    caches = []
-    if is_neuron(device):
-        flags = shlex.split(os.environ.get("NEURON_CC_FLAGS", ""))
-        folders = [flag.partition("=")[2] for flag in flags if flag.startswith("--cache_dir=")]
-        place = os.environ.get("NEURON_COMPILE_CACHE_URL") or "/var/tmp/neuron-compile-cache"
-        caches.append(ProgramCache("neuronx-cc", folders[-1] if folders else place, "neuronxcc-*/MODULE_*"))
-    if triton and device.type == "cuda":
-        home = Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton", "cache")
-        caches.append(ProgramCache("triton", os.environ.get("TRITON_CACHE_DIR") or str(home), "*"))
-    if compiled and device.type != "xla":
-        place = import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
-        caches.append(ProgramCache("inductor", place, "fxgraph/*/*"))
-    return tuple(caches)
 
 
 def reset_peak_memory(device: torch.device) -> None:

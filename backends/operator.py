@@ -26,13 +26,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import Context, copy_context
+from contextvars import copy_context
 from dataclasses import fields
 from operator import attrgetter, index
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from delta_trn.backends import machine
 from delta_trn.backends.dispatch import OPERATIONS, adapter, chosen_name, selection
@@ -228,12 +229,6 @@ class Operator:
         """Returns a gradient, or None, for each tensor of a call."""
         return [None if i is None else gradients[i] for i in self.places]
 
-    def refuse_second_derivative(self) -> None:
-        """Raises RuntimeError, since backward has no backward of its own."""
-        raise RuntimeError(
-            f"{self.name} has no second derivative; drop create_graph=True, or write it in PyTorch operations"
-        )
-
     def _define(self, types: Mapping[str, str]) -> None:
         """Defines the custom operators."""
         inputs = [f"{type_} {word}" for word, type_ in types.items()]
@@ -259,7 +254,7 @@ class Operator:
             f"({', '.join(['Tensor'] * len(self.gradients))})",
         )
         self.backward.register_fake(self._fake_backward)
-        self.backward.register_autograd(lambda ctx, *_: self.refuse_second_derivative())
+        self.backward.register_autograd(_refuse_second_derivative)
 
     def _forward(self, *arguments: Any) -> tuple[Any, ...]:
         *flat, save, backend = arguments
@@ -338,6 +333,12 @@ def _present(x: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if x is None else x.contiguous()
 
 
+def _refuse_second_derivative(ctx: Any, *gradients: Tensor) -> None:
+    raise RuntimeError(
+        "trying to differentiate twice: drop create_graph=True, or write it in PyTorch operations"
+    )
+
+
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator, backend: str, *flat: Any) -> tuple[Tensor | None, ...]:
@@ -353,31 +354,11 @@ class _Eager(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, *douts: Tensor | None) -> Any:  # type: ignore[override]
         operator: Operator = ctx.operator
         kept = ctx.saved_tensors  # read once: under checkpointing the first look recomputes them
         n = len(operator.tensors)
-        flat, saved = (*kept[:n], *ctx.options), list(kept[n:])
-        if torch.is_grad_enabled():
-            gradients = _EagerBackward.apply(operator, ctx.backend, ctx.context, saved, *douts, *flat)
-        else:
-            gradients = ctx.context.run(
-                operator.differentiate, douts, operator.call(*flat), saved, ctx.backend
-            )
-        return None, None, *operator.spread(gradients), *[None] * len(ctx.options)  # type: ignore[arg-type]
-
-
-class _EagerBackward(torch.autograd.Function):
-    """The backward of an operator as a function, so that its own derivative is refused by name."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, operator: Operator, backend: str, context: Context, saved: list[Tensor], *arguments: Any
-    ) -> tuple[Tensor | None, ...]:
-        ctx.operator, n = operator, len(operator.outputs)
-        call = operator.call(*arguments[n:])
-        return context.run(operator.differentiate, arguments[:n], call, saved, backend)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> None:  # type: ignore[override]
-        ctx.operator.refuse_second_derivative()
+        call = operator.call(*kept[:n], *ctx.options)
+        gradients = ctx.context.run(operator.differentiate, douts, call, list(kept[n:]), ctx.backend)
+        return None, None, *operator.spread(gradients), *[None] * len(ctx.options)

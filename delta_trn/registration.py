@@ -7,7 +7,9 @@ registering needs them whole, and one of them may be what imports the names.
 """
 
 import sys
-from importlib.abc import Loader, MetaPathFinder
+from collections.abc import Callable
+from functools import partial
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -35,10 +37,10 @@ def _register_models() -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finds transformers' modules and the models' as Python does, and counts those that are half loaded."""
+    """Finds transformers' modules and the models' as Python does, and registers after the outermost one."""
 
     def __init__(self) -> None:
-        self.depth = 0
+        self.depth = 0  # how many of these modules are half loaded
 
     def find_spec(self, fullname: str, path=None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not fullname.startswith(("transformers", "delta_trn.models")):
@@ -46,27 +48,15 @@ class _Waiting(MetaPathFinder):
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next((s for finder in others if (s := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Counting(spec.loader, self)
+            spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
         return spec
 
-
-class _Counting(Loader):
-    """Executes a module by its own loader, and registers the models after the outermost module."""
-
-    def __init__(self, loader: Loader, waiting: _Waiting) -> None:
-        self.loader, self.waiting = loader, waiting
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = module.__loader__ = self.loader
-        self.waiting.depth += 1
+    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        self.depth += 1
         try:
-            self.loader.exec_module(module)
+            execute(module)
         finally:
-            self.waiting.depth -= 1
-        if self.waiting.depth == 0 and NAMES in sys.modules and self.waiting in sys.meta_path:
-            sys.meta_path.remove(self.waiting)
+            self.depth -= 1
+        if self.depth == 0 and NAMES in sys.modules and self in sys.meta_path:
+            sys.meta_path.remove(self)
             register()

@@ -59,7 +59,10 @@ class DeltaConfig(PretrainedConfig):
 
     @property
     def logit_scale(self) -> float:
-        """By how much a language model's readout multiplies, besides its matrix."""
+        """The factor that muP puts on the logits: they are logit_scale * lm_head.weight @ hidden.
+
+        `lm_head(hidden)` has the factor in it already. It is for code that multiplies by the weight itself.
+        """
         role = Role.EMBEDDING if self.tie_word_embeddings else Role.READOUT
         return self.width_ratio ** TABLES[self.parametrization][role].multiplier
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification
@@ -36,7 +37,7 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
     """Computes logits = multiplier * E Norm( blocks( E[token] ) ), E tied unless the configuration says not.
 
     `lm_head(hidden)` are the logits. Trainers that multiply by `lm_head.weight` themselves find the
-    multiplier in the configuration, as `logit_scale`.
+    multiplier in the configuration, as `logit_scale`; those that call `lm_head` must not apply it again.
 
     >>> from delta_trn.models import DeltaConfig
     >>> model = DeltaForCausalLM(DeltaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2))
@@ -149,13 +150,18 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         return self._cross_entropy(hidden, targets, ignore_index)
 
     def _cross_entropy(self, hidden: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-        hidden, targets, weight = hidden.flatten(0, 1), targets.flatten(), self.lm_head.weight
-        multiplier, smoothing = self.lm_head.multiplier, self.config.label_smoothing
+        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        smoothing = self.config.label_smoothing if self.training else 0.0
+        counted = targets != ignore_index
+        if not isinstance(self.lm_head, Readout):  # wrapped by PEFT: it computes more than its weight says
+            logits, rest = at_least_float32(self.lm_head(hidden)), {"label_smoothing": smoothing}
+            total = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum", **rest)
+            return total / counted.sum().clamp(min=1)
+        weight, multiplier = self.lm_head.weight, self.lm_head.multiplier
         loss = linear_cross_entropy(hidden, weight, targets, multiplier, ignore_index)
-        if not (smoothing and self.training):
+        if not smoothing:
             return loss
         # A share s of the target spread over all tokens adds s (z_y - mean z): one more row of W per token.
-        counted = targets != ignore_index
         rows = weight[targets.where(counted, 0)] - weight.mean(0)
         above = (at_least_float32(hidden) * rows).sum(-1) * multiplier
         return loss + smoothing * (above * counted).sum() / counted.sum().clamp(min=1)

@@ -49,14 +49,20 @@ from delta_trn.nki_kernels.chunk_tiles import Chunk
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import PARTITIONS
 from delta_trn.nki_kernels.tiles import (
+    add_product,
+    add_selected,
+    add_transposed,
     copy_scaled,
     invert_sums,
     keep_upper,
     load_padded,
+    multiply,
     multiply_elements,
+    multiply_on_gpsimd,
     psum,
     repeat_over_lanes,
     sbuf,
+    scale_and_add,
 )
 from delta_trn.nki_kernels.triangular import list_block_columns
 
@@ -78,18 +84,13 @@ def sum_decays(g_sb, K, table):
     rows, lanes, _ = g_sb.shape
     g_flat = g_sb.reshape((rows, lanes * 2))
     sums_ps = psum((rows, 2, lanes * 2))
-    nisa.nc_matmul(dst=sums_ps[:, 0, :], stationary=table["upper"], moving=g_flat, is_stationary_onezero=True)
-    nisa.nc_matmul(
-        dst=sums_ps[:, 1, :], stationary=table["strict_lower"], moving=g_flat, is_stationary_onezero=True
-    )
+    add_selected(sums_ps[:, 0, :], table["upper"], g_flat)
+    add_selected(sums_ps[:, 1, :], table["strict_lower"], g_flat)
     factors_sb = sbuf((rows, 2, lanes, 2))
     nisa.activation(dst=factors_sb, op=nl.exp, data=sums_ps.reshape((rows, 2, lanes, 2)))
     partitions = min(K, PARTITIONS)
     whole_ps = psum((partitions, lanes * 2))
-    nisa.nc_matmul(
-        dst=whole_ps, stationary=table["ones"][0:rows, 0:partitions], moving=g_flat,
-        is_stationary_onezero=True,
-    )  # fmt: skip
+    add_selected(whole_ps, table["ones"][0:rows, 0:partitions], g_flat)
     carry_factors_sb = sbuf((partitions, lanes, 2))
     nisa.activation(dst=carry_factors_sb, op=nl.exp, data=whole_ps.reshape((partitions, lanes, 2)))
     return factors_sb, carry_factors_sb
@@ -101,10 +102,7 @@ def compute_gates(chunk, bundle, scale):
     chunk.gamma, chunk.lambda_ = sbuf((rows, lanes)), sbuf((rows, lanes))
     chunk.carry = sbuf((chunk.carry_factors.shape[0], lanes))
     for i in range(2):
-        nisa.tensor_tensor(
-            dst=(chunk.gamma, chunk.lambda_)[i], data1=chunk.factors[:, i, :, 0],
-            data2=chunk.factors[:, i, :, 1], op=nl.multiply,
-        )  # fmt: skip
+        multiply((chunk.gamma, chunk.lambda_)[i], chunk.factors[:, i, :, 0], chunk.factors[:, i, :, 1])
     read_scale_sb = sbuf((rows, lanes))
     value_scale_sb, minus_strength_sb = chunk.beta, sbuf((rows, lanes))
     if len(chunk.inverse_norms) == 0:
@@ -122,22 +120,14 @@ def compute_gates(chunk, bundle, scale):
                 )
             )
         nisa.tensor_scalar(dst=read_scale_sb.reshape(per_head), data=own[0], op0=nl.multiply, operand0=scale)
-        nisa.tensor_tensor(
-            dst=value_scale_sb.reshape(per_head), data1=chunk.beta.reshape(per_head), data2=own[1],
-            op=nl.multiply,
-        )  # fmt: skip
+        multiply(value_scale_sb.reshape(per_head), chunk.beta.reshape(per_head), own[1])
         nisa.scalar_tensor_tensor(
             dst=minus_strength_sb.reshape(per_head), data=value_scale_sb.reshape(per_head), op0=nl.multiply,
             operand0=-1.0, op1=nl.multiply, operand1=own[1],
         )  # fmt: skip
     chunk.minus_strength_gamma = sbuf((rows, lanes))
-    nisa.tensor_tensor(
-        dst=chunk.minus_strength_gamma, data1=chunk.gamma, data2=minus_strength_sb, op=nl.multiply
-    )
-    nisa.tensor_tensor(
-        dst=chunk.carry, data1=chunk.carry_factors[:, :, 0], data2=chunk.carry_factors[:, :, 1],
-        op=nl.multiply,
-    )  # fmt: skip
+    multiply(chunk.minus_strength_gamma, chunk.gamma, minus_strength_sb)
+    multiply(chunk.carry, chunk.carry_factors[:, :, 0], chunk.carry_factors[:, :, 1])
     chunk.read_scale, chunk.value_scale = read_scale_sb, value_scale_sb
     chunk.minus_strength = minus_strength_sb
 
@@ -186,10 +176,7 @@ def transpose_side(qk_sb, side, parts, table):
         start, stop = span
         out_ps = psum((stop - start, heads, rows))
         for h in range(heads):
-            nisa.nc_matmul(
-                dst=out_ps[:, h, :], stationary=qk_sb[:, side, h, start:stop],
-                moving=table["rounded_identity"], is_moving_onezero=True,
-            )  # fmt: skip
+            add_transposed(out_ps[:, h, :], qk_sb[:, side, h, start:stop], table["rounded_identity"])
         out_sb = sbuf((stop - start, heads, rows), qk_sb.dtype)
         copy_scaled(out_sb, out_ps)
         tiles.append(out_sb)
@@ -225,11 +212,11 @@ def spread_decays(g_sb, table):
     tiles = []
     for part in range(2):
         out_sb = sbuf((rows, lanes, rows))
-        nisa.tensor_tensor(
-            dst=out_sb, data1=repeat_over_lanes(table, "upper", lanes),
-            data2=g_sb.ap(pattern=[[2 * lanes, rows], [2, lanes], [0, rows]], offset=part), op=nl.multiply,
-            engine=nisa.engine.gpsimd,
-        )  # fmt: skip
+        multiply_on_gpsimd(
+            out_sb,
+            repeat_over_lanes(table, "upper", lanes),
+            g_sb.ap(pattern=[[2 * lanes, rows], [2, lanes], [0, rows]], offset=part),
+        )
         tiles.append(out_sb)
     return tiles
 
@@ -238,11 +225,11 @@ def build_diagonals(columns_sb, table):
     """Builds diag(columns) of each lane, [rows, lanes, rows], from columns [rows, lanes]."""
     rows, lanes = columns_sb.shape
     out_sb = sbuf((rows, lanes, rows))
-    nisa.tensor_tensor(
-        dst=out_sb, data1=repeat_over_lanes(table, "identity", lanes),
-        data2=columns_sb.ap(pattern=[[lanes, rows], [1, lanes], [0, rows]], offset=0), op=nl.multiply,
-        engine=nisa.engine.gpsimd,
-    )  # fmt: skip
+    multiply_on_gpsimd(
+        out_sb,
+        repeat_over_lanes(table, "identity", lanes),
+        columns_sb.ap(pattern=[[lanes, rows], [1, lanes], [0, rows]], offset=0),
+    )
     return out_sb
 
 
@@ -251,10 +238,7 @@ def compute_decays(spread, table):
     rows, lanes, _ = spread[0].shape
     sums_ps = psum((rows, lanes * rows))
     for part in range(2):
-        nisa.nc_matmul(
-            dst=sums_ps, stationary=table["strict_lower"], moving=spread[part].reshape((rows, lanes * rows)),
-            is_stationary_onezero=True,
-        )  # fmt: skip
+        add_selected(sums_ps, table["strict_lower"], spread[part].reshape((rows, lanes * rows)))
     out_sb = sbuf((rows, lanes, rows))
     nisa.activation(dst=out_sb, op=nl.exp, data=sums_ps.reshape((rows, lanes, rows)))
     keep_upper(out_sb, nl.greater_equal)
@@ -270,20 +254,15 @@ def weight_decays(D_t_sb, diagonals_sb, table):
     rows, lanes, _ = D_t_sb.shape
     out_sb = sbuf((rows, lanes, rows))
     columns_ps = psum((rows, lanes * rows))
-    nisa.nc_matmul(
-        dst=columns_ps, stationary=table["ones"][0:rows, 0:rows],
-        moving=diagonals_sb.reshape((rows, lanes * rows)), is_stationary_onezero=True,
-    )  # fmt: skip
-    nisa.tensor_tensor(
-        dst=out_sb, data1=columns_ps.reshape((rows, lanes, rows)), data2=D_t_sb, op=nl.multiply
-    )
+    add_selected(columns_ps, table["ones"][0:rows, 0:rows], diagonals_sb.reshape((rows, lanes * rows)))
+    multiply(out_sb, columns_ps.reshape((rows, lanes, rows)), D_t_sb)
     return out_sb
 
 
 def multiply_parts(dst_ps, stationary, moving, a, b):
     """Adds stationary^T moving, summed over parts, to dst: lane or key head a of the one, b of the other."""
     for part in range(len(moving)):
-        nisa.nc_matmul(dst=dst_ps, stationary=stationary[part][:, a, :], moving=moving[part][:, b, :])
+        add_product(dst_ps, stationary[part][:, a, :], moving[part][:, b, :])
 
 
 def multiply_pairs(stationary, moving, bundle):
@@ -309,7 +288,7 @@ def multiply_lanes(stationary, moving, factors, dtype=nl.float32):
     out_sb = sbuf((free, lanes, moving.shape[2]), dtype)
     for lane in range(lanes):
         out_ps = psum((free, moving.shape[2]))
-        nisa.nc_matmul(dst=out_ps, stationary=stationary[:, lane, :], moving=moving[:, lane, :])
+        add_product(out_ps, stationary[:, lane, :], moving[:, lane, :])
         copy_scaled(out_sb[:, lane, :], out_ps, factors[lane] if len(factors) > 0 else 1.0)
     return out_sb
 
@@ -322,9 +301,7 @@ def multiply_lanes_at_once(stationary, moving, start, stop, dtype):
     free, lanes = stop - start, stationary.shape[1]
     out_ps = psum((free, lanes, moving.shape[2]))
     for lane in range(lanes):
-        nisa.nc_matmul(
-            dst=out_ps[:, lane, :], stationary=stationary[:, lane, start:stop], moving=moving[:, lane, :]
-        )
+        add_product(out_ps[:, lane, :], stationary[:, lane, start:stop], moving[:, lane, :])
     out_sb = sbuf((free, lanes, moving.shape[2]), dtype)
     copy_scaled(out_sb, out_ps)
     return out_sb
@@ -355,11 +332,9 @@ def compute_residual(chunk, S, bundle):
     for lane in range(lanes):
         KS_ps = psum((rows, V))
         multiply_parts(KS_ps, chunk.k_t, S, find_key_head(bundle, lane), lane)
-        nisa.scalar_tensor_tensor(
-            dst=out_sb[:, lane, :], data=KS_ps, op0=nl.multiply,
-            operand0=chunk.minus_strength_gamma[:, lane : lane + 1], op1=nl.add,
-            operand1=beta_v_sb[:, lane, :],
-        )  # fmt: skip
+        scale_and_add(
+            out_sb[:, lane, :], KS_ps, chunk.minus_strength_gamma[:, lane : lane + 1], beta_v_sb[:, lane, :]
+        )
     return out_sb
 
 
@@ -377,11 +352,10 @@ def decay_and_add(S, carry_sb, factors, parts):
             sum_ps = psum((stop - start, V))
             for factor in factors:
                 x_sb, y_sb = factor
-                nisa.nc_matmul(dst=sum_ps, stationary=x_sb[:, lane, start:stop], moving=y_sb[:, lane, :])
-            nisa.scalar_tensor_tensor(
-                dst=out_sb[:, lane, :], data=S[part][:, lane, :], op0=nl.multiply,
-                operand0=carry_sb[0 : stop - start, lane : lane + 1], op1=nl.add, operand1=sum_ps,
-            )  # fmt: skip
+                add_product(sum_ps, x_sb[:, lane, start:stop], y_sb[:, lane, :])
+            scale_and_add(
+                out_sb[:, lane, :], S[part][:, lane, :], carry_sb[0 : stop - start, lane : lane + 1], sum_ps
+            )
         tiles.append(out_sb)
     return tiles
 

@@ -49,14 +49,19 @@ from delta_trn.nki_kernels.chunk import (
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import BANK, split
 from delta_trn.nki_kernels.tiles import (
+    add_product,
+    add_selected,
+    add_transposed,
     choose_factors,
     copy_scaled,
     keep_upper,
+    multiply,
     multiply_elements,
     multiply_on_gpsimd,
     psum,
     repeat_over_lanes,
     sbuf,
+    scale_and_add,
     sum_rows,
     transpose,
 )
@@ -102,10 +107,11 @@ def transpose_state(S, parts, value_parts, table):
             out_ps = psum((high - low, K))
             for part in range(len(parts)):
                 start, stop = parts[part]
-                nisa.nc_matmul(
-                    dst=out_ps[:, start:stop], stationary=S[part][:, lane, low:high],
-                    moving=table["eye"][0 : stop - start, 0 : stop - start], is_moving_onezero=True,
-                )  # fmt: skip
+                add_transposed(
+                    out_ps[:, start:stop],
+                    S[part][:, lane, low:high],
+                    table["eye"][0 : stop - start, 0 : stop - start],
+                )
             copy_scaled(out_sb[:, lane, :], out_ps)
         tiles.append(out_sb)
     return tiles
@@ -146,13 +152,10 @@ def compute_writes(chunk, constants):
     for lane in range(lanes):
         rounded = R_rounded_sb[:, lane, :]
         U_ps = psum((rows, V))
-        nisa.nc_matmul(dst=U_ps, stationary=T_t_sb[:, lane, :], moving=rounded)
+        add_product(U_ps, T_t_sb[:, lane, :], rounded)
         if R_sb.dtype != products:
-            nisa.nc_matmul(dst=U_ps, stationary=constants["minus_identity"][0:rows, 0:rows], moving=rounded)
-            nisa.nc_matmul(
-                dst=U_ps, stationary=constants["identity"][0:rows, 0:rows], moving=R_sb[:, lane, :],
-                is_stationary_onezero=True,
-            )  # fmt: skip
+            add_product(U_ps, constants["minus_identity"][0:rows, 0:rows], rounded)
+            add_selected(U_ps, constants["identity"][0:rows, 0:rows], R_sb[:, lane, :])
         copy_scaled(U_exact_sb[:, lane, :], U_ps, chunk.inverse_beta[:, lane : lane + 1])
         copy_scaled(U_sb[:, lane, :], U_ps, chunk.share[:, lane : lane + 1])
     chunk.U, chunk.U_exact = U_sb, U_exact_sb
@@ -176,15 +179,12 @@ def compute_residual_gradient(chunk, dS, bundle):
         for lane in range(lanes):
             KdS_ps = psum((rows, V))
             multiply_parts(KdS_ps, chunk.k_t, dS, find_key_head(bundle, lane), lane)
-            nisa.scalar_tensor_tensor(
-                dst=dU_sb[:, lane, :], data=KdS_ps, op0=nl.multiply,
-                operand0=chunk.lambda_[:, lane : lane + 1], op1=nl.add, operand1=dU_sb[:, lane, :],
-            )  # fmt: skip
+            scale_and_add(dU_sb[:, lane, :], KdS_ps, chunk.lambda_[:, lane : lane + 1], dU_sb[:, lane, :])
         return multiply_lanes(chunk.inverse["T"], dU_sb, ())
     out_sb = sbuf((rows, lanes, V))
     for lane in range(lanes):
         dR_ps = psum((rows, V))
-        nisa.nc_matmul(dst=dR_ps, stationary=chunk.PT[:, lane, :], moving=do_sb[:, lane, :])
+        add_product(dR_ps, chunk.PT[:, lane, :], do_sb[:, lane, :])
         multiply_parts(dR_ps, chunk.W_t, dS, lane, lane)
         copy_scaled(out_sb[:, lane, :], dR_ps)
     return out_sb
@@ -277,10 +277,10 @@ def compute_key_gradients(chunk, bundle, table):
         h = find_key_head(bundle, lane)
         q_sb, k_sb, read_sb = qk_sb[:, 0, h, :], qk_sb[:, 1, h, :], chunk.read[lane]
         dq_ps, dk_ps = view_key_gradient(chunk, 0, h), view_key_gradient(chunk, 1, h)
-        nisa.nc_matmul(dst=dq_ps, stationary=chunk.E_t[:, lane, :], moving=k_sb)
-        nisa.nc_matmul(dst=dk_ps, stationary=chunk.E[:, lane, :], moving=q_sb)
-        nisa.nc_matmul(dst=dk_ps, stationary=chunk.weighted_Z[:, lane, :], moving=k_sb)
-        nisa.nc_matmul(dst=dk_ps, stationary=chunk.weighted_Z_t[:, lane, :], moving=k_sb)
+        add_product(dq_ps, chunk.E_t[:, lane, :], k_sb)
+        add_product(dk_ps, chunk.E[:, lane, :], q_sb)
+        add_product(dk_ps, chunk.weighted_Z[:, lane, :], k_sb)
+        add_product(dk_ps, chunk.weighted_Z_t[:, lane, :], k_sb)
         add_tile(dq_ps, read_sb[:, 0, :], table)
         add_tile(dk_ps, read_sb[:, 1, :], table)
         add_tile(dk_ps, chunk.written[lane], table)
@@ -288,7 +288,7 @@ def compute_key_gradients(chunk, bundle, table):
 
 def add_tile(dst_ps, x_sb, table):
     """Adds x to a sum in PSUM, as a product with the identity. The Vector engine has more to do."""
-    nisa.nc_matmul(dst=dst_ps, stationary=table["rounded_identity"], moving=x_sb, is_stationary_onezero=True)
+    add_selected(dst_ps, table["rounded_identity"], x_sb)
 
 
 def sum_along(chunk, bundle):
@@ -303,10 +303,7 @@ def sum_along(chunk, bundle):
     first = 0
     for tile in chunk.dqk:
         stop = first + tile.shape[2]
-        nisa.tensor_tensor(
-            dst=terms_sb[:, first:stop, :], data1=tile[:, 1, :, :], data2=qk_sb[:, 1, first:stop, :],
-            op=nl.multiply,
-        )  # fmt: skip
+        multiply(terms_sb[:, first:stop, :], tile[:, 1, :, :], qk_sb[:, 1, first:stop, :])
         first = stop
     nisa.tensor_reduce(dst=along_sb[:, 1, :], op=nl.add, data=terms_sb, axis=2)
     reads_sb = sbuf((rows, lanes))
@@ -315,7 +312,7 @@ def sum_along(chunk, bundle):
         dst=along_sb[:, 0, :], op=nl.add, data=reads_sb.reshape((rows, heads, lanes // heads)), axis=2
     )
     for _ in range(2):
-        nisa.tensor_tensor(dst=along_sb, data1=along_sb, data2=inverse_norms_sb, op=nl.multiply)
+        multiply(along_sb, along_sb, inverse_norms_sb)
     nisa.tensor_scalar(dst=along_sb, data=along_sb, op0=nl.multiply, operand0=-1.0)
     chunk.along = along_sb
 
@@ -380,8 +377,8 @@ def scale_sums(chunk):
     """Multiplies the sums of `compute_sums` by lambda and gamma_C, on the Vector engine."""
     for carried_sb in chunk.carried:
         size = carried_sb.shape[0]
-        nisa.tensor_tensor(dst=carried_sb, data1=carried_sb, data2=chunk.carry[0:size, :], op=nl.multiply)
-    nisa.tensor_tensor(dst=chunk.writes, data1=chunk.writes, data2=chunk.lambda_, op=nl.multiply)
+        multiply(carried_sb, carried_sb, chunk.carry[0:size, :])
+    multiply(chunk.writes, chunk.writes, chunk.lambda_)
 
 
 def sum_columns(tile_sb, table):
@@ -389,10 +386,7 @@ def sum_columns(tile_sb, table):
     rows, lanes, _ = tile_sb.shape
     out_ps = psum((rows, lanes))
     for lane in range(lanes):
-        nisa.nc_matmul(
-            dst=out_ps[:, lane : lane + 1], stationary=tile_sb[:, lane, :],
-            moving=table["ones"][0:rows, 0:1], is_moving_onezero=True,
-        )  # fmt: skip
+        add_transposed(out_ps[:, lane : lane + 1], tile_sb[:, lane, :], table["ones"][0:rows, 0:1])
     return out_ps
 
 
@@ -405,10 +399,7 @@ def sum_crossing_pairs(chunk, table):
     sums_ps = psum((rows, lanes, rows))  # over j < t, for every i
     for lane in range(lanes):
         for F_t in (chunk.reads_t, chunk.erasures_t):
-            nisa.nc_matmul(
-                dst=sums_ps[:, lane, :], stationary=F_t[:, lane, :], moving=table["strict_upper"],
-                is_moving_onezero=True,
-            )  # fmt: skip
+            add_transposed(sums_ps[:, lane, :], F_t[:, lane, :], table["strict_upper"])
     crossing_sb = multiply_elements(sums_ps, repeat_over_lanes(table, "lower", lanes))
     chunk.read_sums = copy_tile(sum_columns(chunk.reads_t, table))
     return crossing_sb
@@ -418,16 +409,11 @@ def sum_decay_gradient(chunk, bundle, parts, table):
     """Computes dg [rows, lanes] from what the stages before left in the chunk's dict."""
     rows, lanes = table["rows"], bundle["lanes"]
     states_ps = psum((rows, lanes))  # what r, w and <dS', S> add
-    nisa.nc_matmul(dst=states_ps, stationary=table["lower"], moving=chunk.reads, is_stationary_onezero=True)
-    nisa.nc_matmul(
-        dst=states_ps, stationary=table["strict_upper"], moving=chunk.writes, is_stationary_onezero=True
-    )
+    add_selected(states_ps, table["lower"], chunk.reads)
+    add_selected(states_ps, table["strict_upper"], chunk.writes)
     for part in range(len(parts)):
         size = parts[part][1] - parts[part][0]
-        nisa.nc_matmul(
-            dst=states_ps, stationary=table["ones"][0:size, 0:rows], moving=chunk.carried[part],
-            is_stationary_onezero=True,
-        )  # fmt: skip
+        add_selected(states_ps, table["ones"][0:size, 0:rows], chunk.carried[part])
     pairs_ps = sum_columns(chunk.crossing, table)
     out_sb = sbuf((rows, lanes))
     nisa.tensor_copy(dst=out_sb, src=pairs_ps)

@@ -15,7 +15,18 @@ written once, dx adds up in SBUF. dz is rounded to the dtype of x, which is that
 
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
-from delta_trn.nki_kernels.tiles import build_identity, copy_scaled, load, normals, psum, sbuf, uniforms
+from delta_trn.nki_kernels.tiles import (
+    add_product,
+    add_transposed,
+    build_identity,
+    copy_scaled,
+    load,
+    multiply,
+    normals,
+    psum,
+    sbuf,
+    uniforms,
+)
 
 MOST_TOKENS = 1024
 MOST_D = 2 * BANK  # dW of a block fills four banks of PSUM
@@ -135,7 +146,7 @@ def multiply_parts(x_t_sb, w_t_sb, span):
     z_ps = psum((stop - start, w_t_sb[0].shape[1]))
     for k in range(len(x_t_sb)):
         part_sb = x_t_sb[k]
-        nisa.nc_matmul(dst=z_ps, stationary=part_sb[:, start:stop], moving=w_t_sb[k])
+        add_product(z_ps, part_sb[:, start:stop], w_t_sb[k])
     return z_ps
 
 
@@ -174,7 +185,7 @@ def join_blocks(low_sb, sum_sb):
     least_sb, share_sb, total_sb, out_sb = sbuf((P, 1)), sbuf((P, count)), sbuf((P, 1)), sbuf((P, 1))
     nisa.tensor_reduce(dst=least_sb, op=nl.minimum, data=low_sb, axis=1)
     nisa.activation(dst=share_sb, op=nl.exp, data=low_sb, scale=-1.0, bias=least_sb)
-    nisa.tensor_tensor(dst=share_sb, data1=share_sb, data2=sum_sb, op=nl.multiply)
+    multiply(share_sb, share_sb, sum_sb)
     nisa.tensor_reduce(dst=total_sb, op=nl.add, data=share_sb, axis=1)
     nisa.activation(dst=out_sb, op=nl.log, data=total_sb)
     nisa.tensor_tensor(dst=out_sb, data1=least_sb, data2=out_sb, op=nl.subtract)
@@ -222,10 +233,7 @@ def transpose_dlogits(dz_sb, identity_sb):
     out_ps, out_sb = psum((PARTITIONS, len(parts), P)), sbuf((PARTITIONS, len(parts), P), dz_sb.dtype)
     for j in range(len(parts)):
         low, high = parts[j]
-        nisa.nc_matmul(
-            dst=out_ps[0 : high - low, j, :], stationary=dz_sb[:, low:high], moving=identity_sb[0:P, 0:P],
-            is_moving_onezero=True,
-        )  # fmt: skip
+        add_transposed(out_ps[0 : high - low, j, :], dz_sb[:, low:high], identity_sb[0:P, 0:P])
     whole, rest = words // PARTITIONS, words % PARTITIONS
     if whole > 0:
         copy_scaled(out_sb[:, 0:whole, :], out_ps[:, 0:whole, :])
@@ -244,9 +252,7 @@ def add_dweight(dw_ps, dz_sb, x_sb, columns):
             left, right = columns[n]
             if fresh:
                 dw_ps.append(psum((high - low, right - left)))
-            nisa.nc_matmul(
-                dst=dw_ps[j * len(columns) + n], stationary=dz_sb[:, low:high], moving=x_sb[:, left:right]
-            )
+            add_product(dw_ps[j * len(columns) + n], dz_sb[:, low:high], x_sb[:, left:right])
 
 
 def add_dx(dx_sb, dz_t_sb, w_sb, columns, first):
@@ -256,9 +262,7 @@ def add_dx(dx_sb, dz_t_sb, w_sb, columns, first):
         sum_ps = psum((dx_sb.shape[0], right - left))
         for j in range(len(w_sb)):
             part_sb = w_sb[j]
-            nisa.nc_matmul(
-                dst=sum_ps, stationary=dz_t_sb[0 : part_sb.shape[0], j, :], moving=part_sb[:, left:right]
-            )
+            add_product(sum_ps, dz_t_sb[0 : part_sb.shape[0], j, :], part_sb[:, left:right])
         if first:
             nisa.tensor_copy(dst=dx_sb[:, left:right], src=sum_ps)
         else:

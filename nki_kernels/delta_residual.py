@@ -25,15 +25,18 @@ stays on chip between the two passes over D where D DV fits; where not, it is re
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
 from delta_trn.nki_kernels.tiles import (
+    add_product,
     build_identity,
     build_norm,
     invert_norms,
     load,
+    multiply,
     multiply_elements,
     multiply_rows,
     normals,
     psum,
     sbuf,
+    scale_and_add,
     sum_rows,
     uniforms,
 )
@@ -125,7 +128,7 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
             r_sb = invert_norms(k_sb, norm)
             nisa.tensor_scalar(dst=p_sb, data=p_sb, op0=nl.multiply, operand0=r_sb)
             nisa.tensor_scalar(dst=s_sb, data=s_sb, op0=nl.multiply, operand0=r_sb)
-            nisa.tensor_tensor(dst=beta_r_sb, data1=beta_r_sb, data2=r_sb, op=nl.multiply)
+            multiply(beta_r_sb, beta_r_sb, r_sb)
         nisa.tensor_tensor(dst=e_sb, data1=v_sb, data2=p_sb, op=nl.subtract)
         dbeta_sb = multiply_rows(s_sb, e_sb)
         along_sb = sbuf((count, 1))  # -r^2 beta (s . e - p . s): what dk has along k
@@ -160,8 +163,8 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
                 s_diagonal_sb = build_diagonal(s_sb[:, j : j + 1], eye_sb, -1.0)
                 for entry in sums:
                     low, high, a_ps = entry
-                    nisa.nc_matmul(dst=a_ps, stationary=e_diagonal_sb, moving=dout_sb[:, low:high, j])
-                    nisa.nc_matmul(dst=a_ps, stationary=s_diagonal_sb, moving=x_sb[:, low:high, j])
+                    add_product(a_ps, e_diagonal_sb, dout_sb[:, low:high, j])
+                    add_product(a_ps, s_diagonal_sb, x_sb[:, low:high, j])
             dx_sb = sbuf((count, d1 - d0, DV), x.dtype)
             add_outer(dx_sb, dout_sb, k_sb, w_sb, d0)  # meanwhile the Tensor engine sums
             nisa.dma_copy(dst=dx[start:stop, d0:d1, :], src=dx_sb)
@@ -175,10 +178,7 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
                     nisa.tensor_scalar(
                         dst=k_part_sb, data=k_sb[:, d0 + low : d0 + high], op0=nl.multiply, operand0=along_sb
                     )
-                    nisa.scalar_tensor_tensor(
-                        dst=dk_sb, data=a_ps, op0=nl.multiply, operand0=beta_r_sb, op1=nl.add,
-                        operand1=k_part_sb,
-                    )  # fmt: skip
+                    scale_and_add(dk_sb, a_ps, beta_r_sb, k_part_sb)
                 nisa.dma_copy(dst=dk[start:stop, d0 + low : d0 + high], src=dk_sb)
     return dx, dk, dv, dbeta
 
@@ -212,10 +212,7 @@ def add_outer(out_sb, x_sb, k_sb, w_sb, d0):
     """Sets out = X + k w^T over one block of D, which begins at d0; out may be x."""
     size, DV = x_sb.shape[1], x_sb.shape[2]
     for j in range(DV):
-        nisa.scalar_tensor_tensor(
-            dst=out_sb[:, :, j], data=k_sb[:, d0 : d0 + size], op0=nl.multiply, operand0=w_sb[:, j : j + 1],
-            op1=nl.add, operand1=x_sb[:, :, j],
-        )  # fmt: skip
+        scale_and_add(out_sb[:, :, j], k_sb[:, d0 : d0 + size], w_sb[:, j : j + 1], x_sb[:, :, j])
 
 
 def load_float32(src):

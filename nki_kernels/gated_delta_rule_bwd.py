@@ -56,6 +56,7 @@ from delta_trn.nki_kernels.orders import RULE_BACKWARD
 from delta_trn.nki_kernels.plan import count_slots, list_waves, pad_to_rows, split_evenly
 from delta_trn.nki_kernels.schedule import Stage, list_steps, list_work, rank
 from delta_trn.nki_kernels.tiles import (
+    add_product,
     build_constants,
     copy_scaled,
     multiply_elements,
@@ -205,7 +206,7 @@ def apply_inverse(chunk, bundle, parts, goes_on):
         chunk.W = sbuf(chunk.lambda_k.shape)
         for lane in range(T_sb.shape[1]):
             W_ps = psum((T_sb.shape[0], chunk.W.shape[2]))
-            nisa.nc_matmul(dst=W_ps, stationary=T_sb[:, lane, :], moving=chunk.lambda_k[:, lane, :])
+            add_product(W_ps, T_sb[:, lane, :], chunk.lambda_k[:, lane, :])
             copy_scaled(chunk.W[:, lane, :], W_ps, chunk.share[:, lane : lane + 1])
     chunk.gamma_q = scale_heads(chunk.qk, 0, chunk.gamma, bundle, products)
     chunk.erased_k = scale_heads(chunk.qk, 1, chunk.minus_strength_gamma, bundle, products)

@@ -36,6 +36,7 @@ from delta_trn.nki_kernels.orders import RULE_FORWARD
 from delta_trn.nki_kernels.plan import list_waves, pad_to_rows, split_evenly
 from delta_trn.nki_kernels.schedule import ALL, Stage, list_work, rank
 from delta_trn.nki_kernels.tiles import (
+    add_product,
     build_constants,
     choose_factors,
     copy_scaled,
@@ -114,7 +115,7 @@ def compute_output(chunk, dtype):
     for lane in range(lanes):
         O_ps = psum((rows, V))
         multiply_parts(O_ps, chunk.gamma_q_t, chunk.S_rounded, lane, lane)
-        nisa.nc_matmul(dst=O_ps, stationary=chunk.PT_t[:, lane, :], moving=chunk.R_rounded[:, lane, :])
+        add_product(O_ps, chunk.PT_t[:, lane, :], chunk.R_rounded[:, lane, :])
         copy_scaled(out_sb[:, lane, :], O_ps, chunk.read_scale[:, lane : lane + 1])
     return out_sb
 

@@ -22,6 +22,8 @@ from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
 from delta_trn.nki_kernels.tiles import (
     L2NORM_EPS,
+    add_product,
+    add_transposed,
     build_identity,
     build_norm,
     invert_scaled_norms,
@@ -31,6 +33,7 @@ from delta_trn.nki_kernels.tiles import (
     normals,
     psum,
     sbuf,
+    scale_and_add,
     uniforms,
 )
 
@@ -154,9 +157,7 @@ def compute_output(o_sb, p_ps, u_sb, vectors):
     """Sets o [c, V] = scale S'^T q = exp(g) p + (k . q) u; q holds the scale."""
     decayed_sb = sbuf(p_ps.shape)
     nisa.tensor_scalar(dst=decayed_sb, data=p_ps, op0=nl.multiply, operand0=vectors["decay"])
-    nisa.scalar_tensor_tensor(
-        dst=o_sb, data=u_sb, op0=nl.multiply, operand0=vectors["kq"], op1=nl.add, operand1=decayed_sb
-    )
+    scale_and_add(o_sb, u_sb, vectors["kq"], decayed_sb)
 
 
 def multiply_states(states, columns, heads, eye_sb):
@@ -172,10 +173,7 @@ def multiply_states(states, columns, heads, eye_sb):
             active, count = columns[i].shape[0], columns[i].shape[3]
             moving = columns[i].reshape((active, m, 2 * count))
             for j in range(m):
-                nisa.nc_matmul(
-                    dst=by_tile_ps[:, i, 0 : 2 * count], stationary=states[i][:, j, v0:v1],
-                    moving=moving[:, j, :],
-                )  # fmt: skip
+                add_product(by_tile_ps[:, i, 0 : 2 * count], states[i][:, j, v0:v1], moving[:, j, :])
         by_side_sb = sbuf((v1 - v0, 2, c))
         whole = tiles if rest == heads else tiles - 1
         if whole > 0:
@@ -183,8 +181,8 @@ def multiply_states(states, columns, heads, eye_sb):
         if rest < heads:
             copy_sides(by_side_sb, by_tile_ps, whole, 1, rest)
         eye = eye_sb[0 : v1 - v0, 0 : v1 - v0]
-        nisa.nc_matmul(dst=r_ps[:, v0:v1], stationary=by_side_sb[:, 0, :], moving=eye, is_moving_onezero=True)
-        nisa.nc_matmul(dst=p_ps[:, v0:v1], stationary=by_side_sb[:, 1, :], moving=eye, is_moving_onezero=True)
+        add_transposed(r_ps[:, v0:v1], by_side_sb[:, 0, :], eye)
+        add_transposed(p_ps[:, v0:v1], by_side_sb[:, 1, :], eye)
     return r_ps, p_ps
 
 
@@ -216,11 +214,8 @@ def update_states(states, k_blocks_sb, u_sb, decays_sb, new_lines, first, heads)
             # every m-th column from j on: those of the j-th line of each partition
             begin = i * heads * K + j
             write_ps = psum((active, V))
-            nisa.nc_matmul(dst=write_ps, stationary=flat[:, begin : begin - j + active * m : m], moving=u_sb)
-            nisa.scalar_tensor_tensor(
-                dst=S_sb[:, j, :], data=S_sb[:, j, :], op0=nl.multiply, operand0=decays_sb[0:active, i : i +
-                1], op1=nl.add, operand1=write_ps,
-            )  # fmt: skip
+            add_product(write_ps, flat[:, begin : begin - j + active * m : m], u_sb)
+            scale_and_add(S_sb[:, j, :], S_sb[:, j, :], decays_sb[0:active, i : i + 1], write_ps)
         # [active, m, V] -> [active, m V], a line per partition
         nisa.dma_copy(dst=new_lines[first : first + active, :], src=S_sb.reshape((active, m * V)))
         first += active
@@ -298,10 +293,7 @@ def arrange_by_partition(states, k_blocks_sb, q_blocks_sb, heads, eye_sb):
         for j in range(m):
             begin, end = first * K + j, first * K + active * m
             for side in range(2):
-                nisa.nc_matmul(
-                    dst=columns_ps[:, j, side, :], stationary=flat[side][:, begin:end:m],
-                    moving=eye_sb[0:c, first:last], is_moving_onezero=True,
-                )  # fmt: skip
+                add_transposed(columns_ps[:, j, side, :], flat[side][:, begin:end:m], eye_sb[0:c, first:last])
         columns_sb = sbuf((active, m, 2, last - first))
         nisa.activation(dst=columns_sb, op=nl.copy, data=columns_ps)
         tiles.append(columns_sb)

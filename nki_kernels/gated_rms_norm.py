@@ -16,6 +16,7 @@ per row are the Scalar engine's.
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, LEAST_RSQRT, PARTITIONS, split
 from delta_trn.nki_kernels.tiles import (
+    add_selected,
     build_norm,
     copy_scaled,
     invert_sums,
@@ -24,6 +25,7 @@ from delta_trn.nki_kernels.tiles import (
     normals,
     psum,
     sbuf,
+    scale_and_add,
     sum_rows,
 )
 
@@ -261,10 +263,7 @@ def add_columns(sums, ones_sb, x_sb):
     for i in range(x_sb.shape[1]):
         for entry in sums:
             low, high, sum_ps = entry
-            nisa.nc_matmul(
-                dst=sum_ps, stationary=ones_sb[0 : x_sb.shape[0], :], moving=x_sb[:, i, low:high],
-                is_stationary_onezero=True,
-            )  # fmt: skip
+            add_selected(sum_ps, ones_sb[0 : x_sb.shape[0], :], x_sb[:, i, low:high])
 
 
 def project(nh_sb):
@@ -278,10 +277,7 @@ def subtract_projection(n_sb, h_sb, along_sb):
     """Computes n + h along of every row."""
     rest_sb = sbuf(n_sb.shape)
     for i in range(n_sb.shape[1]):
-        nisa.scalar_tensor_tensor(
-            dst=rest_sb[:, i, :], data=h_sb[:, i, :], op0=nl.multiply, operand0=along_sb[:, i : i + 1],
-            op1=nl.add, operand1=n_sb[:, i, :],
-        )  # fmt: skip
+        scale_and_add(rest_sb[:, i, :], h_sb[:, i, :], along_sb[:, i : i + 1], n_sb[:, i, :])
     return rest_sb
 
 

@@ -25,6 +25,8 @@ as terms of dx may cancel. dweight is as exact as in float32.
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import PARTITIONS
 from delta_trn.nki_kernels.tiles import (
+    add_product,
+    add_transposed,
     allocate_tokens,
     build_identity,
     copy_scaled,
@@ -32,10 +34,12 @@ from delta_trn.nki_kernels.tiles import (
     cut_returns,
     load,
     load_tokens,
+    multiply,
     multiply_on_gpsimd,
     normals,
     psum,
     sbuf,
+    scale_and_add,
     store_returns,
     store_tokens,
     sum_rows,
@@ -197,7 +201,7 @@ def short_convolution_bwd(dy, x, weight, position, packed, prefix, continued):
         if j >= 0 and j < n:
             dz.append(sbuf(slopes[j].shape))
             dy_ps = transpose_tokens(dy_sb[cells[j]["unit"]], cells[j], eye)
-            nisa.tensor_tensor(dst=dz[j], data1=slopes[j], data2=dy_ps, op=nl.multiply)
+            multiply(dz[j], slopes[j], dy_ps)
         j = i - SLOPES
         if j >= 0 and j < n:
             slopes.append(sbuf(z[j].shape))
@@ -284,9 +288,7 @@ def begin_window(window_sb, prefix, continued, cell, windows, W, eye):
         start = cell["c0"] + cell["a0"]
         prefix_sb = load(prefix[cell["b"], :, start : start + C], window_sb.dtype)
         prefix_ps = psum((C, W - 1))
-        nisa.nc_matmul(
-            dst=prefix_ps, stationary=prefix_sb, moving=eye[0 : W - 1, 0 : W - 1], is_moving_onezero=True
-        )
+        add_transposed(prefix_ps, prefix_sb, eye[0 : W - 1, 0 : W - 1])
         nisa.tensor_copy(dst=window_sb[:, 0 : W - 1], src=prefix_ps)
     else:
         nisa.memset(dst=window_sb[:, 0 : W - 1], value=0.0)
@@ -382,10 +384,7 @@ def sum_taps(dst, slices, taps, on_vector, parts):
     total = multiply_taps(slices, taps, on_tensor, parts)
     for j in range(on_tensor, W):
         out_sb = dst if j == W - 1 else sbuf(dst.shape)
-        nisa.scalar_tensor_tensor(
-            dst=out_sb, data=slices[0][j], op0=nl.multiply, operand0=taps["w"][:, j : j + 1], op1=nl.add,
-            operand1=total,
-        )  # fmt: skip
+        scale_and_add(out_sb, slices[0][j], taps["w"][:, j : j + 1], total)
         total = out_sb
     if on_tensor == W:
         copy_scaled(dst, total)
@@ -397,7 +396,7 @@ def multiply_taps(slices, taps, on_tensor, parts):
     for j in range(on_tensor):
         for k in range(len(slices)):
             for m in range(min(parts - k, len(taps["diagonals"]))):
-                nisa.nc_matmul(dst=total, stationary=taps["diagonals"][m][:, j, :], moving=slices[k][j])
+                add_product(total, taps["diagonals"][m][:, j, :], slices[k][j])
     return total
 
 

@@ -53,6 +53,36 @@ def copy_scaled(dst, src, factor: Any = 1.0):
     nisa.activation(dst=dst, op=nl.copy, data=src, scale=factor)
 
 
+def multiply(dst, x, y):
+    """Sets dst = x . y, element by element, on the Vector engine."""
+    nisa.tensor_tensor(dst=dst, data1=x, data2=y, op=nl.multiply)
+
+
+def multiply_on_gpsimd(dst, x, y):
+    """Sets dst = x . y, element by element, all in SBUF, on the engine that is idle otherwise."""
+    nisa.tensor_tensor(dst=dst, data1=x, data2=y, op=nl.multiply, engine=nisa.engine.gpsimd)
+
+
+def scale_and_add(dst, x, factor, y):
+    """Sets dst = factor x + y on the Vector engine; factor is a number or a tile [P, 1]."""
+    nisa.scalar_tensor_tensor(dst=dst, data=x, op0=nl.multiply, operand0=factor, op1=nl.add, operand1=y)
+
+
+def add_product(dst, x, y):
+    """Adds x^T y to dst in PSUM; the first product overwrites what is there."""
+    nisa.nc_matmul(dst=dst, stationary=x, moving=y)
+
+
+def add_selected(dst, ones, y):
+    """Adds ones^T y, as `add_product`; ones holds only 0 and 1, which halves the price in float32."""
+    nisa.nc_matmul(dst=dst, stationary=ones, moving=y, is_stationary_onezero=True)
+
+
+def add_transposed(dst, x, ones):
+    """Adds x^T ones, x's transpose where ones is an identity; ones holds only 0 and 1."""
+    nisa.nc_matmul(dst=dst, stationary=x, moving=ones, is_moving_onezero=True)
+
+
 def build_identity(n, dtype):
     """Builds the identity matrix [n, n]."""
     out_sb = sbuf((n, n), dtype)
@@ -135,10 +165,7 @@ def transpose(x_sb, parts, table):
         start, stop = span
         out_ps = psum((stop - start, lanes, rows))
         for lane in range(lanes):
-            nisa.nc_matmul(
-                dst=out_ps[:, lane, :], stationary=x_sb[:, lane, start:stop],
-                moving=table["rounded_identity"], is_moving_onezero=True,
-            )  # fmt: skip
+            add_transposed(out_ps[:, lane, :], x_sb[:, lane, start:stop], table["rounded_identity"])
         out_sb = sbuf((stop - start, lanes, rows), x_sb.dtype)
         copy_scaled(out_sb, out_ps)
         tiles.append(out_sb)
@@ -165,13 +192,8 @@ def keep_upper(x_sb, compare):
 def multiply_elements(x, y, dtype=nl.float32):
     """Computes x . y, element by element, in a new tile in SBUF."""
     out_sb = sbuf(x.shape, dtype)
-    nisa.tensor_tensor(dst=out_sb, data1=x, data2=y, op=nl.multiply)
+    multiply(out_sb, x, y)
     return out_sb
-
-
-def multiply_on_gpsimd(dst, x, y):
-    """Sets dst = x . y, element by element, all in SBUF, on the engine that is idle otherwise."""
-    nisa.tensor_tensor(dst=dst, data1=x, data2=y, op=nl.multiply, engine=nisa.engine.gpsimd)
 
 
 def multiply_rows(x, y):
@@ -369,11 +391,11 @@ def transpose_tokens(x_sb, cell, eye):
     out_ps = psum((cell["a1"] - cell["a0"], count))
     for span in split(count, PARTITIONS):
         start, stop = span
-        nisa.nc_matmul(
-            dst=out_ps[:, start:stop],
-            stationary=x_sb[0 : stop - start, start // PARTITIONS, cell["a0"] : cell["a1"]],
-            moving=eye[0 : stop - start, 0 : stop - start], is_moving_onezero=True,
-        )  # fmt: skip
+        add_transposed(
+            out_ps[:, start:stop],
+            x_sb[0 : stop - start, start // PARTITIONS, cell["a0"] : cell["a1"]],
+            eye[0 : stop - start, 0 : stop - start],
+        )
     return out_ps
 
 
@@ -383,10 +405,7 @@ def transpose_back(dst, y_t_sb, cell, eye):
     out_ps = psum((dst.shape[0], dst.shape[1], C))
     for span in split(count, PARTITIONS):
         start, stop = span
-        nisa.nc_matmul(
-            dst=out_ps[0 : stop - start, start // PARTITIONS, :], stationary=y_t_sb[:, start:stop],
-            moving=eye[0:C, 0:C], is_moving_onezero=True,
-        )  # fmt: skip
+        add_transposed(out_ps[0 : stop - start, start // PARTITIONS, :], y_t_sb[:, start:stop], eye[0:C, 0:C])
     copy_blocks(dst, cell["a0"], cell["a1"], out_ps, count)
 
 

@@ -37,7 +37,18 @@ The kernels run this in three stages, of chunks side by side (`invert_chunks`).
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import BANK, split
 from delta_trn.nki_kernels.schedule import Stage, list_steps
-from delta_trn.nki_kernels.tiles import copy_scaled, keep_upper, psum, sbuf
+from delta_trn.nki_kernels.tiles import (
+    add_product,
+    add_selected,
+    add_transposed,
+    copy_scaled,
+    keep_upper,
+    multiply,
+    multiply_on_gpsimd,
+    psum,
+    sbuf,
+    scale_and_add,
+)
 
 BLOCK = 16  # rows of a block that is solved by substitution
 GROUP = 32  # rows of the partitions at which an instruction may start
@@ -143,10 +154,7 @@ def gather_blocks(minus_L_t, blocks):
     nisa.tensor_scalar(
         dst=even_sb, data=pairs_sb[:, :, 0:BLOCK], op0=nl.multiply, operand0=blocks["even"][0:C, :]
     )
-    nisa.scalar_tensor_tensor(
-        dst=out_sb, data=pairs_sb[:, :, BLOCK:GROUP], op0=nl.multiply, operand0=blocks["odd"][0:C, :],
-        op1=nl.add, operand1=even_sb,
-    )  # fmt: skip
+    scale_and_add(out_sb, pairs_sb[:, :, BLOCK:GROUP], blocks["odd"][0:C, :], even_sb)
     return out_sb
 
 
@@ -159,12 +167,11 @@ def list_block_columns(minus_L_t, blocks):
     C, lanes, n = blocks_sb.shape
     width, place_sb = lanes * n, blocks["place"]
     columns_sb = sbuf((C, n - 1, lanes, n))
-    nisa.tensor_tensor(
-        dst=columns_sb.reshape((C, n - 1, width)),
-        data1=blocks_sb.ap(pattern=[[width, C], [0, n - 1], [1, width]], offset=0),
-        data2=place_sb.ap(pattern=[[place_sb.shape[1], C], [1, n - 1], [0, width]], offset=0),
-        op=nl.multiply, engine=nisa.engine.gpsimd,
-    )  # fmt: skip
+    multiply_on_gpsimd(
+        columns_sb.reshape((C, n - 1, width)),
+        blocks_sb.ap(pattern=[[width, C], [0, n - 1], [1, width]], offset=0),
+        place_sb.ap(pattern=[[place_sb.shape[1], C], [1, n - 1], [0, width]], offset=0),
+    )
     return columns_sb
 
 
@@ -183,10 +190,11 @@ def spread_blocks(block_columns, blocks):
         for span in split(columns, BANK // width):
             start, stop = span
             out_ps = psum((C, stop - start, lanes, n))
-            nisa.nc_matmul(
-                dst=out_ps.reshape((C, (stop - start) * width)), stationary=blocks["shared"][0:C, 0:C],
-                moving=flat_sb[:, start * width : stop * width], is_stationary_onezero=True,
-            )  # fmt: skip
+            add_selected(
+                out_ps.reshape((C, (stop - start) * width)),
+                blocks["shared"][0:C, 0:C],
+                flat_sb[:, start * width : stop * width],
+            )
             out_sb = sbuf((C, stop - start, lanes, n))
             copy_scaled(out_sb, out_ps)
             tiles.append(out_sb)
@@ -219,11 +227,11 @@ def substitute(solutions, columns, start, stop):
             x_sb, count = solutions[b], columns[b][0].shape[1]
             C, lanes, n = x_sb.shape
             terms_sb = sbuf((C, lanes, n - 1 - a))
-            nisa.tensor_tensor(
-                dst=terms_sb, data1=columns[b][a // count][:, a % count, :, a + 1 : n],
-                data2=x_sb.ap(pattern=[[lanes * n, C], [n, lanes], [0, n - 1 - a]], offset=a),
-                op=nl.multiply,
-            )  # fmt: skip
+            multiply(
+                terms_sb,
+                columns[b][a // count][:, a % count, :, a + 1 : n],
+                x_sb.ap(pattern=[[lanes * n, C], [n, lanes], [0, n - 1 - a]], offset=a),
+            )
             terms.append(terms_sb)
         for b in range(len(solutions)):
             later = solutions[b][:, :, a + 1 : solutions[b].shape[2]]
@@ -247,14 +255,11 @@ def place_blocks(minus_L_ts, solutions, blocks, table):
             inverse["T"] = transpose_columns(x_sb, table["identity"])
         else:
             T_t_sb = sbuf((C, lanes, C))
-            nisa.tensor_tensor(
-                dst=T_t_sb.reshape((C, lanes, C // n, n)),
-                data1=x_sb.ap(pattern=[[lanes * n, C], [n, lanes], [0, C // n], [1, n]], offset=0),
-                data2=shared_sb.ap(
-                    pattern=[[shared_sb.shape[1], C], [0, lanes], [n, C // n], [0, n]], offset=0
-                ),
-                op=nl.multiply, engine=nisa.engine.gpsimd,
-            )  # fmt: skip
+            multiply_on_gpsimd(
+                T_t_sb.reshape((C, lanes, C // n, n)),
+                x_sb.ap(pattern=[[lanes * n, C], [n, lanes], [0, C // n], [1, n]], offset=0),
+                shared_sb.ap(pattern=[[shared_sb.shape[1], C], [0, lanes], [n, C // n], [0, n]], offset=0),
+            )
             inverse["T_t"] = T_t_sb
         inverses.append(inverse)
     return inverses
@@ -265,9 +270,7 @@ def transpose_columns(x_sb, columns):
     C, lanes, free = x_sb.shape[0], x_sb.shape[1], columns.shape[1]
     out_ps = psum((C, lanes, free))
     for lane in range(lanes):
-        nisa.nc_matmul(
-            dst=out_ps[:, lane, :], stationary=x_sb[:, lane, :], moving=columns, is_moving_onezero=True
-        )
+        add_transposed(out_ps[:, lane, :], x_sb[:, lane, :], columns)
     out_sb = sbuf((C, lanes, free))
     copy_scaled(out_sb, out_ps)
     return out_sb
@@ -333,10 +336,7 @@ def multiply_corners(inverses, spaces, blocks, level, table):
         lanes, size = inverse["T"].shape[1], space_sb.shape[0]
         LT_ps = psum((C, lanes, half))  # all of -L T in the even columns
         for lane in range(lanes):
-            nisa.nc_matmul(
-                dst=LT_ps[:, lane, :], stationary=inverse["minus_L_t"][:, lane, :],
-                moving=inverse["T"][:, lane, 0:half],
-            )  # fmt: skip
+            add_product(LT_ps[:, lane, :], inverse["minus_L_t"][:, lane, :], inverse["T"][:, lane, 0:half])
         nisa.tensor_tensor(  # -M T: the same, masked
             dst=space_sb.reshape((size, lanes, size // (2 * s), 2, s))[0:C, :, 0:pairs, 0, :],
             data1=LT_ps.reshape((C, lanes, pairs, s)),
@@ -359,19 +359,13 @@ def update_blocks(inverses, spaces, level, table, both):
         if last:
             update_ps = psum((C, lanes, half))  # T M T
             for lane in range(lanes):
-                nisa.nc_matmul(
-                    dst=update_ps[:, lane, :], stationary=T_t_sb[:, lane, :],
-                    moving=space_sb[0:C, lane, 0:half],
-                )  # fmt: skip
+                add_product(update_ps[:, lane, :], T_t_sb[:, lane, :], space_sb[0:C, lane, 0:half])
             even = inverse["T"][:, :, 0:half]
             nisa.tensor_tensor(dst=even, data1=update_ps, data2=even, op=nl.add)
         if keeps_transpose(last, table, both):
             update_t_ps = psum((C, lanes, half))
             for lane in range(lanes):
-                nisa.nc_matmul(
-                    dst=update_t_ps[:, lane, :], stationary=space_sb[0:C, lane, 0:C],
-                    moving=inverse["odd"][lane],
-                )  # fmt: skip
+                add_product(update_t_ps[:, lane, :], space_sb[0:C, lane, 0:C], inverse["odd"][lane])
             columns = T_t_sb.reshape((C, lanes, pairs, 2, s))[:, :, :, 1, :]
             nisa.tensor_tensor(
                 dst=columns, data1=update_t_ps.reshape((C, lanes, pairs, s)), data2=columns, op=nl.add
@@ -410,9 +404,7 @@ def multiply_and_add(dst, x, y, z, op):
     for low in range(0, C, half):
         out_ps = psum((C, lanes, half))
         for lane in range(lanes):
-            nisa.nc_matmul(
-                dst=out_ps[:, lane, :], stationary=x[:, lane, :], moving=y[:, lane, low : low + half]
-            )
+            add_product(out_ps[:, lane, :], x[:, lane, :], y[:, lane, low : low + half])
         nisa.tensor_tensor(
             dst=dst[:, :, low : low + half], data1=out_ps, data2=z[:, :, low : low + half], op=op
         )

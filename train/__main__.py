@@ -51,7 +51,7 @@ COMMANDS: dict[str, Command] = {
     "throughput": (
         "delta_trn.train.commands.throughput",
         "RECIPE|--family all [--peer fla] [key=value ...]",
-        "tokens/s, memory and where the time goes, beside a peer's operator",
+        "tokens/s and memory of a step, beside a peer's operator",
     ),
     "warmup": (
         "delta_trn.train.commands.warmup",

@@ -1,13 +1,15 @@
-"""The layers' operations in PyTorch, on any device: few passes over memory, gradients derived by hand.
+"""The layers' operations in PyTorch, on any device.
 
-Sums are float32, float64 for float64 inputs. What forward keeps besides its inputs: z of a float32
-convolution, one number a row of the norms, the gradients of the cross-entropy. On a CPU with a C++ compiler
-`cpu_kernel` computes float32 calls, and keeps no z.
+Sums are float32, float64 for float64 inputs. Forward keeps the gradients of the cross-entropy; of the others
+backward computes everything again, and autograd finds the gradients. On a CPU with a C++ compiler
+`cpu_kernel` computes float32 calls, and keeps one number a row of the norms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,104 +25,69 @@ NEURON = ("xla", "neuron")
 
 
 def short_convolution_forward(call: Convolution, *, save: bool) -> tuple[Tensor, list[Tensor]]:
-    """Returns y; saves z of float32 inputs.
-
-    W shifted multiply-adds take a quarter of the time of conv1d with groups on a CPU, forward and backward.
-    """
+    """Returns y."""
     if cpu_kernel.takes_convolution(call):
         return cpu_kernel.convolution_forward(call), []
-    x, weight = call.x, call.weight
-    z = _convolve(_with_prefix(x, weight.shape[1], call.prefix), _taps(x, weight), call.position)
-    y = (z if call.activation == "linear" else F.silu(z)).to(x.dtype)
-    return y, [z] if save and _saves_z(call) else []
-
-
-def short_convolution_saved_shapes(call: Convolution) -> Shapes:
-    """Returns the shape of z, where it is saved."""
-    return [(call.x.shape, call.x.dtype)] if _saves_z(call) else []
+    return _convolve(call), []
 
 
 def short_convolution_backward(
     dy: Tensor, call: Convolution, saved: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """Returns dx, dweight, dprefix."""
     if cpu_kernel.takes_convolution(call):
         return cpu_kernel.convolution_backward(dy, call)
-    x, weight, position = call.x, call.weight, call.position
-    full, W, T = _full(x.dtype), weight.shape[1], x.shape[1]
-    joined, taps = _with_prefix(x, W, call.prefix), _taps(x, weight)
-    dz = dy.to(full)
-    if call.activation == "silu":
-        z = saved[0] if saved else _convolve(joined, taps, position)
-        dz = torch.ops.aten.silu_backward(dz, z)
-    dx = dz.new_zeros(joined.shape)
-    dtaps = []
-    for j in range(W):
-        part = _within_sequence(dz, position, W - 1 - j)
-        dx[:, j : j + T].addcmul_(part, taps[j])
-        dtaps.append((part * joined[:, j : j + T]).sum((0, 1)))
-    dx = dx.to(x.dtype)
-    dprefix = None if call.prefix is None else dx[:, : W - 1]
-    return dx[:, W - 1 :], torch.stack(dtaps, dim=1).to(weight.dtype), dprefix
+    return _differentiate(_convolve, call, ("x", "weight", "prefix"), [dy])
 
 
 def gated_rms_norm_forward(call: GatedNorm, *, save: bool) -> tuple[Tensor, list[Tensor]]:
-    """Returns y; saves the reciprocal norm of every row."""
+    """Returns y; saves the reciprocal norm of every row where the C++ kernel computes it."""
     if cpu_kernel.takes(call.x, call.gate, call.weight):
         y, _, r = cpu_kernel.norm_forward(call)
         return y, [r] if save else []
-    y, r = _normalize(call.x, call.weight, call.eps)
-    if call.gate is not None:
-        y = y * F.silu(call.gate.to(torch.promote_types(y.dtype, call.gate.dtype)))
-    return y.to(call.x.dtype), [r] if save else []
+    return _gated_norm(call), []
 
 
 def gated_rms_norm_saved_shapes(call: GatedNorm) -> Shapes:
     """Returns the shape of the reciprocal norms."""
-    return [((*call.x.shape[:-1], 1), _full(call.x.dtype))]
+    kernel = cpu_kernel.takes(call.x, call.gate, call.weight)
+    return [((*call.x.shape[:-1], 1), call.x.dtype)] if kernel else []
 
 
-def gated_rms_norm_backward(
-    dy: Tensor, call: GatedNorm, saved: list[Tensor]
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def gated_rms_norm_backward(dy: Tensor, call: GatedNorm, saved: list[Tensor]) -> tuple[Tensor | None, ...]:
     """Returns dx, dgate, dweight."""
-    x, weight, (r,) = call.x, call.weight, saved
-    if cpu_kernel.takes(dy, x, call.gate, weight):
-        return cpu_kernel.norm_backward(dy, None, x, call.gate, weight, r)
-    dn, dgate = dy.to(_full(x.dtype)), None
-    if call.gate is not None:
-        z = call.gate.to(torch.promote_types(dn.dtype, call.gate.dtype))
-        dgate = torch.ops.aten.silu_backward(dn * ((x * r) * weight), z).to(call.gate.dtype)
-        dn = dn * F.silu(z)
-    dx, dweight = _norm_backward(dn, x, r, weight)
-    return dx.to(x.dtype), dgate, dweight
+    if saved:
+        return cpu_kernel.norm_backward(dy, None, call.x, call.gate, call.weight, saved[0])
+    return _differentiate(_gated_norm, call, ("x", "gate", "weight"), [dy])
 
 
 def add_rms_norm_forward(call: SumNorm, *, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Returns y and total; saves the reciprocal norm of every row of total."""
+    """Returns y and total; saves the reciprocal norms of total where the C++ kernel computes them."""
     if cpu_kernel.takes(call.x, call.residual, call.weight):
         y, total, r = cpu_kernel.norm_forward(call)
         assert total is not None
         return y, total, [r] if save else []
     total = call.residual + call.x
-    y, r = _normalize(total, call.weight, call.eps)
-    return y.to(total.dtype), total, [r] if save else []
+    return _gated_norm(GatedNorm(total, None, call.weight, call.eps)), total, []
 
 
 def add_rms_norm_saved_shapes(call: SumNorm) -> Shapes:
     """Returns the shape of the reciprocal norms."""
-    return [((*call.residual.shape[:-1], 1), _full(call.residual.dtype))]
+    kernel = cpu_kernel.takes(call.x, call.residual, call.weight)
+    return [((*call.residual.shape[:-1], 1), call.residual.dtype)] if kernel else []
 
 
 def add_rms_norm_backward(
     dy: Tensor, dtotal: Tensor, call: SumNorm, saved: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradient of the sum, and so of both its terms, and dweight."""
-    total, r = saved
-    if cpu_kernel.takes(dy, dtotal, total, call.weight):
-        dx, _, dweight = cpu_kernel.norm_backward(dy, dtotal, total, None, call.weight, r)
+    total, *r = saved
+    if r:
+        dx, _, dweight = cpu_kernel.norm_backward(dy, dtotal, total, None, call.weight, r[0])
         return dx, dweight
-    dx, dweight = _norm_backward(dy.to(_full(total.dtype)), total, r, call.weight)
+    full = GatedNorm(total.to(_full(total.dtype)), None, call.weight, call.eps)
+    dx, dweight = _differentiate(_gated_norm, full, ("x", "weight"), [dy.to(full.x.dtype)])
+    assert dx is not None and dweight is not None
     return (dtotal + dx).to(total.dtype), dweight
 
 
@@ -202,52 +169,41 @@ def _softmax_(logits: Tensor, target: Tensor, keep: Tensor, save: bool) -> tuple
     return loss, dz
 
 
-def _norm_backward(dn: Tensor, x: Tensor, r: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """With h = x r, n = dn w:  dx = r (n - h mean(n h)),  dw = sum(dn h)."""
-    h = x * r
-    dweight = (dn * h).sum(tuple(range(dn.dim() - 1)))
-    n = dn * weight
-    along = (n * h).mean(-1, keepdim=True)
-    return n.addcmul_(h, along, value=-1).mul_(r), dweight.to(weight.dtype)
+def _differentiate(
+    compute: Callable[[Any], Tensor], call: Any, names: Sequence[str], douts: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of the call's tensors of these names; None for those that are absent."""
+    given = {name: getattr(call, name) for name in names}
+    leaves = {name: x.detach().requires_grad_() for name, x in given.items() if x is not None}
+    with torch.enable_grad():
+        y = compute(replace(call, **leaves))
+    gradients = torch.autograd.grad([y], list(leaves.values()), list(douts))
+    by_name = dict(zip(leaves, gradients, strict=True))
+    return tuple(by_name.get(name) for name in names)
 
 
-def _normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns weight x / |x| and the reciprocal norm of every row, in full precision."""
-    full = x.to(_full(x.dtype))
-    r = torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)
-    return (full * r).mul_(weight), r
+def _gated_norm(call: GatedNorm) -> Tensor:
+    """Returns weight x / |x|, times the gate's SiLU."""
+    x = call.x.to(_full(call.x.dtype))
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.eps) * call.weight
+    if call.gate is not None:
+        y = y * F.silu(call.gate.to(torch.promote_types(y.dtype, call.gate.dtype)))
+    return y.to(call.x.dtype)
 
 
-def _convolve(joined: Tensor, taps: Tensor, position: Tensor | None) -> Tensor:
-    """Returns z [B, T, C] in full precision."""
-    W, T = taps.shape[0], joined.shape[1] - taps.shape[0] + 1
-    z = joined[:, W - 1 :] * taps[W - 1]
+def _convolve(call: Convolution) -> Tensor:
+    """Returns y: W shifted multiply-adds take a quarter of the time of conv1d with groups on a CPU."""
+    x, weight, position = call.x.to(_full(call.x.dtype)), call.weight, call.position
+    W, T = weight.shape[1], x.shape[1]
+    before = x.new_zeros((x.shape[0], W - 1, x.shape[2])) if call.prefix is None else call.prefix.to(x.dtype)
+    joined, taps = torch.cat([before, x], 1), weight.to(x.dtype).t()
+    z = x * taps[W - 1]
     for j in range(W - 1):
-        z.addcmul_(_within_sequence(joined[:, j : j + T], position, W - 1 - j), taps[j])
-    return z
-
-
-def _saves_z(call: Convolution) -> bool:
-    """Returns whether z is saved: only for wide inputs.
-
-    Rounded to a narrower dtype, z would make the error of dweight a thousand times as large.
-    """
-    wide = call.x.dtype == _full(call.x.dtype)
-    return call.activation == "silu" and wide and not cpu_kernel.takes_convolution(call)
-
-
-def _with_prefix(x: Tensor, W: int, prefix: Tensor | None) -> Tensor:
-    """Returns [B, W - 1 + T, C]: what came before, or zeros, then x."""
-    return F.pad(x, (0, 0, W - 1, 0)) if prefix is None else torch.cat([prefix, x], dim=1)
-
-
-def _taps(x: Tensor, weight: Tensor) -> Tensor:
-    return weight.to(_full(x.dtype)).t().contiguous()
-
-
-def _within_sequence(part: Tensor, position: Tensor | None, back: int) -> Tensor:
-    """Returns `part`, zero for tokens with fewer than `back` others before them in their sequence."""
-    return part if position is None or back == 0 else part * (position >= back)[:, None]
+        part = joined[:, j : j + T]
+        if position is not None:  # 0 for tokens with fewer others before them in their sequence
+            part = part * (position >= W - 1 - j)[:, None]
+        z = z + part * taps[j]
+    return (z if call.activation == "linear" else F.silu(z)).to(call.x.dtype)
 
 
 def _full(dtype: torch.dtype) -> torch.dtype:

@@ -1,9 +1,7 @@
-"""The cases of the layers' operations, judged by their literal formulas in float64, under autograd.
+"""The cases of a layer's small operations and of `delta_residual`, judged by their literal formulas.
 
-The samples are the same formula in float32, with results rounded to the dtype and rounding errors drawn at
-random; only the products of the cross-entropy are in the dtype. A result has passed sums of some float32
-terms, and STEPS roundings in a row.
-Inputs are the same on every machine, as in `rule_cases`.
+Of the samples only the products of the cross-entropy are in the dtype; the rest is float32 at least. A result
+has passed sums of some float32 terms, and STEPS roundings in a row.
 """
 
 from __future__ import annotations
@@ -11,30 +9,33 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from delta_trn.backends import layers
-from delta_trn.backends.parity.baseline import Noise, Rounding, product
-from delta_trn.backends.parity.judge import Reference, Spread, Verdict, absolute
+from delta_trn.backends import delta_residual, layers
+from delta_trn.backends.parity.baseline import Rounding, product
+from delta_trn.backends.parity.cases import STEPS, Inputs, Operation, Tensors
+from delta_trn.backends.parity.judge import Verdict
 
-STEPS = 24  # of a gradient through SiLU, the norm and its gain
 EPS = 1e-6
-SAMPLES = 12
 
 
 @dataclass(frozen=True)
 class LayerCase:
     """Describes one case of an operation.
 
-    shape       short_convolution: B, T, C, W; the norms: M, N; linear_cross_entropy: M, d, vocabulary
+    shape       short_convolution: B, T, C, W; the norms: M, N; linear_cross_entropy: M, d, vocabulary;
+                delta_residual: M tokens of a stream [D, DV]
     lengths     packed sequences of short_convolution
     prefix      short_convolution continues from earlier tokens
     plain       no SiLU, no gate
     size        of the inputs, 1 if they are nearly normal
     ignored     linear_cross_entropy ignores every n-th target
+    beta        of delta_residual, a constant; None: uniform in [0, 2)
+    k_eps       of delta_residual; None: k is a unit vector; else the operation normalizes vectors of `norm`
     """
 
     name: str
@@ -46,6 +47,9 @@ class LayerCase:
     plain: bool = False
     size: float = 1.0
     ignored: int = 0
+    beta: float | None = None
+    k_eps: float | None = 1e-5
+    norm: float = 1.0
 
 
 # fmt: off
@@ -101,39 +105,36 @@ CASES: tuple[LayerCase, ...] = (
     LayerCase("loss_none",      "linear_cross_entropy", (5, 16, 50),     "all targets are ignored: all is 0",
               ignored=1),
     LayerCase("loss_sure",      "linear_cross_entropy", (21, 48, 300),   "logits of a thousand", size=30.0),
+    LayerCase("residual_vector", "delta_residual",
+              (6, 768, 1), "the vector model at the paper's small width"),
+    LayerCase("residual_matrix", "delta_residual", (6, 256, 4), "the paper's expanded state"),
+    LayerCase("residual_one", "delta_residual", (6, 1, 1), "D = 1: without the epsilon, k is only a sign",
+              k_eps=0.5),
+    LayerCase("residual_odd", "delta_residual", (6, 61, 3), "no size is a power of two"),
+    LayerCase("residual_wide", "delta_residual", (6, 32, 130), "more columns than rows"),
+    LayerCase("residual_tiles", "delta_residual", (130, 8, 2), "more tokens than a tile of 128"),
+    LayerCase("residual_banks", "delta_residual", (2, 1100, 2), "D in several banks of PSUM"),
+    LayerCase("residual_long", "delta_residual", (2, 5000, 1), "D above the banks that a block has"),
+    LayerCase("residual_blocks", "delta_residual",
+              (2, 3000, 5), "X too large to stay on chip: read twice, in uneven blocks"),
+    LayerCase("residual_unit", "delta_residual", (6, 96, 4), "unit keys, not normalized by the operation",
+              k_eps=None),
+    LayerCase("residual_keep", "delta_residual", (6, 64, 4), "beta = 0: the identity; dv, dk are exactly 0",
+              beta=0.0),
+    LayerCase("residual_project", "delta_residual", (6, 64, 4), "beta = 1: what is along k is replaced",
+              beta=1.0),
+    LayerCase("residual_reflect", "delta_residual", (6, 64, 4), "beta = 2: a reflection", beta=2.0),
+    LayerCase("residual_tiny", "delta_residual", (6, 64, 4), "|k| = 1e-5 = k_eps: the epsilon decides",
+              norm=1e-5),
+    LayerCase("residual_huge", "delta_residual", (6, 64, 4), "|k| = 1e4", norm=1e4),
+    LayerCase("residual_zero", "delta_residual", (6, 64, 4), "k = 0: no division by it; dk is 1 / k_eps",
+              norm=0.0),
 )
 # fmt: on
 
 BY_NAME: Mapping[str, LayerCase] = {case.name: case for case in CASES}
 
-Tensors = Mapping[str, Tensor]
 Draw = Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class _Operation:
-    """Makes and computes the cases of one operation.
-
-    tensors     (case, normal, rng, full) -> leaves in the order of gradients, then other inputs, then the
-                gradients of the outputs, whose names begin with d
-    formula     (case, tensors, rounding) -> outputs, literally, in float32 at least
-    run         (case, tensors, backend) -> outputs of the public operation
-    """
-
-    tensors: Callable[[LayerCase, Draw, np.random.Generator, torch.dtype], dict[str, Tensor]]
-    formula: Callable[[LayerCase, Tensors, Rounding], list[Tensor]]
-    run: Callable[[LayerCase, Tensors, str], list[Tensor]]
-
-
-def inputs(case: LayerCase, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Makes the tensors of a case: activations in `dtype`, weights in float32, or float64 with float64."""
-    rng = np.random.Generator(np.random.PCG64(zlib.crc32(case.name.encode())))
-    full = torch.float64 if dtype == torch.float64 else torch.float32
-
-    def draw(*shape: int, size: float = case.size, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.from_numpy(size * normal(rng, *shape)).float().to(dtype)
-
-    return _OPERATIONS[case.op].tensors(case, draw, rng, full)
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -141,47 +142,25 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.random((12, *shape)).sum(0) - 6
 
 
-def formula(case: LayerCase, x: Tensors, rounding: Rounding) -> list[Tensor]:
+def inputs(case: LayerCase, dtype: torch.dtype) -> Inputs:
+    """Makes the tensors of a case: activations in `dtype`, weights in float32, or float64 with float64."""
+    rng = np.random.Generator(np.random.PCG64(zlib.crc32(case.name.encode())))
+    full = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def draw(*shape: int, size: float = case.size, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.from_numpy(size * normal(rng, *shape)).float().to(dtype)
+
+    return _TENSORS[case.op](case, draw, rng, full)
+
+
+def formula(case: LayerCase, x: Tensors, rounding: Rounding, chunk: int | None = None) -> dict[str, Tensor]:
     """Computes the outputs literally, in float32 at least."""
-    return _OPERATIONS[case.op].formula(case, x, rounding)
-
-
-def outcome(
-    case: LayerCase, x: Tensors, backend: str | None, rounding: Rounding | None = None
-) -> dict[str, Tensor]:
-    """Computes results and gradients by a backend, or for None by the formula in the dtypes of `x`."""
-    douts = {name: y for name, y in x.items() if name.startswith("d")}
-    leaves = {
-        name: y.detach().clone().requires_grad_()
-        for name, y in x.items()
-        if y.is_floating_point() and name not in douts
-    }
-    tensors = {**x, **leaves}
-    if backend is None:
-        outputs = formula(case, tensors, rounding or Rounding(next(iter(x.values())).dtype))
-    else:
-        outputs = _OPERATIONS[case.op].run(case, tensors, backend)
-    pairs = list(zip(douts.items(), outputs, strict=True))
-    grads = torch.autograd.grad(outputs, list(leaves.values()), [dy.to(y.dtype) for (_, dy), y in pairs])
-    results = {name[1:]: y.detach() for (name, _), y in pairs}
-    return results | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return _FORMULAS[case.op](case, x, rounding)
 
 
 def verdicts(case: LayerCase, dtype: torch.dtype, backend: str, device: str = "cpu") -> list[Verdict]:
     """Runs a backend on a case and judges every tensor. Raises BackendRefusal where it refuses."""
-    x = inputs(case, dtype)
-    judge = outcome(case, {n: y.double() if y.is_floating_point() else y for n, y in x.items()}, None)
-    rows = {name: torch.arange(len(y)) for name, y in judge.items() if y.dim() > 1 and "weight" not in name}
-    spreads = {name: Spread(exact, rows.get(name), absolute(dtype)) for name, exact in judge.items()}
-    rounding = Rounding(dtype, Noise(SAMPLES))
-    for i in range(1 + SAMPLES):
-        sample = outcome(case, x, None, rounding if i else None)
-        for name, spread in spreads.items():
-            spread.add([sample[name]])
-    terms = STEPS + (case.shape[0] * case.shape[1] if case.op == "short_convolution" else sum(case.shape))
-    rounded = dtype if case.op == "linear_cross_entropy" else None  # dlogits are
-    expected = Reference(case.op, case.name, dtype, judge, spreads, terms, rounded)
-    return expected.verdicts(backend, outcome(case, {n: y.to(device) for n, y in x.items()}, backend))
+    return OPERATIONS[case.op].verdicts(case, dtype, backend, device)
 
 
 def _full(x: Tensors, rounding: Rounding) -> dict[str, Tensor]:
@@ -194,17 +173,17 @@ def _full(x: Tensors, rounding: Rounding) -> dict[str, Tensor]:
 
 def _convolution_tensors(
     case: LayerCase, normal: Draw, rng: np.random.Generator, full: torch.dtype
-) -> dict[str, Tensor]:
+) -> Inputs:
     B, T, C, W = case.shape
     x = {"x": normal(B, T, C), "weight": normal(C, W, size=0.5, dtype=full)}
     if case.prefix:
         x["prefix"] = normal(B, W - 1, C)
     if case.lengths is not None:
         x["position"] = torch.cat([torch.arange(n) for n in case.lengths])
-    return x | {"dy": normal(B, T, C, size=1.0)}
+    return Inputs(case, x, {"y": normal(B, T, C, size=1.0)})
 
 
-def _convolution_formula(case: LayerCase, x: Tensors, r: Rounding) -> list[Tensor]:
+def _convolution_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, Tensor]:
     """Adds tap by tap, sequence by sequence."""
     x = _full(x, r)
     weight, outputs = x["weight"], []
@@ -215,64 +194,47 @@ def _convolution_formula(case: LayerCase, x: Tensors, r: Rounding) -> list[Tenso
         taps = [joined[:, j : j + part.shape[1]] * weight[:, j] for j in range(W)]
         outputs.append(torch.stack(taps).sum(0))
     z = torch.cat(outputs, dim=1)
-    return [z if case.plain else r(z) * r(torch.sigmoid(z))]
+    return {"y": z if case.plain else r(z) * r(torch.sigmoid(z))}
 
 
-def _convolution(case: LayerCase, x: Tensors, backend: str) -> list[Tensor]:
-    activation = "linear" if case.plain else "silu"
-    options = {name: x.get(name) for name in ("prefix", "position")}
-    return [layers.short_convolution(x["x"], x["weight"], **options, activation=activation, backend=backend)]
-
-
-def _norm_tensors(
-    case: LayerCase, normal: Draw, rng: np.random.Generator, full: torch.dtype
-) -> dict[str, Tensor]:
+def _norm_tensors(case: LayerCase, normal: Draw, rng: np.random.Generator, full: torch.dtype) -> Inputs:
     sums = case.op == "add_rms_norm"
     x = {"x": normal(*case.shape)}
     if not case.plain:
         x["residual" if sums else "gate"] = normal(*case.shape)
     x["weight"] = 1 + normal(case.shape[1], size=0.3, dtype=full)
-    return x | {name: normal(*case.shape, size=1.0) for name in (("dy", "dtotal") if sums else ("dy",))}
+    outputs = ("y", "total") if sums else ("y",)
+    return Inputs(case, x, {name: normal(*case.shape, size=1.0) for name in outputs})
 
 
 def _normalize(x: Tensor, weight: Tensor, r: Rounding) -> Tensor:
     return r(x / r((x.square().mean(-1, keepdim=True) + EPS).sqrt())) * weight
 
 
-def _gated_norm_formula(case: LayerCase, x: Tensors, r: Rounding) -> list[Tensor]:
+def _gated_norm_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, Tensor]:
     x = _full(x, r)
     y = _normalize(x["x"], x["weight"], r)
-    return [y if case.plain else r(y) * r(x["gate"] * torch.sigmoid(x["gate"]))]
+    return {"y": y if case.plain else r(y) * r(x["gate"] * torch.sigmoid(x["gate"]))}
 
 
-def _gated_norm(case: LayerCase, x: Tensors, backend: str) -> list[Tensor]:
-    return [layers.gated_rms_norm(x["x"], x.get("gate"), x["weight"], eps=EPS, backend=backend)]
-
-
-def _added_norm_formula(case: LayerCase, x: Tensors, r: Rounding) -> list[Tensor]:
+def _added_norm_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, Tensor]:
     dtype, x = x["residual"].dtype, _full(x, r)
     # the sum is a result, and what is normalized is that result
     total = x["residual"] + x["x"]
     total = total + (total.to(dtype).to(total.dtype) - total).detach()
-    return [_normalize(r.short(total), x["weight"], r), total]
+    return {"y": _normalize(r.short(total), x["weight"], r), "total": total}
 
 
-def _added_norm(case: LayerCase, x: Tensors, backend: str) -> list[Tensor]:
-    return [*layers.add_rms_norm(x["x"], x["residual"], x["weight"], eps=EPS, backend=backend)]
-
-
-def _loss_tensors(
-    case: LayerCase, normal: Draw, rng: np.random.Generator, full: torch.dtype
-) -> dict[str, Tensor]:
+def _loss_tensors(case: LayerCase, normal: Draw, rng: np.random.Generator, full: torch.dtype) -> Inputs:
     M, d, vocabulary = case.shape
     x = {"hidden": normal(M, d), "weight": normal(vocabulary, d, size=d**-0.5, dtype=full)}
     targets = torch.from_numpy(rng.integers(0, vocabulary, M))
     if case.ignored:
         targets[:: case.ignored] = -100
-    return x | {"targets": targets, "dloss": torch.tensor(1.0, dtype=full)}
+    return Inputs(case, x | {"targets": targets}, {"loss": torch.tensor(1.0, dtype=full)})
 
 
-def _loss_formula(case: LayerCase, x: Tensors, r: Rounding) -> list[Tensor]:
+def _loss_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, Tensor]:
     """Multiplies in the dtype of hidden, as implementations do; the rest is float32 at least."""
     x, targets = _full(x, r), x["targets"]
     z = r(r.short(product(x["hidden"], r.short(x["weight"]).t(), r)))
@@ -285,16 +247,84 @@ def _loss_formula(case: LayerCase, x: Tensors, r: Rounding) -> list[Tensor]:
         largest, goal = z.detach().amax(-1, keepdim=True), r(z).gather(1, target)
         # z - max and not z: a logit of 1000 lacks the digits that a probability of nearly 1 needs
         losses = r(r(z - largest).exp().sum(-1)).log() - (goal - largest).squeeze(1)
-    return [(losses * counted).sum() / counted.sum().clamp(min=1)]
+    return {"loss": (losses * counted).sum() / counted.sum().clamp(min=1)}
 
 
-def _loss(case: LayerCase, x: Tensors, backend: str) -> list[Tensor]:
-    return [layers.linear_cross_entropy(x["hidden"], x["weight"], x["targets"], backend=backend)]
+def _residual_tensors(case: LayerCase, draw: Draw, rng: np.random.Generator, full: torch.dtype) -> Inputs:
+    M, D, DV = case.shape
+    x, k, v = draw(M, D, DV), normal(rng, M, D), draw(M, DV)
+    beta = 2 * rng.random(M) if case.beta is None else np.full(M, case.beta)
+    k *= case.norm / np.sqrt((k * k).sum(-1, keepdims=True))
+    if case.k_eps is None:
+        k *= 1 - 2**-7  # so that rounding to bfloat16 leaves no key longer than 1
+    keys, strengths = (torch.from_numpy(y).float() for y in (k, beta))
+    tensors = {"x": x, "k": keys.to(x.dtype), "v": v, "beta": strengths.to(full)}
+    return Inputs(case, tensors, {"out": draw(M, D, DV)})
 
 
-_OPERATIONS: Mapping[str, _Operation] = {
-    "short_convolution": _Operation(_convolution_tensors, _convolution_formula, _convolution),
-    "gated_rms_norm": _Operation(_norm_tensors, _gated_norm_formula, _gated_norm),
-    "add_rms_norm": _Operation(_norm_tensors, _added_norm_formula, _added_norm),
-    "linear_cross_entropy": _Operation(_loss_tensors, _loss_formula, _loss),
+def _residual_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, Tensor]:
+    """With noise, sums over D have an order of their own.
+
+    They are products of matrices in both directions, which add up term by term on many CPUs; a sum adds in
+    blocks and errs less.
+    """
+    dtype, order = x["x"].dtype, torch.arange(x["k"].shape[1])
+    if r.noise is not None:
+        order = torch.randperm(len(order), generator=r.noise.generator)
+    order = order.to(x["k"].device)
+    x = _full({name: y[:, order] if name in ("x", "k") else y for name, y in x.items()}, r)
+    X, k, v, beta = x["x"], x["k"], x["v"], x["beta"]
+    if case.k_eps is not None:
+        k = r(k / r(((k * k).sum(1, keepdim=True) + case.k_eps**2).sqrt()))
+    missing = r(v - r((k[:, None, :] @ X).squeeze(1)))
+    written = r(beta[:, None] * missing)
+    out = r(X + k[:, :, None] @ written[:, None, :]).to(dtype)
+    return {"out": out[:, order.argsort()]}
+
+
+def _run(case: LayerCase, x: Tensors, backend: str) -> dict[str, Tensor]:
+    """Calls the public operation."""
+    if case.op == "short_convolution":
+        y = layers.short_convolution(**x, activation="linear" if case.plain else "silu", backend=backend)
+    elif case.op == "gated_rms_norm":
+        y = layers.gated_rms_norm(x["x"], x.get("gate"), x["weight"], eps=EPS, backend=backend)
+    elif case.op == "add_rms_norm":
+        y, total = layers.add_rms_norm(**x, eps=EPS, backend=backend)
+        return {"y": y, "total": total}
+    elif case.op == "linear_cross_entropy":
+        loss = layers.linear_cross_entropy(x["hidden"], x["weight"], x["targets"], backend=backend)
+        return {"loss": loss}
+    else:
+        return {"out": delta_residual(**x, k_eps=case.k_eps, backend=backend)}
+    return {"y": y}
+
+
+def _terms(case: LayerCase, name: str) -> int:
+    if case.op == "delta_residual":
+        return STEPS + case.shape[1] + case.shape[2]
+    return STEPS + (case.shape[0] * case.shape[1] if case.op == "short_convolution" else sum(case.shape))
+
+
+def _parts(case: LayerCase, name: str, y: Tensor) -> Tensor | None:
+    """Returns the number of each row; None for a sum over all rows."""
+    return None if y.dim() == 0 or y.numel() == 0 or "weight" in name else torch.arange(len(y))
+
+
+_TENSORS: Mapping[str, Callable[..., Inputs]] = {
+    "short_convolution": _convolution_tensors,
+    "gated_rms_norm": _norm_tensors,
+    "add_rms_norm": _norm_tensors,
+    "linear_cross_entropy": _loss_tensors,
+    "delta_residual": _residual_tensors,
+}
+_FORMULAS: Mapping[str, Callable[[LayerCase, Tensors, Rounding], dict[str, Tensor]]] = {
+    "short_convolution": _convolution_formula,
+    "gated_rms_norm": _gated_norm_formula,
+    "add_rms_norm": _added_norm_formula,
+    "linear_cross_entropy": _loss_formula,
+    "delta_residual": _residual_formula,
+}
+_operation = partial(Operation, inputs, formula, _run, _terms, _parts)
+OPERATIONS: Mapping[str, Operation] = {
+    op: _operation(rounded=op == "linear_cross_entropy", full=("dbeta",)) for op in _FORMULAS
 }

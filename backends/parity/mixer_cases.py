@@ -1,22 +1,18 @@
 """The cases of `gated_delta_layer`, judged by its formulas in float64.
 
-    judge       the convolution and the gated norm of `layer_cases`, and between them the rule as one
-                triangular system (`dense`)
-    samples     the same convolution and norm, and the rule by `baseline`, at the case's
-                precision: once rounded to the nearest with chunks of 64, and SAMPLES times for each of CHUNKS
-                with rounding errors drawn at random. What one part hands to the next, and its gradient, is
-                rounded to the dtype, as if the parts had been called one after the other
+    judge       the convolution and the gated norm of `layer_cases`, and between them the literal recurrence
+    samples     the same convolution and norm, and the rule by `baseline`; what one part hands to the next,
+                and its gradient, is rounded to the dtype, as if the parts had been called one after the other
 
 The convolution's channels are judged as three tensors, q, k and v, because their gradients differ in size;
-each sequence and head is a part. Inputs are the same on every machine, as in `rule_cases`.
+each sequence and head is a part.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -24,16 +20,14 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends import gated_delta_layer
-from delta_trn.backends.parity import dense, layer_cases
-from delta_trn.backends.parity.baseline import CHUNK, Noise, Rounding
-from delta_trn.backends.parity.judge import Reference, Spread, Verdict, absolute
-from delta_trn.backends.parity.layer_cases import EPS, STEPS, LayerCase
+from delta_trn.backends.parity import layer_cases, rule
+from delta_trn.backends.parity.baseline import CHUNK, Rounding
+from delta_trn.backends.parity.cases import STEPS, Inputs, Operation, Tensors
+from delta_trn.backends.parity.layer_cases import EPS, LayerCase
+from delta_trn.backends.parity.rule_cases import Case
 
-CHUNKS, SAMPLES = (16, 32, 64, 128), 3
 RESET = 1e20  # of a: its decay is exactly 0
 SHARED = ("dgain", "dA_log", "ddt_bias")  # with the weights' gradients, these are sums over all tokens
-
-Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -160,20 +154,6 @@ CASES: tuple[MixerCase, ...] = (
 BY_NAME: Mapping[str, MixerCase] = {case.name: case for case in CASES}
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Holds the tensors of a case under the operation's names, and the gradients of its outputs."""
-
-    case: MixerCase
-    tensors: dict[str, Tensor]
-    douts: dict[str, Tensor]
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
-        """Returns the same with every tensor changed."""
-        tensors, douts = ({n: change(y) for n, y in x.items()} for x in (self.tensors, self.douts))
-        return Inputs(self.case, tensors, douts)
-
-
 def inputs(case: MixerCase, dtype: torch.dtype) -> Inputs:
     """Makes the tensors of a case: activations in `dtype`, the rest in float32, or float64 with float64."""
     rng = np.random.Generator(np.random.PCG64(zlib.crc32(case.name.encode())))
@@ -225,57 +205,6 @@ def inputs(case: MixerCase, dtype: torch.dtype) -> Inputs:
     return Inputs(case, tensors, {name: douts[name] for name in case.loss})
 
 
-def judge_outcome(x: Inputs) -> dict[str, Tensor]:
-    """Computes results and gradients in float64."""
-    x = x.map(lambda y: y.double() if y.is_floating_point() else y)
-    return _outcome(x, partial(formula, form=dense.substitution, rounding=Rounding(torch.float64)))
-
-
-def samples(x: Inputs) -> Iterator[dict[str, Tensor]]:
-    """Yields results and gradients at the precision of x."""
-    dtype, noise = next(iter(x.tensors.values())).dtype, Noise(len(CHUNKS))
-    for chunk, noise in ((CHUNK, None), *((chunk, noise) for chunk in CHUNKS for _ in range(SAMPLES))):
-        form = partial(dense.chunkwise, chunk=chunk, noise=noise)
-        yield _outcome(x, partial(formula, form=form, rounding=Rounding(dtype, noise)))
-
-
-def outcome(x: Inputs, backend: str) -> dict[str, Tensor]:
-    """Computes the same by the public operation. Raises BackendRefusal where no kernel takes the case."""
-    return _outcome(x, partial(_run, backend=backend))
-
-
-def verdicts(case: MixerCase, dtype: torch.dtype, backend: str, device: str = "cpu") -> list[Verdict]:
-    """Runs a backend on a case and judges every tensor. Raises BackendRefusal where it refuses."""
-    x = inputs(case, dtype)
-    results = outcome(x.map(lambda y: y.to(device)), backend)  # first, since it may refuse
-    judge = judge_outcome(x)
-    spreads = {name: Spread(y, parts(case, name), absolute(dtype)) for name, y in judge.items()}
-    for sample in samples(x):
-        for name, spread in spreads.items():
-            spread.add([sample[name]])
-    terms = STEPS + case.K + case.V
-    one = Reference(case.op, case.name, dtype, judge, spreads, terms + min(case.T, CHUNK), dtype)
-    summed = [name for name in judge if name in SHARED or name.startswith("dweight")]
-    alone = [name for name in judge if name not in summed]
-    every = replace(one, terms=terms + case.B * case.T)
-    return one.verdicts(backend, results, alone) + every.verdicts(backend, results, summed)
-
-
-def _outcome(x: Inputs, compute: Callable[[MixerCase, Tensors], Tensors]) -> dict[str, Tensor]:
-    """Returns outputs and gradients of a computation, those of the convolution's channels apart."""
-    case = x.case
-    leaves = {n: y.detach().requires_grad_() for n, y in x.tensors.items() if y.is_floating_point()}
-    outputs = compute(case, {**x.tensors, **leaves})
-    grads = torch.autograd.grad(
-        [outputs[name] for name in x.douts], list(leaves.values()), list(x.douts.values()),
-        materialize_grads=True,
-    )  # fmt: skip
-    results = {name: y.detach() for name, y in outputs.items()}
-    for name, grad in zip(leaves, grads, strict=True):
-        results |= split(case, f"d{name}", grad)
-    return results
-
-
 def split(case: MixerCase, name: str, y: Tensor) -> dict[str, Tensor]:
     """Returns a result by its name, the gradient of the convolution's channels as those of q, k and v."""
     axis = {"dx": 2, "dprefix": 2, "dweight": 0}.get(name)
@@ -291,23 +220,22 @@ def _channels(case: MixerCase, x: Tensor, axis: int) -> dict[str, Tensor]:
     return {name: y.unflatten(axis, shape) for (name, shape), y in zip(shapes.items(), parts, strict=True)}
 
 
-def formula(case: MixerCase, x: Tensors, form: dense.Form, rounding: Rounding) -> dict[str, Tensor]:
+def formula(case: MixerCase, x: Tensors, rounding: Rounding, chunk: int | None) -> dict[str, Tensor]:
     """Returns the outputs by the formulas of the parts."""
     dtype = x["x"].dtype
     convolution = LayerCase(case.name, "short_convolution", (), case.reason, lengths=case.lengths)
-    (qkv,) = layer_cases.formula(convolution, _only(x, "x", "weight", "prefix"), rounding)
-    rule = {**_channels(case, qkv.to(dtype), 2), "g": x["a"], "beta": x["b"]}
-    rule |= _only(x, "A_log", "dt_bias", "initial_state", "cu_seqlens")
-    options = {
-        "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": case.reflect,
-        "use_qk_l2norm_in_kernel": True, "scale": case.scale,
-    }  # fmt: skip
-    results = dense.gated_delta_rule(rule, options, form, rounding.noise)
+    qkv = layer_cases.formula(convolution, _only(x, "x", "weight", "prefix"), rounding)["y"]
+    tensors = {**_channels(case, qkv.to(dtype), 2), "g": x["a"], "beta": x["b"]}
+    tensors |= _only(x, "A_log", "dt_bias", "initial_state", "cu_seqlens")
+    same = Case(
+        case.name, case.B, case.T, case.H, case.K, case.V, case.reason, gates="plain", norm="random",
+        reflect=case.reflect, scale=case.scale,
+    )  # fmt: skip
+    results = rule.formula(same, tensors, rounding, chunk)
     norm = LayerCase(case.name, "gated_rms_norm", (), case.reason)
     o = {"x": results["o"].to(dtype), "gate": x["gate"], "weight": x["gain"]}
-    (y,) = layer_cases.formula(norm, o, rounding)
-    outputs = {"y": y.to(dtype), "final_state": results["final_state"]}
-    return outputs if "final_state" in case.loss else _only(outputs, "y")
+    outputs = {"y": layer_cases.formula(norm, o, rounding)["y"].to(dtype)}
+    return outputs | (_only(results, "final_state") if "final_state" in case.loss else {})
 
 
 def _run(case: MixerCase, x: Tensors, backend: str) -> dict[str, Tensor]:
@@ -321,9 +249,9 @@ def _only(x: Tensors, *names: str) -> dict[str, Tensor]:
     return {name: x[name] for name in names if name in x}
 
 
-def parts(case: MixerCase, name: str) -> Tensor | None:
+def parts(case: MixerCase, name: str, y: Tensor) -> Tensor | None:
     """Returns the number of the sequence and head of each index of a tensor's first axes."""
-    if name == "dgain":
+    if name == "dgain" or y.numel() == 0:
         return None
     heads = torch.arange(case.H if name[-2:] in ("_q", "_k") else case.value_heads)
     if name in SHARED or name.startswith("dweight"):
@@ -337,3 +265,13 @@ def parts(case: MixerCase, name: str) -> Tensor | None:
         tokens = case.W - 1 if name.startswith("dprefix") else case.T
         sequence = torch.arange(case.B)[:, None].expand(case.B, tokens)
     return sequence[..., None] * len(heads) + heads
+
+
+def _terms(case: MixerCase, name: str) -> int:
+    summed = name in SHARED or name.startswith("dweight")
+    return STEPS + case.K + case.V + (case.B * case.T if summed else min(case.T, CHUNK))
+
+
+CHUNKS = tuple(chunk for chunk in (16, 32, 64, 128) for _ in range(3))
+OPERATION = Operation(inputs, formula, _run, _terms, parts, split, rounded=True, chunks=CHUNKS, seed=4)
+verdicts = OPERATION.verdicts

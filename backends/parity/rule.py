@@ -16,7 +16,7 @@ roundings add in squares; the floor allows u / 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step, recurrent
-from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule
+from delta_trn.backends.gated_delta_rule.contract import Rule
 from delta_trn.backends.parity import baseline
+from delta_trn.backends.parity.baseline import Rounding
 from delta_trn.backends.parity.judge import Reference, Spread, Verdict, absolute
 from delta_trn.backends.parity.rule_cases import PER_HEAD, Case, Inputs, inputs
 
@@ -65,7 +66,6 @@ def outcome(x: Inputs, backend: str, operation: Callable[..., Any] = gated_delta
         *(leaves[name] for name in ("q", "k", "v", "g", "beta")),
         initial_state=leaves.get("initial_state"),
         output_final_state=True,
-        scale=x.case.scale,
         backend=backend,
         **replace(x, **leaves).arguments(),
     )
@@ -75,7 +75,7 @@ def outcome(x: Inputs, backend: str, operation: Callable[..., Any] = gated_delta
 
 def decode(x: Inputs, backend: str, prefilled: int = 0) -> dict[str, Tensor]:
     """Computes o and final_state by the operation for one token, token by token behind those `prefilled`."""
-    options = dict(x.arguments(), scale=x.case.scale, backend=backend)
+    options = dict(x.arguments(), backend=backend)
     if options.pop("cu_seqlens") is not None:
         raise ValueError(f"case {x.case.name} is packed; decoding takes one token of each sequence")
     tensors = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "beta": x.beta}
@@ -95,70 +95,70 @@ def decode(x: Inputs, backend: str, prefilled: int = 0) -> dict[str, Tensor]:
     return {"o": torch.cat(outputs, 1), "final_state": state}
 
 
+class _Literal(torch.autograd.Function):
+    """The literal recurrence for autograd, below the public operation."""
+
+    @staticmethod
+    def forward(ctx: Any, case: Case, names: Sequence[str], *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        x = dict(zip(names, tensors, strict=True))
+        call = Rule(
+            **x, scale=case.exact_scale, beta_max=case.beta_max, l2norm=case.normalized_inside,
+            output_final_state=True,
+        )  # fmt: skip
+        ctx.call, ctx.names = call, names
+        o, final_state, _ = recurrent.forward(call, save=True)
+        assert final_state is not None
+        return o, final_state
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        do, dstate = grad_outputs
+        gradients = recurrent.backward(do, dstate, ctx.call, [])
+        return None, None, *(getattr(gradients, name, None) for name in ctx.names)
+
+
+def formula(case: Case, x: Mapping[str, Tensor], rounding: Rounding, chunk: int | None) -> dict[str, Tensor]:
+    """Returns o and final_state by the baseline, in chunks of so many tokens; None: literally.
+
+    The baseline's tensors, but cu_seqlens, may have a first axis of samples.
+    """
+    if chunk is None:
+        outputs: Any = _Literal.apply(case, tuple(x), *x.values())
+        return dict(zip(("o", "final_state"), outputs, strict=True))
+    noise, gates = rounding.noise, (x["g"], x["beta"], x.get("A_log"), x.get("dt_bias"))
+    g, beta = baseline.make_gates(*gates, case.beta_max, noise)
+    o, final_state = baseline.gated_delta_rule(
+        x["q"], x["k"], x["v"], g, beta, x.get("initial_state"), x.get("cu_seqlens"), case.exact_scale,
+        case.normalized_inside, chunk=chunk, noise=noise,
+    )  # fmt: skip
+    return {"o": o, "final_state": final_state}
+
+
 def judge_outcome(x: Inputs) -> dict[str, Tensor]:
     """Computes the same by the literal recurrence in float64."""
-    return literal_outcome(x.double())
-
-
-def literal_outcome(x: Inputs) -> dict[str, Tensor]:
-    """Computes the same by the literal recurrence in the dtypes of x, not by way of the public operation."""
-    options = {
-        "scale": x.scale,
-        "use_gate_in_kernel": x.A_log is not None,
-        "use_beta_sigmoid_in_kernel": x.beta_max > 0,
-        "allow_neg_eigval": x.beta_max == 2,
-        "use_qk_l2norm_in_kernel": x.case.normalized_inside,
-    }
-    o, final_state, gradients = literal(x.tensors(), options, x.do, x.dstate)
-    results = {"o": o, "final_state": final_state}
-    for name, source in GRADIENTS.items():
-        gradient = getattr(gradients, source)
-        if gradient is not None and x.case.loss:
-            results[name] = gradient
-    return results
-
-
-def literal(
-    x: Mapping[str, Tensor], options: Mapping[str, Any], do: Tensor | None, dstate: Tensor | None
-) -> tuple[Tensor, Tensor, Gradients]:
-    """Returns o, final_state and gradients of a call of the public operation by the literal recurrence."""
-    gated, beta_max = bool(options.get("use_gate_in_kernel")), 2.0 if options.get("allow_neg_eigval") else 1.0
-    call = Rule(
-        x["q"], x["k"], x["v"], x["g"], x["beta"], x.get("A_log") if gated else None,
-        x.get("dt_bias") if gated else None, x.get("initial_state"), x.get("cu_seqlens"),
-        scale=x["q"].shape[-1] ** -0.5 if options.get("scale") is None else options["scale"],
-        beta_max=beta_max if options.get("use_beta_sigmoid_in_kernel") else 0.0,
-        l2norm=bool(options.get("use_qk_l2norm_in_kernel")), output_final_state=True,
-    )  # fmt: skip
-    with torch.no_grad():
-        o, final_state, saved = recurrent.forward(call, save=True)
-        assert final_state is not None
-        do = torch.zeros_like(o) if do is None else do
-        return o, final_state, recurrent.backward(do, dstate, call, saved)
+    return _by_formula(x.double(), Rounding(torch.float64), None)
 
 
 def samples(x: Inputs) -> Iterator[dict[str, Tensor]]:
     """Yields results by the baseline, each with a first axis of samples."""
-    yield baseline_outcome(x, 1, baseline.CHUNK, None)
-    if x.q.dtype == torch.float32:
-        yield {name: y[None] for name, y in literal_outcome(x).items()}
-    noise = baseline.Noise(len(CHUNKS), x.q.device)
+    dtype, noise = x.q.dtype, baseline.Noise(len(CHUNKS), x.q.device)
+    yield _by_formula(x, Rounding(dtype), baseline.CHUNK, 1)
+    if dtype == torch.float32:
+        yield {name: y[None] for name, y in _by_formula(x, Rounding(dtype), None).items()}
     at_once = max(1, min(SAMPLES, AT_ONCE // (2 * x.q.numel() + x.v.numel() + 1)))
     for chunk in CHUNKS:
         for start in range(0, SAMPLES, at_once):
-            yield baseline_outcome(x, min(at_once, SAMPLES - start), chunk, noise)
+            yield _by_formula(x, Rounding(dtype, noise), chunk, min(at_once, SAMPLES - start))
 
 
-def baseline_outcome(x: Inputs, n: int, chunk: int, noise: baseline.Noise | None) -> dict[str, Tensor]:
-    """Computes n samples by the baseline."""
-    leaves = {name: y.detach().expand(n, *y.shape).clone().requires_grad_() for name, y in _leaves(x).items()}
-    gates = (leaves["g"], leaves["beta"], leaves.get("A_log"), leaves.get("dt_bias"))
-    g, beta = baseline.make_gates(*gates, x.beta_max, noise)
-    o, final_state = baseline.gated_delta_rule(
-        leaves["q"], leaves["k"], leaves["v"], g, beta, leaves.get("initial_state"), x.cu_seqlens, x.scale,
-        x.case.normalized_inside, chunk=chunk, noise=noise,
-    )  # fmt: skip
-    return _with_gradients(x, leaves, o, final_state)
+def _by_formula(x: Inputs, rounding: Rounding, chunk: int | None, n: int = 0) -> dict[str, Tensor]:
+    """Computes n samples by the formula, with an axis of samples; 0: one without it."""
+    leaves = _leaves(x)
+    if n:
+        leaves = {name: y.detach().expand(n, *y.shape).clone().requires_grad_() for name, y in leaves.items()}
+    packed = {} if x.cu_seqlens is None else {"cu_seqlens": x.cu_seqlens}
+    outputs = formula(x.case, {**leaves, **packed}, rounding, chunk)
+    return _with_gradients(x, leaves, outputs["o"], outputs["final_state"])
 
 
 def _leaves(x: Inputs) -> dict[str, Tensor]:
@@ -179,22 +179,18 @@ def _with_gradients(
     return results | {names[name]: grad for name, grad in zip(leaves, grads, strict=True)}
 
 
-def parts(x: Inputs, name: str) -> Tensor:
+def parts(case: Case, name: str) -> Tensor:
     """Returns the number of the sequence and head of each index of a tensor's first axes."""
-    H, HV = x.q.shape[2], x.v.shape[2]
-    B, T = x.q.shape[:2]
     if name in ("dA_log", "ddt_bias"):
-        return torch.arange(HV)
-    heads = H if name in ("dq", "dk") else HV
-    if x.cu_seqlens is None:
-        sequence = torch.arange(B)
-        if name not in ("final_state", "dh0"):
-            sequence = sequence[:, None].expand(B, T)
+        return torch.arange(case.value_heads)
+    heads = case.H if name in ("dq", "dk") else case.value_heads
+    sequence = torch.arange(case.sequences)
+    if name in ("final_state", "dh0", "dinitial_state"):
+        pass  # these have no axis of tokens
+    elif case.lengths is None:
+        sequence = sequence[:, None].expand(case.B, case.T)
     else:
-        lengths = x.cu_seqlens.cpu().diff()
-        sequence = torch.arange(len(lengths))
-        if name not in ("final_state", "dh0"):
-            sequence = sequence.repeat_interleave(lengths)[None]
+        sequence = sequence.repeat_interleave(torch.tensor(case.lengths))[None]
     return sequence[..., None] * heads + torch.arange(heads)
 
 
@@ -213,7 +209,7 @@ def reference_for(x: Inputs) -> RuleReference:
         assert exact.isfinite().all(), f"the judge's {name} of case {case.name} is not finite"
         full = name in ("final_state", "dh0", "dg", *(f"d{shared}" for shared in PER_HEAD))
         result = torch.promote_types(dtype, torch.float32) if full else dtype
-        spreads[name] = Spread(exact, parts(x, name), absolute(result, largest, terms(case)))
+        spreads[name] = Spread(exact, parts(case, name), absolute(result, largest, terms(case)))
     for sample in samples(x):
         for name, spread in spreads.items():
             spread.add(sample[name])

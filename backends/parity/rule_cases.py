@@ -96,6 +96,23 @@ class Case:
     def normalized_inside(self) -> bool:
         return self.norm != "unit"
 
+    @property
+    def exact_scale(self) -> float:
+        return self.K**-0.5 if self.scale is None else self.scale
+
+    @property
+    def beta_max(self) -> float:
+        return 0.0 if self.gates is None else 2.0 if self.reflect else 1.0
+
+    def options(self) -> dict[str, Any]:
+        """Returns the operation's arguments that are no tensors, but for those at their defaults."""
+        options: dict[str, Any] = {"use_qk_l2norm_in_kernel": self.normalized_inside}
+        options |= {} if self.scale is None else {"scale": self.scale}
+        if self.gates is None:
+            return options
+        gates = ("use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+        return options | dict.fromkeys(gates, True) | {"allow_neg_eigval": self.reflect}
+
     def __str__(self) -> str:
         heads = f"{self.H}" if self.HV is None else f"{self.H}/{self.HV}"
         return f"{self.name}: B={self.B} T={self.T} H={heads} {self.K}:{self.V}"
@@ -334,20 +351,8 @@ class Inputs:
 
     def arguments(self) -> dict[str, Any]:
         """Returns the operation's arguments other than the tensors that have a row per token."""
-        case = self.case
-        options = {"use_qk_l2norm_in_kernel": case.normalized_inside, "cu_seqlens": self.cu_seqlens}
-        if case.gates is None:
-            return options
-        gates = {"use_gate_in_kernel": True, "A_log": self.A_log, "dt_bias": self.dt_bias}
-        return options | gates | {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": case.reflect}
-
-    @property
-    def scale(self) -> float:
-        return self.q.shape[-1] ** -0.5 if self.case.scale is None else self.case.scale
-
-    @property
-    def beta_max(self) -> float:
-        return 0.0 if self.case.gates is None else 2.0 if self.case.reflect else 1.0
+        tensors = {"A_log": self.A_log, "dt_bias": self.dt_bias} if self.case.gates else {}
+        return self.case.options() | tensors | {"cu_seqlens": self.cu_seqlens}
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that the case has, by name."""
@@ -372,7 +377,8 @@ class Inputs:
 
     def rows(self, index: list[int]) -> Inputs:
         """Returns some sequences of an unpacked batch."""
-        return replace(self, **{name: x[index] for name, x in self.tensors().items() if name not in PER_HEAD})
+        tensors = {name: x[index] for name, x in self.tensors().items() if name not in PER_HEAD}
+        return replace(self, case=replace(self.case, B=len(index)), **tensors)
 
 
 def inputs(case: Case, dtype: torch.dtype) -> Inputs:

@@ -9,7 +9,6 @@ training cannot revive it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ import torch
 from torch import nn
 
 NUMBERS = ("A_log", "dt_bias")
-HALF = (torch.bfloat16, torch.float16)
 _EFFECTS = {
     "0": "decay 1: the head never forgets, and its gradient is 0, so that training cannot change it",
     "inf": "decay 0: the head remembers nothing, and its gradient is not finite",
@@ -40,28 +38,22 @@ class DeadHead:
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """What `check_weights` found; true if every head is alive. `half`: parameters in half precision."""
+    """What `check_weights` found; true if every head is alive."""
 
     heads: int
     dead: tuple[DeadHead, ...]
-    half: tuple[str, ...]
 
     def __bool__(self) -> bool:
         return not self.dead
 
     def __str__(self) -> str:
-        lines = [f"{self.heads} heads, {len(self.dead)} dead numbers"]
-        lines += map(str, self.dead)
+        lines = [f"{self.heads} heads, {len(self.dead)} dead numbers", *map(str, self.dead)]
         if self.dead:
             one = self.dead[0]
+            alive = 0.0 if one.name.endswith("A_log") else -4.6  # a decay rate of 1, a time step of 0.01
             lines.append(
                 "load the weights again in float32; if the heads are dead in the file, too, start "
-                f"them anew, as by model.get_parameter({one.name!r}).data[{one.head}] = {_revived(one.name)}"
-            )
-        if self.half:
-            lines.append(
-                f"{len(self.half)} of these parameters are in half precision, where most updates are lost "
-                f"({self.half[0]}, ...): load_model and patch_transformers keep them in float32"
+                f"them anew, as by model.get_parameter({one.name!r}).data[{one.head}] = {alive}"
             )
         return "\n".join(lines)
 
@@ -81,14 +73,11 @@ def check_weights(model: nn.Module) -> WeightsReport:
         blocks.0.mixer.A_log 2
     """
     dead: list[DeadHead] = []
-    half: list[str] = []
     heads = 0
     for prefix, layer in head_layers(model):
         heads += layer.get_parameter("A_log").numel()
         for attribute, positive in (("A_log", torch.exp), ("dt_bias", nn.functional.softplus)):
             parameter, name = layer.get_parameter(attribute), f"{prefix}.{attribute}".lstrip(".")
-            if parameter.dtype in HALF:
-                half.append(name)
             values = parameter.detach().float().cpu().flatten()
             for head, number in enumerate(positive(values).tolist()):
                 if effect := _EFFECTS.get(f"{number:g}"):
@@ -97,7 +86,7 @@ def check_weights(model: nn.Module) -> WeightsReport:
         raise ValueError(
             f"{type(model).__name__} has no layer with A_log and dt_bias, so there is nothing to check"
         )
-    return WeightsReport(heads, tuple(dead), tuple(half))
+    return WeightsReport(heads, tuple(dead))
 
 
 def head_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -105,12 +94,6 @@ def head_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if all(isinstance(getattr(module, number, None), nn.Parameter) for number in NUMBERS):
             yield name, module
-
-
-def warn_of_dead_heads(model: nn.Module) -> None:
-    """Warns by layer and head where `check_weights` finds dead heads; other models have none."""
-    if any(head_layers(model)) and not (report := check_weights(model)):
-        warnings.warn(str(report), stacklevel=3)
 
 
 def keep_float32(kind: type) -> Callable[[], None]:
@@ -126,12 +109,7 @@ def widen(layer: nn.Module) -> list[str]:
     done = []
     for name in NUMBERS:
         parameter = layer.get_parameter(name)
-        if parameter.dtype in HALF:
+        if parameter.dtype in (torch.bfloat16, torch.float16):
             done.append(f"{name} is float32 now, it was {str(parameter.dtype).removeprefix('torch.')}")
             parameter.data = parameter.data.float()
     return done
-
-
-def _revived(name: str) -> float:
-    """Returns a value to begin with: a decay rate of 1, or a time step of 0.01."""
-    return 0.0 if name.endswith("A_log") else round(float(torch.tensor(0.01).expm1().log()), 2)

@@ -1,14 +1,9 @@
 """Writes the models' code beside a checkpoint, for machines that have transformers and not this package.
 
-With `trust_remote_code=True` transformers imports files that lie beside the weights and import each other by
-`from .file import name`. So the source files of the models and of PyTorch's backend are found by following
-imports, and copied as they are, but for import statements: `delta_trn.backends.layers.pytorch` becomes
-`.backends_layers_pytorch`. These are made anew:
-
-    backends                public names, each from the file that defines it
-    the table of backends_dispatch      one backend, PyTorch's, on every device; kernels stay in the package
-    models_settings         names and defaults, without pydantic: a saved configuration was checked already
-    files that use `backends.compiler`      their kernels take no call: remote code compiles nothing
+With `trust_remote_code=True` transformers imports one file that lies beside the weights. Ours has the sources
+of the models and of PyTorch's backend as they are, each as a string under its module's name, and lets Python
+import them from there. Where the package is installed, the file uses that instead. One module is another:
+`delta_trn.models.settings` has no pydantic, since a saved configuration was checked already.
 """
 
 from __future__ import annotations
@@ -24,190 +19,117 @@ from transformers import PretrainedConfig
 from delta_trn.backends.dispatch import TABLE
 from delta_trn.models.settings import CONFIG_NAMES, CompleteSettings
 
-ENTRY, DISPATCH = "delta_trn.models.language_model", "delta_trn.backends.dispatch"
-BACKEND = "chunked"
+FILE = "modeling_delta_trn"
 CLASSES = {
     "AutoConfig": "DeltaConfig",
     "AutoModel": "DeltaModel",
     "AutoModelForCausalLM": "DeltaForCausalLM",
     "AutoModelForSequenceClassification": "DeltaForSequenceClassification",
 }
+SETTINGS = '''"""The settings of a model with their defaults; a name of ours leads to that in config.json."""
+
+from types import SimpleNamespace
+
+DEFAULTS = {defaults!r}
+CONFIG_NAMES = {names!r}
+
+
+def complete(settings):
+    """Fills in the defaults. The package also checks each value."""
+    return SimpleNamespace(**{{**DEFAULTS, **settings}})
+'''
+BEGIN = '''"""Loads the models of delta-trn {version}, from its sources below where it is not installed.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+import sys
+from dataclasses import replace
+from importlib import import_module
+from importlib.abc import ExecutionLoader, MetaPathFinder
+from importlib.util import spec_from_loader
+
+
+class Sources(MetaPathFinder, ExecutionLoader):
+    """Finds and loads modules in the strings below."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        return spec_from_loader(fullname, self) if fullname in SOURCES else None
+
+    def get_source(self, fullname):
+        return SOURCES[fullname]
+
+    def get_filename(self, fullname):
+        return f"{{__file__}}/{{fullname}}.py"
+
+    def is_package(self, fullname):
+        return any(name.startswith(f"{{fullname}}.") for name in SOURCES)
+
+
+'''
+END = """
+try:
+    import delta_trn
+except ImportError:
+    sys.meta_path.append(Sources())
+    # one backend, PyTorch's, on every device: kernels stay in the package
+    compiler = import_module("delta_trn.backends.compiler")
+    compiler.load = lambda *files: compiler.Library(None, "PyTorch, since the kernels are in the package")
+    dispatch = import_module("delta_trn.backends.dispatch")
+    backend = dispatch.BACKENDS["chunked"]
+    dispatch.BACKENDS.clear()
+    rows = {op: replace(row, automatic=None) for op, row in backend.rows.items()}
+    dispatch.register(replace(backend, rows=rows))
+models = import_module("delta_trn.models")
+
+# classes of this file, so that transformers copies it where it saves them
+"""
 
 
 def write_remote_code(folder: Path, config: PretrainedConfig) -> None:
     """Writes the code into the folder, and tells `config`, which is saved next, which class is where."""
-    for name, text in remote_code().items():
-        (folder / f"{name}.py").write_text(text, encoding="utf-8")
-    # all from one file: transformers copies a file, with those it imports, into a package of its own
-    config.auto_map = {auto: f"{_flat(ENTRY)}.{name}" for auto, name in CLASSES.items()}
+    (folder / f"{FILE}.py").write_text(remote_code(), encoding="utf-8")
+    config.auto_map = {auto: f"{FILE}.{name}" for auto, name in CLASSES.items()}
 
 
-def remote_code() -> dict[str, str]:
-    """Returns the text of every file by its name without .py.
+def remote_code() -> str:
+    """Returns the text of the file.
 
-    >>> files = remote_code()
-    >>> "models_gated_deltanet" in files, any("import delta_trn" in text for text in files.values())
-    (True, False)
+    >>> names = {}
+    >>> exec(remote_code(), names)
+    >>> "delta_trn.models.gated_deltanet" in names["SOURCES"], names["DeltaModel"].__name__
+    (True, 'DeltaModel')
     """
-    header = f"# From delta-trn {version('delta-trn')}, {{}}. SPDX-License-Identifier: Apache-2.0\n"
-    homes = _public_names()
-    files: dict[str, str] = {}
-    public: set[str] = set()
-    waiting = [ENTRY, *(row.adapter for row in TABLE[BACKEND].values())]
-    while waiting:
-        module = waiting.pop()
-        if _flat(module) in files:
-            continue
-        source = _source(module)
-        if "delta_trn.backends.compiler" in _modules(source):
-            files[_flat(module)] = header.format("written by its export") + _no_kernel(source)
-            continue
-        text, needed, names = _with_relative_imports(source, homes)
-        if module == DISPATCH:
-            text = _with_one_backend(text)
-        files[_flat(module)] = header.format(module) + text
-        public |= names
-        waiting += [*needed - {"delta_trn.models.settings"}, *(homes[name] for name in names)]
-    anew = {
-        "backends": _backends({name: homes[name] for name in sorted(public)}),
-        "models_settings": _settings(),
-    }
-    return files | {name: header.format("written by its export") + text for name, text in anew.items()}
+    parts = [BEGIN.format(version=version("delta-trn")), "SOURCES = {\n"]
+    parts += [f"    {name!r}: r'''{source}''',\n" for name, source in sorted(sources().items())]
+    parts += ["}\n", END]
+    for name in CLASSES.values():
+        parts.append(f"\n\nclass {name}(models.{name}):\n    __init__ = models.{name}.__init__\n")
+    return "".join(parts)
 
 
-def _with_relative_imports(source: str, homes: dict[str, str]) -> tuple[str, set[str], set[str]]:
-    """Returns a file's text with its imports of ours made relative.
-
-    Returns also the modules of ours that it needs, and the public names of `backends`.
-    """
-    lines, needed, public = source.splitlines(), set(), set()
-    for statement in reversed(list(_own_imports(ast.parse(source)))):
-        module, end = str(statement.module), statement.end_lineno
-        new, members = [], {}
-        for alias in statement.names:
-            target = module
-            if module == "delta_trn.backends" and alias.name in homes:
-                public.add(alias.name)
-            elif _is_module(member := f"{module}.{alias.name}"):
-                needed.add(member)
-                # the second line is for transformers, which looks for files that are named like this
-                new.append(f"from . import {_flat(member)} as {alias.asname or alias.name}")
-                new.append(f"from .{_flat(member)} import __name__ as _")
-                continue
-            else:
-                needed.add(module)
-            members.setdefault(target, []).append(ast.unparse(alias))
-        new += [f"from .{_flat(target)} import {', '.join(names)}" for target, names in members.items()]
-        indent = " " * statement.col_offset
-        lines[statement.lineno - 1 : end] = [indent + line for line in new]
-    return "\n".join(lines) + "\n", needed, public
-
-
-def _own_imports(tree: ast.Module) -> Iterator[ast.ImportFrom]:
-    """Yields the statements that import from this package, in the order of the file."""
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    for node in sorted(imports, key=lambda node: node.lineno):
-        if node.module and node.module.split(".")[0] == "delta_trn":
-            yield node
-
-
-def _modules(source: str) -> set[str]:
-    """Returns the names that a file imports from this package, with those of their modules."""
-    statements = _own_imports(ast.parse(source))
-    return {f"{statement.module}.{alias.name}" for statement in statements for alias in statement.names}
-
-
-def _no_kernel(source: str) -> str:
-    """Returns a file whose functions say of every call that the kernel does not take it."""
-    names = [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    functions = [
-        f'def {name}(*call):\n    """Returns that this call is computed in PyTorch."""\n    return False\n'
-        for name in names
-        if name.startswith("takes")
-    ]
-    return "\n\n".join(
-        ['"""The C++ kernels stay in the package: remote code compiles nothing."""\n', *functions]
-    )
-
-
-def _public_names() -> dict[str, str]:
-    """Returns for each public name of `backends` the module that defines it."""
-    statements = _own_imports(ast.parse(_source("delta_trn.backends")))
-    return {
-        alias.name: str(statement.module)
-        for statement in statements
-        for alias in statement.names
-        if statement.module != "delta_trn.backends" and alias.asname is None
-    }
-
-
-def _is_module(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent is a file and not a folder
-        return False
-
-
-def _source(module: str) -> str:
-    spec = find_spec(module)
-    assert spec is not None and spec.origin is not None, module
-    return Path(spec.origin).read_text(encoding="utf-8")
-
-
-def _flat(module: str) -> str:
-    return module.removeprefix("delta_trn.").replace(".", "_")
-
-
-def _backends(homes: dict[str, str]) -> str:
-    lines = [
-        '"""The operations that the models call."""',
-        "",
-        *(f"from .{_flat(module)} import __name__ as _{_flat(module)}" for module in _adapters()),
-    ]
-    return "\n".join([*lines, *(f"from .{_flat(home)} import {name}" for name, home in homes.items()), ""])
-
-
-def _adapters() -> list[str]:
-    return sorted({row.adapter for row in TABLE[BACKEND].values()})
-
-
-def _with_one_backend(text: str) -> str:
-    """Returns dispatch's text with a table of one backend, whose adapters lie beside it."""
-    (table,) = (
-        node
-        for node in ast.parse(text).body
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TABLE"
-    )
-    dtypes = {op: f"{{{', '.join(sorted(map(str, row.dtypes)))}}}" for op, row in TABLE[BACKEND].items()}
-    package = '__name__.removesuffix("backends_dispatch")'
-    rows = [
-        f'        "{op}": Row({package} + "{_flat(row.adapter)}", frozenset({dtypes[op]}), automatic=None),'
-        for op, row in TABLE[BACKEND].items()
-    ]
-    own = ["TABLE: Mapping[str, Mapping[str, Row]] = {", f'    "{BACKEND}": {{', *rows, "    }", "}"]
-    lines = text.splitlines()
-    return "\n".join([*lines[: table.lineno - 1], *own, *lines[table.end_lineno :], ""])
-
-
-def _settings() -> str:
+def sources() -> dict[str, str]:
+    """Returns the source of every module that the models need in PyTorch, by the module's name."""
     defaults = {name: field.default for name, field in CompleteSettings.model_fields.items()}
-    return "\n".join(
-        [
-            '"""The settings of a model with their defaults; a name of ours leads to that in config.json."""',
-            "",
-            "from types import SimpleNamespace",
-            "",
-            "DEFAULTS = {",
-            *(f"    {name!r}: {default!r}," for name, default in defaults.items()),
-            "}",
-            "CONFIG_NAMES = {",
-            *(f"    {name!r}: {theirs!r}," for name, theirs in CONFIG_NAMES.items()),
-            "}",
-            "",
-            "",
-            "def complete(settings):",
-            '    """Fills in the defaults. The package also checks each value."""',
-            "    return SimpleNamespace(**{**DEFAULTS, **settings})",
-            "",
-        ]
-    )
+    found = {
+        "delta_trn": "",
+        "delta_trn.models.settings": SETTINGS.format(defaults=defaults, names=dict(CONFIG_NAMES)),
+    }
+    waiting = ["delta_trn.models", *(row.adapter for row in TABLE["chunked"].values())]
+    while waiting:
+        name = waiting.pop()
+        spec = None if name in found else find_spec(name)
+        if spec is not None and spec.origin is not None:
+            found[name] = Path(spec.origin).read_text(encoding="utf-8")
+            waiting += [name.rpartition(".")[0], *_imported(found[name])]
+    return found
+
+
+def _imported(source: str) -> Iterator[str]:
+    """Yields the modules of ours that a source imports, at the top or in functions."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("delta_trn."):
+            yield node.module
+            spec = find_spec(node.module)
+            if spec is not None and spec.submodule_search_locations:  # a package, whose files may be meant
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.ecosystem import flash_linear_attention
 from delta_trn.models.ecosystem.flash_linear_attention import State
-from delta_trn.models.ecosystem.heads import keep_float32, warn_of_dead_heads
+from delta_trn.models.ecosystem.heads import check_weights, head_layers, keep_float32
 from delta_trn.models.language_model import DeltaForCausalLM
 
 
@@ -52,7 +53,8 @@ def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> Pr
             raise ValueError(
                 f"{folder} has no weights for {', '.join(absent[:8])}; {len(absent)} are missing"
             )
-    warn_of_dead_heads(model)
+    if any(head_layers(model)) and not (dead := check_weights(model)):
+        warnings.warn(str(dead), stacklevel=2)
     return model
 
 

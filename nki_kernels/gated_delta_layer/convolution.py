@@ -22,7 +22,7 @@ width, at most one bank of PSUM; the last one may have columns that are no chann
 
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import BANK, list_sides, split
-from delta_trn.nki_kernels.tiles import copy_scaled, load, multiply_on_gpsimd, psum, sbuf
+from delta_trn.nki_kernels.tiles import add_selected, copy_scaled, load, multiply_on_gpsimd, psum, sbuf
 
 AT_ONCE = 2  # taps in one instruction
 
@@ -217,19 +217,14 @@ def sum_taps(own, stream, c, taps, products, call):
     for j in range(first, stop):
         i, shift = n - c * W - j, C + W - 1 - j
         counts_sb = own.counts[j] if call["packed"] else stream.counts
-        nisa.nc_matmul(
-            dst=stream.sums, stationary=counts_sb[0:tokens, i : i + n], moving=read_sb[:, j - first, :],
-            is_stationary_onezero=True,
-        )  # fmt: skip
-        nisa.nc_matmul(
-            dst=own.dx_sums[c], stationary=call["shifts"]["identity"][0:tokens, shift : shift + tokens],
-            moving=given_sb[:, j - first, :], is_stationary_onezero=True,
-        )  # fmt: skip
+        add_selected(stream.sums, counts_sb[0:tokens, i : i + n], read_sb[:, j - first, :])
+        add_selected(
+            own.dx_sums[c],
+            call["shifts"]["identity"][0:tokens, shift : shift + tokens],
+            given_sb[:, j - first, :],
+        )
     if stop == W and len(arriving) > 0:
-        nisa.nc_matmul(
-            dst=own.dx_sums[c], stationary=call["shifts"]["crossing"], moving=arriving[0],
-            is_stationary_onezero=True,
-        )  # fmt: skip
+        add_selected(own.dx_sums[c], call["shifts"]["crossing"], arriving[0])
 
 
 def store_dx(own, stream, c, dx):
@@ -260,10 +255,7 @@ def store_prefix(dprefix, leaving, stream, call):
     for c in range(len(cells)):
         low, high = cells[c]
         out_ps, out_sb = psum((rows, high - low)), sbuf((rows, high - low), dprefix.dtype)
-        nisa.nc_matmul(
-            dst=out_ps, stationary=crossing_sb[:, C - rows : C],
-            moving=load(leaving[:, low:high], nl.float32), is_stationary_onezero=True,
-        )  # fmt: skip
+        add_selected(out_ps, crossing_sb[:, C - rows : C], load(leaving[:, low:high], nl.float32))
         copy_scaled(out_sb, out_ps)
         store_channels(dprefix, out_sb, stream, c, 0)
 
@@ -274,10 +266,11 @@ def sum_gain(mh_sb, stream):
     columns_sb = mh_sb.reshape((tokens, mh_sb.shape[1] * mh_sb.shape[2]))
     for p in range(len(plan["gain"])):
         start, i = plan["gain"][p][0], len(plan["gain"]) - p
-        nisa.nc_matmul(
-            dst=stream.sums, stationary=stream.counts[0:tokens, i : i + n],
-            moving=columns_sb[:, start : start + stream.sums.shape[1]], is_stationary_onezero=True,
-        )  # fmt: skip
+        add_selected(
+            stream.sums,
+            stream.counts[0:tokens, i : i + n],
+            columns_sb[:, start : start + stream.sums.shape[1]],
+        )
 
 
 def store_sums(dweight, dgain, stream, W, V):

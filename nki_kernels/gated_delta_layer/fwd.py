@@ -40,6 +40,7 @@ from delta_trn.nki_kernels.short_convolution import (
     sum_taps,
 )
 from delta_trn.nki_kernels.tiles import (
+    add_transposed,
     build_constants,
     build_norm,
     load_tokens,
@@ -170,9 +171,7 @@ def collect_rows(out_sb, views, eye, op=nl.copy):
         at = 0
         for i in range(first, stop):
             C = views[i].shape[0]
-            nisa.nc_matmul(
-                dst=out_ps[:, at : at + C], stationary=views[i], moving=eye[0:C, 0:C], is_moving_onezero=True
-            )
+            add_transposed(out_ps[:, at : at + C], views[i], eye[0:C, 0:C])
             at = at + C
         nisa.activation(dst=out_sb[0:tokens, low : low + width], op=op, data=out_ps)
         low, first = low + width, stop

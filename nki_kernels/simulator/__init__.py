@@ -23,7 +23,7 @@ Every time is an estimate. Neither results nor times were ever compared with a c
     python -m delta_trn.nki_kernels.simulator report KERNEL SHAPE
 
     kernel     nki: jit, simulate, record          cost     an estimate of time, from a trace
-    isa/       nisa: the instructions by engine    report   its table and its picture
+    isa/       nisa: the instructions by engine    report   its table
     language   nl: tensors and operators           subset   the compiler's Python, checked
     core/      one run: operands, memory, dtypes   aliases  `import nki` finds the simulator
     tile_functions   nl's functions on whole tiles

@@ -33,7 +33,7 @@ from delta_trn.nki_kernels.simulator.core.releases import RELEASES
 from delta_trn.nki_kernels.simulator.core.targets import TARGETS
 from delta_trn.nki_kernels.simulator.cost import Estimate, estimates
 from delta_trn.nki_kernels.simulator.kernel import Run, record
-from delta_trn.nki_kernels.simulator.report import LABEL, table, timeline, traffic
+from delta_trn.nki_kernels.simulator.report import LABEL, table, traffic
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,10 +53,6 @@ def main(argv: list[str] | None = None) -> int:
         "--nki", choices=RELEASES, help="holds to the rules of this release, not of all of them"
     )
     report.add_argument(
-        "--design", default="", help="NAME=N,... replaces constants of the module, to see what they are worth"
-    )
-    report.add_argument("--png", type=Path, help="draws the engines' timeline to this file")
-    report.add_argument(
         "--jsonl",
         type=Path,
         help="appends the numbers to this file, a line per shape; hbm_moved and hbm_least are the bytes that "
@@ -64,17 +60,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     calibrate = commands.add_parser("calibrate", help="compares the model with published measurements")
     calibrate.add_argument("--only", default="", help="a part of a kernel's name, or a source")
-    calibrate.add_argument(
-        "--jsonl", type=Path, help="appends the numbers to this file, a line per measurement"
-    )
     options = parser.parse_args(argv)
     if options.command == "calibrate":
         return compare.main(options)
     module = _module(options.kernel)
-    for name, value in _keywords(options.design).items():
-        if not hasattr(module, name):
-            raise SystemExit(f"{module.__name__} has no constant {name}; see --help")
-        setattr(module, name, value)
     targets = options.target.split(",")
     if unknown := [name for name in targets if name not in TARGETS]:
         raise SystemExit(f"--target {unknown[0]!r} is not one of {', '.join(TARGETS)}")
@@ -85,11 +74,9 @@ def main(argv: list[str] | None = None) -> int:
         print(table(options.kernel, shape, run, readings))
         between = module.between(arguments, run.outputs) if hasattr(module, "between") else ()
         if options.jsonl:
-            title = {"kernel": options.kernel, "shape": shape, "design": options.design}
+            title = {"kernel": options.kernel, "shape": shape}
             with options.jsonl.open("a") as lines:
                 lines.write(json.dumps(title | numbers(run, readings, arguments, between)) + "\n")
-        if options.png:
-            print(f"\ntimeline: {timeline(options.kernel, shape, readings[-1], options.png)}")
     return 0
 
 

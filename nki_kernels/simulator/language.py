@@ -108,20 +108,9 @@ class _TileSize:
     psum_min_align = 4
     sbuf_min_align = 1
     psum_num_banks = PSUM_BANKS
-
-    @property
-    def sbuf_fmax_bytes(self) -> int:
-        return current().target.sbuf
-
-    total_available_sbuf_size = sbuf_fmax_bytes
-
-    @property
-    def sbuf_fmax(self) -> int:
-        return current().target.sbuf // 4
-
-    @property
-    def sbuf_size_bytes(self) -> int:
-        return current().target.sbuf * PARTITIONS
+    sbuf_fmax_bytes = total_available_sbuf_size = property(lambda self: current().target.sbuf)
+    sbuf_fmax = property(lambda self: current().target.sbuf // 4)
+    sbuf_size_bytes = property(lambda self: current().target.sbuf * PARTITIONS)
 
 
 tile_size = _TileSize()
@@ -217,8 +206,7 @@ def expand_dims(x: NkiTensor, axis: int) -> NkiTensor:
     return x.expand_dim(axis + x.ndim + 1 if axis < 0 else axis)
 
 
-def ds(start: int, size: int) -> DynamicSlice:
-    return DynamicSlice(start, size)
+ds = DynamicSlice
 
 
 def is_hbm(buffer: Any) -> bool:
@@ -237,27 +225,16 @@ def is_on_chip(buffer: Any) -> bool:
     return not is_hbm(buffer)
 
 
-# Reductions, under the names of NKI
+def _reduction(operator: Operator) -> Callable[..., NkiTensor]:
+    def along(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
+        return reduce(operator, x, axis, dtype, keepdims)
+
+    return along
 
 
-def sum(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
-    return reduce(_operators.add, x, axis, dtype, keepdims)
-
-
-def prod(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
-    return reduce(_operators.multiply, x, axis, dtype, keepdims)
-
-
-def max(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
-    return reduce(_operators.maximum, x, axis, dtype, keepdims)
-
-
-def min(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
-    return reduce(_operators.minimum, x, axis, dtype, keepdims)
-
-
-def all(x: NkiTensor, axis: Any, dtype: Any = None) -> NkiTensor:
-    return reduce(_operators.logical_and, x, axis, dtype)
+sum, prod = _reduction(_operators.add), _reduction(_operators.multiply)
+max, min = _reduction(_operators.maximum), _reduction(_operators.minimum)
+all = _reduction(_operators.logical_and)
 
 
 def negative(x: NkiTensor, dtype: Any = None) -> NkiTensor:

@@ -1,9 +1,8 @@
-"""The cost model's estimate as a table and as a picture of the engines' timeline."""
+"""The cost model's estimate as a table."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,6 @@ from delta_trn.nki_kernels.simulator.kernel import Run
 
 LABEL = "ESTIMATE from the instruction trace, not a measurement"
 ROWS = ("tensor", "vector", "scalar", "gpsimd", "dma")
-COLORS = {
-    "tensor": "#4269d0",
-    "vector": "#efb118",
-    "scalar": "#ff725c",
-    "gpsimd": "#6cc5b0",
-    "dma": "#9498a0",
-}
 
 
 def table(name: str, shape: str, run: Run, readings: Sequence[Estimate]) -> str:
@@ -85,28 +77,3 @@ def traffic(run: Run, arguments: Sequence[Any], between: Sequence[Any] = ()) -> 
     arrays = {id(x): x for x in (*arguments, *outputs) if isinstance(x, np.ndarray)}
     least = sum(x.nbytes for x in arrays.values())
     return moved, least - sum(x.nbytes for x in between)
-
-
-def timeline(name: str, shape: str, estimate: Estimate, path: Path) -> Path:
-    """Draw to a PNG when each engine is busy in the program-order schedule, and return its path."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(12, 3.2))
-    for row, engine in enumerate(reversed(ROWS)):
-        spans = [(s.start, max(s.busy, 1e-3)) for s in estimate.steps if s.engine == engine]
-        axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=COLORS[engine], linewidth=0)
-    axes.set_yticks(range(len(ROWS)), list(reversed(ROWS)))
-    axes.set_xlabel("time, us (estimate)")
-    axes.set_xlim(0, estimate.schedule)
-    axes.axvline(estimate.lower, color="black", linestyle=":", linewidth=1)
-    where = f"one core of {estimate.target.name}, program order; dotted: lower bound"
-    axes.set_title(f"{name} {shape}, {where}\n{LABEL}", fontsize=9)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path

@@ -12,10 +12,9 @@ from delta_trn.backends.bench import roofline, timing
 from delta_trn.backends.bench.peers import PEERS
 from delta_trn.backends.bench.roofline import Ceilings, Work, ceilings, work
 from delta_trn.backends.bench.timing import Spread, interleaved
-from delta_trn.backends.gated_delta_rule import chunked
 from delta_trn.backends.parity import rule
 from delta_trn.backends.parity.rule_cases import BY_NAME, inputs, select
-from tests.support.faults import FAULTS
+from tests.support import planted_bugs
 from tests.support.tiny_models import assert_same
 
 CPU = torch.device("cpu")
@@ -82,11 +81,10 @@ def test_a_wrong_step_is_not_timed(monkeypatch, capsys, tmp_path):
     assert "step_paper_512 is not timed, its parity is red" in output and " final_state: error" in output
 
 
-def test_a_case_whose_parity_fails_is_not_timed(tmp_path, capsys, monkeypatch, quick, without_cpu_kernel):
-    fault = FAULTS["masked after exp"]
-    monkeypatch.setattr(chunked, fault.function, fault.mistake)
-    assert run(fault.case, tmp_path / "bench.jsonl") == (1, [])
-    assert f"{fault.case} is not timed, its parity is red" in capsys.readouterr().out
+def test_a_case_whose_parity_fails_is_not_timed(tmp_path, capsys, quick, without_cpu_kernel):
+    with planted_bugs.planted(planted_bugs.BY_NAME["chunked: decays are masked after exp"]):
+        assert run("forget", tmp_path / "bench.jsonl") == (1, [])
+    assert "forget is not timed, its parity is red" in capsys.readouterr().out
 
 
 def test_the_peers_outputs_and_step_equal_ours():

@@ -7,11 +7,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from delta_trn.backends.gated_delta_rule import chunked
 from delta_trn.backends.parity import __main__ as parity
 from delta_trn.backends.parity import goldens
 from delta_trn.backends.parity.rule_cases import BY_NAME
-from tests.support.faults import FAULTS
+from tests.support import planted_bugs
 
 
 @pytest.fixture
@@ -58,12 +57,10 @@ def test_a_golden_whose_outputs_were_changed_is_refused(golden):
         goldens.check(golden)
 
 
-def test_a_golden_recorded_from_a_faulty_backend_fails(tmp_path, monkeypatch, without_cpu_kernel):
-    fault = FAULTS["power series inverse"]
+def test_a_golden_recorded_from_a_faulty_backend_fails(tmp_path, without_cpu_kernel):
     path = tmp_path / "golden.safetensors"
-    monkeypatch.setattr(chunked, fault.function, fault.mistake)
-    goldens.record(path, "chunked", [BY_NAME[fault.case]], "cpu")
-    monkeypatch.undo()
+    with planted_bugs.planted(planted_bugs.BY_NAME["chunked: the inverse is a power series"]):
+        goldens.record(path, "chunked", [BY_NAME["collide"]], "cpu")
     assert any(not verdict.passed for verdict in goldens.check(path))
 
 

@@ -8,7 +8,7 @@ import torch
 from delta_trn.backends import BackendRefusal, delta_residual
 from delta_trn.backends.delta_residual import nki_adapter
 from delta_trn.backends.delta_residual.contract import Residual
-from delta_trn.backends.parity.residual_cases import BY_NAME, TENSORS, inputs, outcome, verdicts
+from delta_trn.backends.parity.layer_cases import BY_NAME, OPERATIONS, inputs, verdicts
 from delta_trn.nki_kernels import delta_residual as kernels
 from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.delta_residual import (
@@ -44,13 +44,12 @@ def tensors(dtype):
 
 def test_an_update_of_nearly_nothing_keeps_its_digits():
     """The stream holds nearly v along k, so that v - p cancels."""
-    tensors_by_name = inputs(BY_NAME["residual_project"], torch.float32)
-    x, k = tensors_by_name["x"], tensors_by_name["k"]
+    case, outcome = inputs(BY_NAME["residual_project"], torch.float32), OPERATIONS["delta_residual"].outcome
+    x, k = case.tensors["x"], case.tensors["k"]
     y = k / k.norm(dim=-1, keepdim=True)
-    tensors_by_name["v"] = torch.einsum("md,mdv->mv", y, x) + 1e-3 * tensors_by_name["v"]
-    judge = outcome({name: t.double() for name, t in tensors_by_name.items()}, 1e-5, "recurrent")
-    baseline = outcome(tensors_by_name, 1e-5, "recurrent")
-    assert_close(outcome(tensors_by_name, 1e-5, "nki-simulator"), judge, baseline, terms=64 + 4)
+    case.tensors["v"] = torch.einsum("md,mdv->mv", y, x) + 1e-3 * case.tensors["v"]
+    judge, baseline = outcome(case.double(), "recurrent"), outcome(case, "recurrent")
+    assert_close(outcome(case, "nki-simulator"), judge, baseline, terms=64 + 4)
 
 
 def test_only_dk_passes_the_tensor_engine():
@@ -109,7 +108,7 @@ def _no_norm(x_sb, norm):
         ("add_projection", _first_block_only, "residual_blocks", {"out", "dx", "dv"}),
         ("build_diagonal", _wrong_sign, "residual_odd", {"dk"}),
         ("multiply_rows", _no_projection, "residual_odd", {"dk", "dbeta"}),
-        ("invert_norms", _no_norm, "residual_huge", set(TENSORS)),
+        ("invert_norms", _no_norm, "residual_huge", {"out", "dx", "dk", "dv", "dbeta"}),
     ],
 )
 def test_a_fault_planted_in_the_residual_is_seen(function, fault, case, wrong, monkeypatch):

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from delta_trn.backends.dispatch import BACKENDS
 from delta_trn.backends.gated_delta_rule import triton_time_adapter
-from delta_trn.backends.parity import layer_cases, mixer_cases, residual_cases, rule
+from delta_trn.backends.parity import layer_cases, mixer_cases, rule
 from delta_trn.backends.parity.layer_cases import LayerCase
 from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, STEPS, Case, inputs
 from delta_trn.models.gated_deltanet import GatedDeltaNet
@@ -38,6 +38,8 @@ PACKED = replace(WHOLE, name="packed", T=111, lengths=(0, 5, 0, 70, 33, 3))
 SEGMENTS = replace(WHOLE, name="segments", T=40, H=1, HV=1, K=96, V=24)
 TILES = replace(WHOLE, name="tiles", T=20, H=1, HV=2, K=80, V=40)
 FLOAT16 = replace(WHOLE, name="float16", T=20, scale=1e-4)
+# three chunks, badly conditioned: with one of 64 tokens a wrong sign passed
+ALIKE = Case("alike", 1, 130, 4, 16, 64, "", keys="equal", beta=2.0, decay="none")
 HEADS = replace(STEPS["decode_gva_2"], name="heads", B=11, T=2, K=144)
 WORDS = LayerCase("words", "linear_cross_entropy", (3, 16, 600), "two blocks of words")
 VOCABULARY = LayerCase("vocabulary", "linear_cross_entropy", (3, 16, 5003), "two tiles of words", size=3.0)
@@ -90,14 +92,13 @@ def mixer_gradients_pass():
     return mixer_passes("mixer_129", "mixer_packed_empty")
 
 
-def residual_passes(case="residual_odd", backend="chunked"):
-    verdicts = residual_cases.verdicts(residual_cases.BY_NAME[case], torch.float32, backend)
-    return all(verdict.passed for verdict in verdicts)
-
-
 def widths_pass():
-    """Twice the base width: hidden matrices have 2^-1/2 of the initial std, and half of AdamW's rate."""
-    model = tiny_models.model()
+    """At twice the base width: half the logits; in hidden matrices 2^-1/2 of the std and half the rate."""
+    model, x = tiny_models.model(), tiny_models.tokens(2, 9)
+    with torch.no_grad():
+        logits, hidden = model(x).logits, model.model(x).last_hidden_state
+        if not torch.allclose(logits, 0.5 * hidden @ model.model.embed.weight.T):
+            return False
     options = {"optimizer": "adamw", "lr": 1.0, "weight_decay": 0.1, "independent_weight_decay": True}
     hidden = [row for row in scaled_parameters(model, **options) if row.role is Role.HIDDEN]
     plain = model.config.initializer_range * 2**-0.5
@@ -178,6 +179,10 @@ CHECKS = {
     "chunked": lambda: judged("chunked", WHOLE),
     "gates": lambda: judged("chunked", replace(WHOLE, gates="plain")),
     "gates in float64": lambda: judged("chunked", BY_NAME["gates_wide"], torch.float64),
+    "chunked, carry": lambda: judged("chunked", BY_NAME["carry"]),
+    "chunked, equal keys": lambda: judged("chunked", BY_NAME["collide"]),
+    "chunked, strong decay": lambda: judged("chunked", BY_NAME["forget"]),
+    "chunked, wide gates": lambda: judged("chunked", BY_NAME["gates_wide"]),
     "chunked, packed": lambda: judged("chunked", PACKED),
     "chunked, float64": lambda: judged("chunked", WHOLE, torch.float64),
     "chunked's decoding": lambda: decoding_passes("chunked", HEADS),
@@ -186,12 +191,15 @@ CHECKS = {
         triton_time_adapter, "SEGMENT", 1, lambda: judged("triton", SEGMENTS)
     ),
     "triton's wide heads": lambda: judged("triton", TILES),
+    "triton, equal keys": lambda: all(
+        verdict.passed for verdict in rule.verdicts(ALIKE, torch.bfloat16, "triton")
+    ),
     "triton, float16": lambda: judged("triton", FLOAT16, torch.float16),
     "triton's vocabulary": lambda: layer_passes(VOCABULARY, "triton"),
     "triton's many rows": lambda: judged_with(
         rms_norm, "PROGRAMS", 2, lambda: layer_passes("norm_head", "triton")
     ),
-    "triton's residual": lambda: residual_passes("residual_blocks", "triton"),
+    "triton's residual": lambda: layer_passes("residual_blocks", "triton"),
     "triton's decoding": lambda: decoding_passes("triton", HEADS),
     "triton's carry": carry_passes,
     "triton's convolution": lambda: layer_passes("conv_packed", "triton"),
@@ -205,7 +213,7 @@ CHECKS = {
     "norm": lambda: layer_passes("gated_norm_tiny"),
     "sum": lambda: layer_passes("sum_one"),
     "cross-entropy": lambda: layer_passes("loss_ignored"),
-    "residual": residual_passes,
+    "residual": lambda: layer_passes("residual_odd"),
     "muP": widths_pass,
     "loss": loss_passes,
     "padding": padding_passes,

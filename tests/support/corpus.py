@@ -44,6 +44,6 @@ def pack(path: Path, kind: str) -> Path:
 
 
 def prepare_text(source: Path | str, folder: Path | None, **settings) -> Path:
-    """Prepares shards with one token per byte and one process, unless the settings say otherwise."""
-    settings = {"tokenizer": "bytes", "workers": 1, "folder": folder and str(folder), **settings}
+    """Prepares shards with one token per byte unless the settings say otherwise."""
+    settings = {"tokenizer": "bytes", "folder": folder and str(folder), **settings}
     return prepare(DataSection(source=str(source), **settings), show=False)

@@ -53,6 +53,22 @@ BUGS = (
         "repeat_interleave(groups, 2)", "repeat(1, 1, groups, 1)", "chunked"),
     Bug("chunked: a packed token lies a place too late", f"{RULE}.chunked:Rows.of",
         "tokens - bounds[row])", "(tokens - bounds[row]).roll(1))", "chunked, packed"),
+    Bug("chunked: the state is handed on in bfloat16", f"{RULE}.chunked:compute",
+        "outputs.append(o)", "outputs.append(o); S = S.bfloat16().to(dtype)", "chunked, carry"),
+    Bug("chunked: the inverse is a power series", f"{RULE}.chunked:Solve.forward",
+        "T = triangular_inverse(L)",
+        "power, T = -L, torch.eye(L.shape[-1], dtype=L.dtype) - L\n    for _ in range(5):\n"
+        "        power = power @ power; T = T + T @ power", "chunked, equal keys"),
+    Bug("chunked: decays are masked after exp", f"{RULE}.chunked:decays",
+        "return sums.to(dtype).exp().tril()", "b = g.cumsum(-1).to(dtype)\n"
+        "    return (b[..., :, None] - b[..., None, :]).exp() * torch.ones_like(sums, dtype=dtype).tril()",
+        "chunked, strong decay"),
+    Bug("chunked: dg is a difference of large sums", f"{RULE}.chunked:decays",
+        "behind = pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)",
+        "b = g.to(dtype).cumsum(-1); behind = b[..., -1:] - b", "chunked, strong decay"),
+    Bug("chunked: decays are differences of float32 sums", f"{RULE}.chunked:decays",
+        "return sums.to(dtype).exp().tril()", "b = g.to(dtype).cumsum(-1)\n"
+        "    return (b[..., :, None] - b[..., None, :]).tril().exp().tril()", "chunked, wide gates"),
     Bug("gates: sigmoid of beta in bfloat16", f"{RULE}.contract:write_strength",
         "_full(z).sigmoid()", "z.bfloat16().sigmoid().to(_full(z).dtype)", "gates"),
     Bug("gates: no bias", f"{RULE}.contract:log_decay",
@@ -84,6 +100,9 @@ BUGS = (
         "b_dg += tl.sum(tl.where(strict, b_writes", "b_dg += tl.sum(tl.where(lower, b_writes", "triton"),
     Bug("triton: decays of the inverse are left out", "triton_kernels.gated_delta_rule_fwd:prepare_kernel",
         "b_L = tl.where(strict, b_L, 0.0)", "b_L = tl.where(strict, b_L / b_D, 0.0)", "triton"),
+    Bug("triton: dY is refined away from its solution",
+        "triton_kernels.gated_delta_rule_refine:refine_kernel",
+        "b_dY - multiply(b_X", "b_dY + multiply(b_X", "triton, equal keys"),
     Bug("triton: a tile of the convolution keeps its first tokens", f"{TRITON_CONVOLUTION}:forward_kernel",
         "before + (b_x[BT + n],)", "before + (b_x[n],)", "triton's convolution"),
     Bug("triton: dx without the tile behind", f"{TRITON_CONVOLUTION}:backward_kernel",
@@ -96,8 +115,7 @@ BUGS = (
     Bug("nki: dbeta is multiplied by beta, not divided", f"{NKI_BACK}:compute_writes",
         "U_ps, chunk.inverse_beta", "U_ps, chunk.value_scale", "nki"),
     Bug("nki: dg counts a token's own write", f"{NKI_BACK}:sum_decay_gradient",
-        'stationary=table["strict_upper"], moving=chunk.writes',
-        'stationary=table["lower"], moving=chunk.writes', "nki"),
+        'table["strict_upper"], chunk.writes', 'table["lower"], chunk.writes', "nki"),
     Bug("nki: every value head reads the first one's state in dq", f"{NKI_BACK}:read_states",
         "chunk.do_t, chunk.S_t, lane, lane)", "chunk.do_t, chunk.S_t, lane, 0)", "nki"),
     Bug("nki: the layer's convolution reads no prefix", f"{NKI_LAYER}.fwd:open_window",
@@ -108,17 +126,17 @@ BUGS = (
         "len(own.arriving) > 0", "len(own.arriving) > 1", "nki, layer's gradients"),
     Bug("nki: a packed token gives to the sequence before", f"{NKI_LAYER}.convolution:multiply_taps",
         'if call["packed"]:', "if False:", "nki, layer's gradients"),
-    Bug("layers: taps of the convolution's gradient are shifted", f"{LAYERS}:short_convolution_backward",
-        "dz, position, W - 1 - j", "dz, position, j", "convolution"),
-    Bug("layers: dx of the norm keeps its part along x", f"{LAYERS}:_norm_backward",
-        "value=-1", "value=0", "norm"),
+    Bug("layers: a packed token sees the sequence before", f"{LAYERS}:_convolve",
+        "position >= W - 1 - j", "position >= W - 2 - j", "convolution"),
+    Bug("layers: dx of the norm keeps its part along x", f"{LAYERS}:_gated_norm",
+        "x.square().mean(", "x.detach().square().mean(", "norm"),
     Bug("layers: the sum's own gradient is lost", f"{LAYERS}:add_rms_norm_backward",
         "(dtotal + dx).to(total.dtype)", "dx.to(total.dtype)", "sum"),
     Bug("layers: ignored targets have gradients", f"{LAYERS}:_softmax_",
         "log_p.exp_().mul_(keep)", "log_p.exp_()", "cross-entropy"),
-    Bug("delta residual: dk along k is not removed", f"{RESIDUAL}.chunked:backward",
+    Bug("delta residual: dk along k is not removed", f"{RESIDUAL}.pytorch:backward",
         "dbeta - (p * s).sum(-1)", "dbeta", "residual"),
-    Bug("delta residual: dx is the gradient of X'", f"{RESIDUAL}.chunked:backward",
+    Bug("delta residual: dx is the gradient of X'", f"{RESIDUAL}.pytorch:backward",
         "value=-1", "value=0", "residual"),
     Bug("muP: initial values do not shrink with width", "models.parameters:initial_std",
         "tag.ratio(config) ** power", "1.0", "muP"),
@@ -126,6 +144,8 @@ BUGS = (
         "factor = m ** _power(rule, optimizer, tag, config)", "factor = 1.0", "muP"),
     Bug("muP: independent weight decay follows the rate", "models.parameters:scaled_parameters",
         "decay / factor if independent_weight_decay else decay", "decay", "muP"),
+    Bug("muP: the logits are not scaled", "models.config:DeltaConfig.logit_scale",
+        "[role].multiplier", "[role].init_std", "muP"),
     Bug("loss: labels are not shifted", f"{READOUT}:_next_tokens",
         "targets = labels.roll(-1, dims=1)", "targets = labels.clone()", "loss"),
     Bug("loss: the readout's multiplier is forgotten", f"{READOUT}:linear_cross_entropy",
@@ -192,13 +212,14 @@ BUGS = (
         "if first:", "if True:", "nki, words"),
 )
 # fmt: on
+BY_NAME = {bug.name: bug for bug in BUGS}
 
 
 def function_of(bug: Bug) -> FunctionType:
-    """Returns the function itself, below the decorator of Triton, of the NKI simulator, or of a class."""
+    """Returns the function itself, below a decorator of Triton, the NKI simulator, or Python."""
     module, _, name = bug.place.partition(":")
     thing: Any = reduce(getattr, name.split("."), import_module(f"delta_trn.{module}"))
-    for hidden in ("fn", "function", "__func__"):
+    for hidden in ("fn", "function", "__func__", "fget"):
         thing = getattr(thing, hidden, thing)
     return thing
 

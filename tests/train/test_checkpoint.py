@@ -5,8 +5,6 @@ import json
 import os
 import resource
 import shutil
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from delta_trn.train.checkpoints.contents import (
-    is_only_for_resuming,
-    load_weights,
-    move_files,
-    own_folder,
-    read_state,
-)
+from delta_trn.train.checkpoints.contents import load_weights
 from delta_trn.train.checkpoints.store import MANIFEST, CheckpointStore, describe
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.settings.errors import CheckpointError, DiskFull
@@ -76,46 +68,7 @@ class TestContent:
         names = {path.name for path in (finished / "checkpoints" / "step-00000012").iterdir()}
         assert {path.rpartition(".")[2] for path in names} == {"safetensors", "json"}
 
-    def test_best_holds_weights_configuration_and_tokenizer_alone(self, finished):
-        best = finished / "checkpoints" / "best"
-        names = {path.name for path in best.iterdir()}
-        assert {"model.safetensors", "config.json", "tokenizer.json"} <= names
-        assert not names & {"optimizer.safetensors", "random.safetensors"}
-        step = finished / "checkpoints" / "step-00000012"
-        size = {folder: sum(path.stat().st_size for path in folder.iterdir()) for folder in (best, step)}
-        assert size[best] < size[step] / 2
-        AutoTokenizer.from_pretrained(best)
-        AutoModelForCausalLM.from_pretrained(best)
-
-    def test_the_optimizers_parts_of_many_processes_are_only_for_resuming(self):
-        parts = "optimizer-shard-00001-model-00001-of-00002.safetensors", "shard-00001-model.safetensors"
-        assert all(map(is_only_for_resuming, (*parts, "optimizer.safetensors", "random.safetensors")))
-        whole = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"]
-        assert not any(map(is_only_for_resuming, whole))
-
-    def test_a_process_of_a_team_knows_its_files_whatever_the_library_calls_them(self, tmp_path):
-        for rank in (0, 1):
-            own = own_folder(tmp_path, rank)
-            (own / "optimizer").mkdir(parents=True)
-            (own / f"any-{rank}.safetensors").touch()
-            (own / "optimizer" / f"name-{rank}.safetensors").touch()
-        moved = move_files(own_folder(tmp_path, 1), tmp_path)
-        assert [path.name for path in moved] == ["any-1.safetensors", "optimizer-name-1.safetensors"]
-        assert all(path.parent == tmp_path and path.exists() for path in moved)
-        assert not own_folder(tmp_path, 1).exists() and own_folder(tmp_path, 0).exists()
-
-    def test_an_older_run_whose_best_links_to_a_step_resumes(self, copy):
-        """Its `best` becomes a folder of its own, so that the step may be rotated out."""
-        link = copy / "checkpoints" / "best"
-        step = link.resolve().name.replace("best", "step")
-        shutil.rmtree(link.resolve())
-        link.unlink()
-        link.symlink_to(step)
-        assert CheckpointStore(link.parent).best() == int(step[5:])
-        tiny_run.train("resume", copy, "steps=13", "checkpoint.keep_last=1")
-        assert not (link / "optimizer.safetensors").exists() and (link / "model.safetensors").exists()
-
-    @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+    @pytest.mark.parametrize("mask", [0o022, 0o077])
     def test_every_file_of_a_checkpoint_has_the_mode_that_the_umask_leaves(self, copy, mask):
         before = os.umask(mask)
         try:
@@ -125,13 +78,6 @@ class TestContent:
         files = list((copy / "checkpoints" / "step-00000013").iterdir())
         assert "model.safetensors" in {path.name for path in files}
         assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~mask}
-
-    def test_a_checkpoint_stores_step_tokens_position_best_and_config(self, finished):
-        state, config = read_state(finished / "checkpoints" / "step-00000008")
-        assert (state.step, state.tokens) == (8, 8 * 4 * 16)
-        assert state.position["samples"] == 8 * 4
-        assert state.best is not None and state.best[0] == 6
-        assert config.steps == 12 and config.fingerprint()
 
     def test_loading_weights_of_another_model_is_refused(self, finished, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(finished / "checkpoints" / "step-00000012")
@@ -144,45 +90,31 @@ class TestContent:
 
 
 class TestStore:
-    def test_checkpoint_folders_are_named_by_eight_digits_of_the_step(self, store):
-        names = sorted(path.name for path in store.directory.iterdir())
-        assert names == ["step-00000005", "step-00000010", "step-00000015"]
-        assert store.steps() == [5, 10, 15]
-
     def test_rotation_keeps_the_newest_checkpoints_and_the_best(self, store):
         store.point_best(5)
         save(store, 20)
         store.rotate(2)
-        assert store.steps() == [15, 20]
-        assert store.best() == 5 and store.require_best() == store.directory / "best"
+        assert store.steps() == [5, 15, 20] and store.best() == 5
+        store.point_best(20)
+        store.rotate(2)
+        assert store.steps() == [15, 20] and store.require_best() == store.path(20)
         assert not list(store.directory.glob(".*"))
 
-    def test_best_links_to_the_best_checkpoint_while_it_exists(self, store):
-        store.point_best(5)
-        store.point_best(10)
-        assert (store.directory / "best" / "a.bin").read_bytes() == (store.path(10) / "a.bin").read_bytes()
-        assert [path.name for path in store.directory.glob("best-*")] == ["best-00000010"]
-        shutil.rmtree(store.directory / "best-00000010")
-        assert store.best() is None and store.require_best() is None
-
-    def test_best_leaves_out_what_it_is_told_to_and_takes_no_space_beside_its_step(self, store):
-        store.point_best(5, lambda name: name == "a.bin")
-        best = store.directory / "best"
-        assert sorted(os.listdir(best)) == [MANIFEST, "state.json"]
-        assert (best / "state.json").samefile(store.path(5) / "state.json")
-
-    def test_best_is_copied_where_there_are_no_hard_links(self, store, monkeypatch):
-        def refuse(*names):
-            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-        monkeypatch.setattr(os, "link", refuse)
-        store.point_best(5)
-        assert (store.directory / "best" / "a.bin").read_bytes() == (store.path(5) / "a.bin").read_bytes()
+    def test_the_best_of_an_earlier_version_is_a_folder_that_stays_until_there_is_a_better_one(self, store):
+        shutil.copytree(store.path(5), store.directory / "best-00000005")
+        (store.directory / "best").symlink_to("best-00000005")
+        store.rotate(1)
+        assert store.steps() == [5, 15] and store.best() == 5
+        assert store.require_best() == store.directory / "best-00000005"
+        store.point_best(15)
+        store.rotate(1)
+        assert not list(store.directory.glob("best-*")) and store.best() == 15
 
     def test_a_damaged_best_checkpoint_is_refused_with_the_steps_there_are(self, store):
+        assert store.require_best() is None
         store.point_best(5)
         (store.directory / "best" / "a.bin").unlink()
-        with pytest.raises(CheckpointError, match=r"best .* of step 5, is damaged: .*other steps: 5, 10, 15"):
+        with pytest.raises(CheckpointError, match=r"step 5 is damaged: .*other steps: 10, 15"):
             store.require_best()
 
     def test_going_back_before_the_best_checkpoint_removes_it(self, store):
@@ -191,11 +123,6 @@ class TestStore:
         assert store.best() == 10
         store.set_aside(5)
         assert store.best() is None and not list(store.directory.glob("best*"))
-
-    def test_saving_a_step_again_replaces_its_checkpoint(self, store):
-        save(store, 10, lambda folder: (folder / "b.bin").write_bytes(b"new") and None)
-        assert [path.name for path in store.path(10).iterdir() if path.name != MANIFEST] == ["b.bin"]
-        assert store.damage(10) is None
 
     def test_a_manifest_lists_only_the_files_of_its_own_process(self, store):
         """A process that wrote none must not hash the files of others, which may be incomplete."""
@@ -241,13 +168,11 @@ class TestStore:
     def test_only_damaged_checkpoints_are_an_error_but_no_checkpoints_are_not(self, store, tmp_path):
         for step in store.steps():
             (store.path(step) / "a.bin").unlink()
+        with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 .* there are: 5, 10, 15"):
+            store.require_whole(7)
         with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
             store.newest_whole(lambda text: None)
         assert CheckpointStore(tmp_path / "none").newest_whole(lambda text: None) is None
-
-    def test_a_missing_step_is_refused_with_the_existing_steps(self, store):
-        with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 .* there are: 5, 10, 15"):
-            store.require_whole(7)
 
 
 class TestFullDisk:
@@ -316,22 +241,13 @@ class TestFullDisk:
         tiny_run.train("resume", out)
         assert tiny_run.final_state(out) == tiny_run.final_state(finished)
 
-    @pytest.mark.skipif(sys.platform != "linux", reason="signals of another platform")
-    def test_python_ignores_the_signal_of_a_file_size_limit(self):
-        assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
-
 
 class TestDamagedRun:
     def test_resume_falls_back_to_the_newest_whole_checkpoint_and_reports_it(self, finished, copy):
-        weights = copy / "checkpoints" / "step-00000012" / "optimizer.safetensors"
+        (weights,) = (copy / "checkpoints" / "step-00000012").glob("optimizer-*.safetensors")
         weights.write_bytes(weights.read_bytes()[:-10])
         output = tiny_run.train("resume", copy)
         assert "checkpoint of step 12 is damaged" in output and "after step 8" in output
-        assert tiny_run.final_state(copy) == tiny_run.final_state(finished)
-
-    def test_resume_from_a_step_sets_later_checkpoints_aside(self, finished, copy):
-        output = tiny_run.train("resume", copy, "--step", 6)
-        assert "set aside as undone-step-*: 8, 12" in output
         assert tiny_run.final_state(copy) == tiny_run.final_state(finished)
 
     def test_the_first_checkpoint_of_a_resumed_run_removes_what_it_undid(self, finished, copy, monkeypatch):
@@ -349,8 +265,3 @@ class TestDamagedRun:
         tiny_run.train("resume", copy, "--step", 6, "steps=8")
         assert at_start == [undone]
         assert not list((copy / "checkpoints").glob("undone-*"))
-
-    def test_resume_from_an_explicit_damaged_step_is_refused(self, copy):
-        (copy / "checkpoints" / "step-00000008" / "model.safetensors").unlink()
-        status, _, err = tiny_run.run_command("resume", copy, "--step", 8)
-        assert status == 2 and "checkpoint of step 8 is damaged" in err and "other steps: 6, 12" in err

@@ -4,7 +4,6 @@ import ast
 import contextlib
 import io
 import json
-import math
 import os
 import re
 import shutil
@@ -56,15 +55,14 @@ class TestOverview:
         monkeypatch.setattr("delta_trn.train.__main__.version", lambda name: "2.10.0")
         assert run_command("run", "tiny", "--keys")[0] == 0
 
-    @pytest.mark.parametrize("name", COMMANDS)
-    def test_every_command_prints_help_and_exits_with_0(self, name, capsys):
-        with pytest.raises(SystemExit) as end:
-            run_command(name, "--help")
-        assert end.value.code == 0
+    def test_every_command_prints_help_and_exits_with_0(self):
+        for name in COMMANDS:
+            with pytest.raises(SystemExit) as end:
+                run_command(name, "--help")
+            assert end.value.code == 0, name
 
-    @pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
-    def test_help_lists_the_usual_commands_and_names_the_others(self, arguments):
-        short, whole = train(*arguments), train("--help-all")
+    def test_help_lists_the_usual_commands_and_names_the_others(self):
+        short, whole = train(), train("--help-all")
         assert "train from the start" in short and all(name in short for name in COMMANDS)
         assert "its width" not in short and "its width" in whole and "--help-all" not in whole
 
@@ -93,11 +91,7 @@ class TestOptions:
             (["run", "tiny", "--steps", "5"], "delta-trn run has no option --steps; .*: steps=5 "),
             (["run", "tiny", "--lr=0.1", "steps=5"], "has no option --lr=0.1; .*: optimizer.lr=0.1 "),
             (["run", "tiny", "--batch-size"], "has no option --batch-size; .*=VALUE "),
-            (["resume", "runs/x", "--steps", "5"], "delta-trn resume has no option --steps; .*: steps=5 "),
-            (
-                ["sweep", "tiny", "--widths", "64,128"],
-                "no option --widths; .* widths=64,128 ",
-            ),
+            (["sweep", "tiny", "--widths", "64,128"], "no option --widths; .* widths=64,128 "),
         ],
     )
     def test_a_key_spelled_as_an_option_is_refused_with_its_right_spelling(self, words, expected):
@@ -136,10 +130,6 @@ class TestOneLanguage:
         same = {(path, flag) for path, flag in flags if flag[2:].replace("-", "_") in self.KEYS}
         assert same == set(SAME_NAME)
 
-    def test_a_flag_for_a_key_would_be_seen(self):
-        planted = 'parser.add_argument("-s", "--val-fraction", type=float)\nparser.add_argument("recipe")\n'
-        assert flags_of(planted) == {"--val-fraction"} and "val_fraction" in self.KEYS
-
 
 class TestParameters:
     def test_parameters_json_has_the_scaling_of_every_parameter(self):
@@ -174,16 +164,6 @@ class TestParameters:
             and adamw["model.embed.weight"]["weight_decay"] == 0
         )
 
-    def test_the_parameters_table_has_one_row_per_parameter(self):
-        output = train("parameters", "tiny").splitlines()
-        assert output[0].split() == ["name", "shape", "role", "init_std", "multiplier", "lr", "weight_decay"]
-        assert len(output) == 1 + len(json.loads(train("parameters", "tiny", "--json")))
-
-    def test_parameters_of_the_papers_largest_model_add_up_to_342_million(self):
-        rows = json.loads(train("parameters", "gdn_mup_adamw", "model.width=1536", "--json"))
-        total = sum(math.prod(row["shape"]) for row in rows)
-        assert total == pytest.approx(341.83e6, rel=1e-3)
-
 
 class TestFolders:
     def test_a_run_without_out_takes_the_first_free_folder(self, data, tmp_path, monkeypatch):
@@ -196,10 +176,6 @@ class TestFolders:
         train("run", "tiny", *arguments, "name=other")
         assert (tmp_path / "runs" / "other").is_dir()
 
-    def test_a_run_may_write_into_an_existing_empty_folder(self, data, tmp_path):
-        train("run", "tiny", *keys(data, tmp_path, steps=1, sample__tokens=0))
-        assert (tmp_path / "metrics.jsonl").is_file()
-
     def test_plot_draws_the_same_loss_picture_again(self, data, tmp_path):
         out = tmp_path / "run"
         train("run", "tiny", *keys(data, out, steps=2, sample__tokens=0))
@@ -207,14 +183,6 @@ class TestFolders:
         (out / "loss.png").unlink()
         assert train("plot", out) == f"{out / 'loss.png'}\n"
         assert (out / "loss.png").read_bytes() == picture
-
-    def test_a_run_reads_what_data_prepare_wrote(self, tmp_path):
-        source = tmp_path / "text.txt"
-        source.write_text(tiny_run.make_text())
-        train(
-            "data", "prepare", source, f"data.folder={tmp_path / 'data'}", "data.tokenizer=bytes", "--quiet"
-        )
-        train("run", "tiny", *keys(tmp_path / "data", tmp_path / "run", steps=1, sample__tokens=0))
 
 
 class TestProcess:
@@ -226,14 +194,6 @@ class TestProcess:
         )
         assert process.stdout == "2 set()\n", process.stderr
         assert "unknown key 'stesp'" in process.stderr
-
-    def test_the_overview_imports_no_heavy_package(self):
-        process = run_python(
-            "-c",
-            "import sys; from train.__main__ import main; main([]); "
-            "print({'torch', 'numpy', 'transformers'} & set(sys.modules))",
-        )
-        assert process.stdout.endswith("set()\n")
 
     def test_a_closed_pipe_prints_no_error(self):
         command = f"{sys.executable} -m train run quickstart --keys | head -1"
@@ -276,7 +236,7 @@ class TestProcess:
         child.send_signal(signal.SIGTERM)
         assert child.wait(60) == 128 + signal.SIGTERM, log.read_text()
         output = log.read_text()
-        assert "stopped by SIGTERM after step" in output and f"delta-trn resume {out}" in output
+        assert "stopped by SIGTERM after step" in output and f" resume {out}" in output
         assert "Traceback" not in output
         step = tiny_run.read_metrics(out)[-1]["step"]
         assert f"continuing {out} after step {step}" in train("resume", out, f"steps={step + 3}")
@@ -291,10 +251,6 @@ class TestConvert:
         with torch.no_grad():
             assert_same(theirs(ids).logits, ours(ids).logits)
         assert (tmp_path / "fla" / "tokenizer.json").is_file()
-
-    def test_a_run_without_that_checkpoint_is_refused(self, finished, tmp_path):
-        status, _, err = run_command("convert", finished, "--to", tmp_path / "x", "--checkpoint", "7")
-        assert status == 2 and "7" in err and not (tmp_path / "x").exists()
 
 
 def _run_without_a_reader(arguments: list[str], log: str) -> None:

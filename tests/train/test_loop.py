@@ -13,13 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from delta_trn.train.checkpoints.run_folder import RunFolder
-from delta_trn.train.data import Batch, open_dataset
-from delta_trn.train.parallel.layout import Layout
-from delta_trn.train.recipes import recipe
+from delta_trn.train.data import open_dataset
 from delta_trn.train.run import loop, stopping
-from delta_trn.train.run.evaluate import crops_at_once, evaluate, held_out_windows
+from delta_trn.train.run.evaluate import held_out_windows
 from delta_trn.train.run.stopping import StopRequest
-from delta_trn.train.settings.overrides import apply
 from delta_trn.train.watch.metrics import read
 from tests.support import tiny_run
 from tests.support.tiny_run import (
@@ -72,13 +69,6 @@ class TestReports:
         # tokens are bytes, but bytes also pay for BOS and EOS: a little more than the loss in bits
         assert 1.0 < val_line["bits_per_byte"] / (val_line["loss"] / math.log(2)) < 1.02
 
-    def test_config_json_holds_the_resolved_configuration(self, finished):
-        tree = json.loads((finished / "config.json").read_bytes())
-        assert tree["device"] == "cpu" and tree["precision"] == "float32" and tree["backend"] == "chunked"
-        assert tree["model"]["vocab_size"] == 320 and Path(tree["data"]["folder"]).is_dir()
-        assert len(tree["fingerprint"]) == 16
-        assert tree["run"]["versions"]["torch"] == torch.__version__
-
     def test_a_run_rotates_checkpoints_and_keeps_the_best(self, data, tmp_path):
         out = tmp_path / "run"
         changes = {"checkpoint.every": 2, "checkpoint.keep_last": 1, "evaluation.every": 3}
@@ -86,12 +76,8 @@ class TestReports:
         val = losses(out, "val")
         best = 3 * (val.index(min(val)) + 1)
         kept = {path.name for path in (out / "checkpoints").iterdir()}
-        assert kept == {"step-00000012", f"best-{best:08d}", "best"}
-        assert os.readlink(out / "checkpoints" / "best") == f"best-{best:08d}"
-
-    def test_a_run_without_keep_best_links_no_best_checkpoint(self, data, tmp_path):
-        train("run", "tiny", *keys(data, tmp_path / "run", checkpoint__keep_best="false"))
-        assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == [f"step-{s:08d}" for s in (4, 8, 12)]
+        assert kept == {"step-00000012", f"step-{best:08d}", "best"}
+        assert os.readlink(out / "checkpoints" / "best") == f"step-{best:08d}"
 
     def test_a_tiny_run_lowers_its_loss(self, data, tmp_path):
         out = tmp_path / "run"
@@ -104,8 +90,7 @@ class TestReports:
         output = train("run", "tiny", *keys(data, out))
         for words in ("perplexity", "bits/byte", "token frequencies", "zlib", "lzma", "this model (tiny)"):
             assert words in output, words
-        assert f"delta-trn resume {out} steps=24" in output
-        assert f"delta-trn generate {out}" in output
+        assert f" resume {out} steps=24" in output and f" generate {out}" in output
         assert str(out / "loss.png") in output and (out / "loss.png").stat().st_size > 10_000
         assert "delta rule by chunked, chosen by device" in output
         assert "lzma stores an exact repeat once, however far back" in output, "it wins, and a line says why"
@@ -116,18 +101,11 @@ class TestSameMathematics:
         train("run", "tiny", *keys(data, tmp_path / "run"))
         assert tiny_run.final_state(tmp_path / "run") == tiny_run.final_state(finished)
 
-    def test_another_seed_gives_other_losses(self, data, finished, tmp_path):
-        train("run", "tiny", *keys(data, tmp_path / "run", seed=7))
-        assert losses(tmp_path / "run") != losses(finished)
-
     @pytest.mark.parametrize(
         "changes",
         [
-            {"evaluation__every": 1, "evaluation__sequences": 8, "sample__tokens": 9},
-            {"sample__tokens": 0},
-            {"checkpoint__every": 1, "log__every": 1},
-            {"log__every": 100},
-            {"deterministic": "true"},
+            {"evaluation__every": 1, "evaluation__sequences": 8, "sample__tokens": 9, "log__every": 1},
+            {"sample__tokens": 0, "checkpoint__every": 1, "log__every": 100, "deterministic": "true"},
         ],
         ids=lambda changes: " ".join(changes),
     )
@@ -140,16 +118,11 @@ class TestSameMathematics:
         for name, tensor in weights(finished).items():
             assert torch.equal(weights(tmp_path / "run")[name], tensor), name
 
-    @pytest.mark.parametrize("micro", [1, 2])
-    def test_micro_batches_change_losses_only_as_rounding_does(
-        self, data, finished, rounding, tmp_path, micro
-    ):
-        train("run", "tiny", *keys(data, tmp_path / "run", batch__micro=micro))
+    def test_micro_batches_change_losses_only_as_rounding_does(self, data, finished, rounding, tmp_path):
+        train("run", "tiny", *keys(data, tmp_path / "run", batch__micro=2))
         assert metric_distance(tmp_path / "run", finished, "loss") <= rounding
-
-    def test_a_slightly_different_run_is_outside_the_tolerance(self, data, finished, rounding, tmp_path):
-        train("run", "tiny", *keys(data, tmp_path / "run", optimizer__eps=1e-4))
-        assert metric_distance(tmp_path / "run", finished, "loss") > 10 * rounding
+        train("run", "tiny", *keys(data, tmp_path / "other", optimizer__eps=1e-4))
+        assert metric_distance(tmp_path / "other", finished, "loss") > 10 * rounding, "the bound can fail"
 
     def test_gradient_checkpointing_keeps_every_loss_bit_for_bit(self, data, finished, tmp_path):
         train("run", "tiny", *keys(data, tmp_path / "run", gradient_checkpointing="true"))
@@ -168,15 +141,6 @@ class TestSameMathematics:
         assert 0 < metric_distance(tmp_path / "run", finished, "loss") <= allowed
         train("run", "tiny", *keys(data, tmp_path / "other", seed=1))
         assert metric_distance(tmp_path / "other", finished, "loss") > allowed
-
-    @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-    @pytest.mark.parametrize("parametrization", ["sp", "mup_original", "mup"])
-    def test_every_parametrization_and_optimizer_of_the_paper_runs(
-        self, data, tmp_path, parametrization, optimizer
-    ):
-        arm = {"parametrization": parametrization, "optimizer.name": optimizer, "model.base_width": 8}
-        train("run", "tiny", *keys(data, tmp_path / "run", steps=3, schedule__warmup=0, **arm))
-        assert len(losses(tmp_path / "run")) == 3
 
     @pytest.mark.slow
     def test_a_compiled_run_has_the_losses_of_an_eager_one(self, data, finished, rounding, tmp_path):
@@ -210,45 +174,8 @@ class TestEvaluation:
         assert json.loads((out / "summary.json").read_bytes()) == summary
         assert f"{summary['loss']:.4f}" in again
 
-    def test_the_last_page_fits_80_columns(self, data, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        output = train("run", "tiny", *keys(data, "run", sample__prompt="1 +", sample__tokens=8))
-        page = output[output.index("held-out tokens after step 12") :]
-        assert '\nsample, continuing "1 +"\n1 +' in page and "\nnext\n" in page
-        # a command is as long as the path of the installation
-        before, _, after = page.partition("\nnext\n")
-        commands = [line for line in after.splitlines() if line.startswith("    ")]
-        others = [line for line in after.splitlines() if line not in commands]
-        assert len(commands) == 3 and max(map(len, before.splitlines() + others)) <= 80
-
-    def test_an_evaluation_is_the_mean_over_all_crops(self):
-        batches = [Batch(torch.full((2, 3), float(i)), torch.zeros(2, 3)) for i in range(4)]
-        batches.append(Batch(torch.full((1, 3), 9.5), torch.zeros(1, 3)))  # half as large, so it counts half
-        evaluation = evaluate(lambda inputs, *_: inputs.mean(), batches, torch.device("cpu"))
-        assert (evaluation.loss, evaluation.tokens) == ((0 + 1 + 2 + 3 + 9.5 / 2) / 4.5, 27)
-        assert evaluation.perplexity == pytest.approx(math.exp(evaluation.loss))
-
-    def test_evaluation_batches_divide_the_crops(self):
-        def sizes(sequences: str, *micros: int) -> list[int]:
-            config = apply(recipe("tiny"), {"evaluation.sequences": sequences})
-            return [crops_at_once(config, Layout(1, micro, micro, 16)) for micro in micros]
-
-        assert sizes("64", 1, 8, 10, 100) == [1, 8, 8, 64]
-        assert sizes("7", 6) == [1]
-
 
 class TestNotFinite:
-    def test_a_run_that_diverges_says_so_and_saves_nothing_after_it(self, data, tmp_path):
-        out = tmp_path / "run"
-        changes = {"optimizer.name": "sgd", "optimizer.lr": 1e30, "optimizer.clip": "none"}
-        arguments = keys(data, out, schedule__warmup=8, **changes)
-        status, _, err = tiny_run.run_command("run", "tiny", *arguments)
-        assert status == 2
-        assert " at step " in err and "lower optimizer.lr" in err and "Traceback" not in err
-        for path in (out / "checkpoints").glob("step-*"):
-            assert path.name < "step-00000004", "the loss was not finite from step 3 on"
-        assert all(math.isfinite(line["loss"]) for line in read_metrics(out))
-
     def test_a_run_that_diverges_names_its_intact_checkpoint(self, data, tmp_path, monkeypatch):
         out = tmp_path / "run"
         rate = loop.learning_rate
@@ -280,11 +207,8 @@ class TestNotFinite:
 
 
 class TestStopping:
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    def test_a_signal_saves_a_checkpoint_and_says_how_to_continue(
-        self, data, finished, tmp_path, monkeypatch, number
-    ):
-        out = tmp_path / "run"
+    def test_a_signal_saves_and_says_how_to_continue(self, data, finished, tmp_path, monkeypatch):
+        number, out = signal.SIGINT, tmp_path / "run"
         step, count = loop.TrainingStep.__call__, itertools.count(1)
 
         def interrupt(self, *arguments):
@@ -297,7 +221,7 @@ class TestStopping:
         monkeypatch.undo()
         assert status == 128 + number
         assert f"stopped by {signal.Signals(number).name} after step 5" in output
-        assert f"delta-trn resume {out}" in output
+        assert f" resume {out}" in output
         assert sorted(path.name for path in (out / "checkpoints").glob("step-*"))[-1] == "step-00000005"
         train("resume", out)
         assert tiny_run.final_state(out) == tiny_run.final_state(finished)
@@ -365,11 +289,6 @@ class TestStopping:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def test_a_signal_received_by_another_process_stops_this_one(self):
-        with StopRequest(None) as stop:
-            assert stop.reason_for(signal.SIGTERM, False) == "SIGTERM"
-            assert stop.signal == signal.SIGTERM
-
     def test_a_signal_waits_until_all_processes_agree_on_it(self):
         """A process that stopped alone would leave the others waiting."""
         with StopRequest(None) as stop:
@@ -378,13 +297,6 @@ class TestStopping:
             time.sleep(0.01)
             assert stop.reason_for(agreed, False) is None
             assert stop.reason == "SIGTERM"
-
-    def test_stop_request_restores_signal_handlers(self):
-        before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-        with StopRequest(1.0) as stop:
-            assert stop.reason is None
-            assert signal.getsignal(signal.SIGTERM) != before[0]
-        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
     def test_resuming_a_run_in_use_by_another_process_is_refused(self, finished):
         with RunFolder(finished).hold():

@@ -8,14 +8,14 @@ import torch
 
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
-from delta_trn.backends.parity import residual_cases
+from delta_trn.backends.parity import layer_cases
 from delta_trn.triton_kernels import delta_residual
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def failures(name, dtype):
-    verdicts = residual_cases.verdicts(residual_cases.BY_NAME[name], dtype, "triton", DEVICE)
+    verdicts = layer_cases.verdicts(layer_cases.BY_NAME[name], dtype, "triton", DEVICE)
     return {verdict.tensor for verdict in verdicts if not verdict.passed}
 
 
@@ -37,7 +37,6 @@ def test_parity_fails_when_dk_keeps_its_part_along_k(monkeypatch):
 
 
 def test_residual_kernels_write_every_element(poison):
-    case = residual_cases.BY_NAME["residual_odd"]
-    tensors = {name: x.to(DEVICE) for name, x in residual_cases.inputs(case, torch.float32).items()}
-    first, second = (residual_cases.outcome(tensors, case.k_eps, "triton") for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in residual_cases.TENSORS)
+    x = layer_cases.inputs(layer_cases.BY_NAME["residual_odd"], torch.float32).map(lambda y: y.to(DEVICE))
+    first, second = (layer_cases.OPERATIONS["delta_residual"].outcome(x, "triton") for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)

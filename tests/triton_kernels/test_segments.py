@@ -16,7 +16,6 @@ from delta_trn.backends.parity.judge import error
 from delta_trn.backends.parity.rule import verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME
 from delta_trn.triton_kernels import segments
-from delta_trn.triton_kernels.chunks import chunks_per_segment
 from delta_trn.triton_kernels.launch import config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -141,21 +140,6 @@ def test_segments_write_every_element(cuts, poison):
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
-def test_segments_never_read_tokens_of_another_sequence():
-    split_sequences(1)
-    bounds = torch.tensor([0, 70, 112], device=DEVICE)
-    leaves = [x.detach() for x in tensors(N=2)[:5]]
-    dirty = [x.clone() for x in leaves]
-    for x in dirty:
-        x[:, 70:] = -1.0
-    dirty[4][:, 70:] = 1.0
-    clean, other = (
-        gated_delta_rule(*x, cu_seqlens=bounds, use_qk_l2norm_in_kernel=True, backend="triton")[0]
-        for x in (leaves, dirty)
-    )
-    assert torch.equal(clean[:, :70], other[:, :70]) and not torch.equal(clean[:, 70:], other[:, 70:])
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_segments_compile_into_one_graph(dynamic):
     split_sequences(2)
@@ -237,11 +221,3 @@ def rule(leaves):
     *tensors, state = leaves
     K = state.shape[-2]
     return Rule(*tensors, initial_state=state, scale=K**-0.5, l2norm=True, output_final_state=True)
-
-
-@pytest.mark.parametrize("processors", [1, 16, 132])
-def test_segments_are_long_enough_and_only_cut_where_processors_idle(processors):
-    for chunks in (1, 7, 8, 64, 513):
-        for programs in (1, 8, 60, 200):
-            length = chunks_per_segment(chunks, programs, 2.0, processors)
-            assert length == 0 or (4 <= length < chunks and 2 * programs <= processors)

@@ -1,7 +1,6 @@
 """Holds the model against published times of an H200.
 
-    python -m tools.estimate.calibration            compares, from the recorded machine code
-    python -m tools.estimate.calibration --record   records it: needs fla-core 0.5.1, triton 3.5.1
+    python -m tools.estimate.calibration
 
 MEASURED are rows of FlashQLA's benchmark (https://github.com/QwenLM/FlashQLA, MIT,
 benchmark/benchmark_results_H200.txt, read 2026-11-22): the forward of flash-linear-attention 0.5.1 on an
@@ -10,28 +9,28 @@ rows of equal lengths of three of its models; lengths are in tokens, times in mi
 
 calibration.json.gz holds the machine code of that release, compiled by that Triton: opcodes and control
 codes, and of the operands only what the model reads. The autotuner chose a configuration of every kernel when
-the benchmark began; the recorded one is the fastest by the model at 1 x 32768. So the comparison needs
-neither of the two packages, and a change of the model shows in it at once.
+the benchmark began; the recorded one is the fastest by the model at 1 x 32768. The program that recorded it
+is in git's history (`git show 50ffe7c:tools/estimate/calibration.py`, with peer.py beside it). So the
+comparison needs neither of the two packages, and a change of the model shows in it at once.
 
 The two factors of `estimates` were fitted to these rows: before, the geometric mean of estimated over
 measured was 0.93 and the spread 4.0%.
 """
 
-import argparse
 import gzip
 import json
-import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import exp, log, sqrt
 from pathlib import Path
 
 from delta_trn.triton_kernels.sass import Code, Instruction
-from tools.estimate import peer
-from tools.estimate.estimates import Estimator, compile_code, moved, of_code
-from tools.estimate.work import Launch, Shape
+from tools.estimate.estimates import moved, of_code
+from tools.estimate.simulate import Work
+from tools.estimate.work import ITEM, Launch
 
 DATA = Path(__file__).with_name("calibration.json.gz")
-SIZE = 128
+SIZE, CHUNK = 128, 64  # K and V, and the tokens of a chunk
 # heads of queries and keys, heads of values -> (sequences, tokens in each) -> milliseconds
 MEASURED = {
     (2, 8): {
@@ -50,26 +49,65 @@ MEASURED = {
         (8, 4096): 1.914, (4, 2048): 0.485, (8, 1024): 0.501,
     },
 }  # fmt: skip
-# what the operands are read for
-_READ = ("HGMMA", "DEPBAR", "WARPGROUP")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The sizes of a row, and the bytes of its tensors."""
+
+    sequences: int
+    tokens: int
+    H: int
+    HV: int
+
+    @property
+    def chunks(self) -> int:
+        """The chunks of a sequence."""
+        return -(-self.tokens // CHUNK)
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * self.tokens * self.HV
+
+    @property
+    def keys(self) -> int:
+        return self.sequences * self.tokens * self.H * SIZE * ITEM
+
+    @property
+    def values(self) -> int:
+        return self.rows * SIZE * ITEM
+
+
+# flash-linear-attention's forward: kernel -> (call, columns of a program) -> what a launch asks of the device
+KERNELS: dict[str, Callable[[_Call, dict[str, int]], Work]] = {
+    "kkt, solve": lambda x, b: Work(  # then the rows 2 to 15 of each diagonal block of 16
+        x.sequences * x.chunks * x.HV, x.keys + 6 * x.rows, (-(-SIZE // b["BK"]),), (14, 14, 14, 14)
+    ),
+    "w, u": lambda x, b: Work(
+        x.sequences * x.chunks * x.HV, x.rows * CHUNK * ITEM + x.values + x.keys + 6 * x.rows, (2, 2)
+    ),
+    "states": lambda x, b: Work(
+        x.sequences * x.HV * -(-SIZE // b["BV"]), 2 * x.values + x.keys + 4 * x.rows, (x.chunks,), serial=True
+    ),
+    "outputs": lambda x, b: Work(
+        x.sequences * x.chunks * x.HV * -(-SIZE // b["BV"]),
+        2 * x.keys + x.values + x.sequences * x.chunks * x.HV * SIZE * SIZE * ITEM + 4 * x.rows,
+        (-(-SIZE // b["BK"]),),
+    ),
+}
 
 
 def compare(heads: tuple[int, int], lengths: tuple[int, int], kernels: dict[str, dict]) -> float:
     """Returns estimated over measured for a row of MEASURED, with `kernels` from `load`."""
-    shape = Shape(lengths[0], lengths[1], *heads, SIZE, SIZE)
-    microseconds = 0.0
-    for name in peer.FORWARD:
+    call, microseconds = _Call(*lengths, *heads), 0.0
+    for name, work in KERNELS.items():
         choice = kernels["choices"][f"{heads[1]} {name}"]
-        microseconds += of_code(_launch(name, choice, shape), kernels["codes"][choice]).microseconds
-    rows = shape.sequences * shape.tokens * shape.HV
-    microseconds += moved(rows * 64 * 2) + moved(rows * 8)  # zeros of A; the running sum of g
+        words = (word.partition("=") for word in choice.split())
+        blocks = {n: int(v) for n, _, v in words if n in ("BK", "BV")}
+        launch = Launch(name, False, None, work(call, blocks))
+        microseconds += of_code(launch, kernels["codes"][choice]).microseconds
+    microseconds += moved(call.rows * CHUNK * ITEM) + moved(call.rows * 8)  # zeros of A; the running sum of g
     return microseconds / 1e3 / MEASURED[heads][lengths]
-
-
-def _launch(name: str, options: str, shape: Shape) -> Launch:
-    """Returns the launch of a recorded configuration, whose block sizes stand in `options`."""
-    blocks = {n: int(v) for n, _, v in (word.partition("=") for word in options.split()) if n in ("BK", "BV")}
-    return Launch(name, False, None, peer.work(peer.KERNELS[name], shape, blocks))
 
 
 def load() -> dict[str, dict]:
@@ -83,53 +121,6 @@ def load() -> dict[str, dict]:
     return {"codes": codes, "choices": data["choices"]}
 
 
-def record() -> None:
-    """Compiles flash-linear-attention's forward and writes DATA."""
-    if peer.version() != "0.5.1":
-        raise SystemExit(f"the measured times are those of fla-core 0.5.1, and {peer.version()} is installed")
-    estimator, codes, choices = Estimator(), {}, {}
-    for H, HV in MEASURED:
-        for name in peer.FORWARD:
-            shape = Shape(1, 32768, H, HV, SIZE, SIZE)
-            # all heads run the code of 16 and 32, from which only strides differ
-            compiled = {
-                x.variant.options: x.variant
-                for x in peer.configurations(name, replace(shape, H=16, HV=32))
-                if x.variant
-            }
-            fastest = estimator.fastest(
-                replace(x, variant=compiled[x.variant.options])
-                for x in peer.configurations(name, shape)
-                if x.variant
-            )
-            print(HV, name, fastest.options, f"{fastest.microseconds:.0f} us", flush=True)
-            key = f"{name} {fastest.options}"
-            choices[f"{HV} {name}"] = key
-            codes[key] = _plain(compile_code(compiled[fastest.options]))
-    with gzip.GzipFile(DATA, "wb", mtime=0) as file:
-        file.write(json.dumps({"choices": choices, "codes": codes}, separators=(",", ":")).encode())
-
-
-def _plain(code: Code) -> dict:
-    instructions = [
-        [
-            x.opcode,
-            x.operands if x.name in _READ else "",
-            x.predicate,
-            x.stall,
-            x.write,
-            x.read,
-            x.wait,
-            x.target,
-        ]
-        for x in code.instructions
-    ]
-    return {
-        "instructions": instructions, "registers": code.registers, "stack": code.stack, "shared": code.shared,
-        "warps": code.warps,
-    }  # fmt: skip
-
-
 def spread(ratios: list[float]) -> tuple[float, float]:
     """Returns the geometric mean of the ratios and the root mean square of their logarithms from it."""
     logarithms = [log(ratio) for ratio in ratios]
@@ -137,21 +128,10 @@ def spread(ratios: list[float]) -> tuple[float, float]:
     return exp(mean), sqrt(sum((x - mean) ** 2 for x in logarithms) / len(logarithms))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Prints estimated over measured for every row, or records the machine code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.estimate.calibration",
-        description="hold the model against published times of an H200",
-    )
-    parser.add_argument(
-        "--record", action="store_true", help="compile flash-linear-attention 0.5.1 and record it"
-    )
-    if parser.parse_args(arguments).record:
-        record()
+def main() -> None:
+    """Prints estimated over measured for every row."""
     kernels, ratios = load(), []
-    print(
-        "| heads | sequences x tokens | measured ms | estimated ms | ratio |\n| --- | --- | --- | --- | --- |"
-    )
+    print("| heads | sequences x tokens | measured ms | estimated ms | ratio |\n" + "| --- " * 5 + "|")
     for heads, rows in MEASURED.items():
         for lengths, measured in rows.items():
             ratio = compare(heads, lengths, kernels)
@@ -162,8 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
             )  # fmt: skip
     mean, deviation = spread(ratios)
     print(f"estimated / measured over {len(ratios)} rows: geometric mean {mean:.3f}, spread {deviation:.1%}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

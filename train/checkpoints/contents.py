@@ -1,34 +1,28 @@
 """What is in a checkpoint, and how a run is restored from it.
 
-config.json, model.safetensors, generation_config.json    the model as transformers' from_pretrained reads it
-tokenizer.json, tokenizer_config.json, ...                the tokenizer, so that the folder stands alone
-optimizer.safetensors                                     NAME/SLOT -> tensor
-random.safetensors                                        generator states
-state.json                                                step, data position, best so far, configuration
-manifest.json                                             sizes and hashes of the others
-
-N processes write their parts at the same time, by torch.distributed.checkpoint in its Hugging Face layout:
-
-model-0000i-of-0000N.safetensors, model.safetensors.index.json    whole matrices, shared by size
-optimizer-....safetensors                                         the optimizer's parts, each with its offsets
-
-Nothing here depends on what the library calls its files: each process writes into a folder of its own, and
-moves what is in it.
+config.json, generation_config.json           the model's configuration, as from_pretrained reads it
+model.safetensors                             its weights; of N processes model-0000i-of-0000N.safetensors and
+                                              model.safetensors.index.json: whole matrices, shared by size
+tokenizer.json, tokenizer_config.json, ...    the tokenizer, so that the folder stands alone
+optimizer-....safetensors                     NAME/SLOT -> each process's part with its offsets
+random.safetensors                            generator states
+state.json                                    step, data position, best so far, configuration
+manifest.json                                 sizes and hashes of the others
 
 The snapshot gathers the weights, one matrix at a time, because from_pretrained wants whole matrices: each
-forward pass of FSDP gathers as much. The optimizer, twice as large, is never gathered.
+forward pass of FSDP gathers as much. The optimizer, twice as large, is never gathered. Its parts are written
+by torch.distributed.checkpoint, whose names for its files nothing here depends on.
 
-torch.distributed.checkpoint's reader sees one set of tensors in either layout, and gives each process the
-parts that it has now. A run continues on any number of processes, divided in any way.
+torch.distributed.checkpoint's reader gives each process the parts that it has now. A run continues on any
+number of processes, divided in any way.
 """
 
 import contextlib
 import json
-import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +35,6 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from transformers.utils import logging as transformers_logging
 
 from delta_trn.train.parallel.sharding import Sharding, named_parameters
 from delta_trn.train.parallel.team import Team
@@ -54,7 +47,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 REMEDY = "lower optimizer.lr, or lengthen schedule.warmup"
-_OPTIMIZER = "optimizer.safetensors"
+_PARTS = "optimizer"
 _RANDOM = "random.safetensors"
 _GENERATORS = ("cpu", "cuda")  # the names in it
 
@@ -102,11 +95,8 @@ class Snapshot:
     generators: dict[str, Tensor]
 
 
-def snapshot(sharding: Sharding, optimizer: Optimizer, state: State, *, copy: bool) -> Snapshot:
-    """Returns what `write` needs. All processes must call.
-
-    copy    copies even what is in the host's memory already, so that training may go on meanwhile
-    """
+def snapshot(sharding: Sharding, optimizer: Optimizer, state: State) -> Snapshot:
+    """Returns what `write` needs. All processes must call."""
     sharding.at_rest()
     named = sharding.tensors()
     slots = sharding.slots(optimizer)
@@ -122,12 +112,12 @@ def snapshot(sharding: Sharding, optimizer: Optimizer, state: State, *, copy: bo
     for name, p in named.items():
         whole = sharding.whole(name, p)
         if mine(name):
-            weights[name] = _on_host(whole, copy=copy)
+            weights[name] = _on_host(whole)
     return Snapshot(
-        replace(state),
+        state,
         weights,
         {name: owners[name] for name in named},
-        {key: _on_host(x, copy=copy) for key, x in slots.items() if mine(key)},
+        {key: _on_host(x) for key, x in slots.items() if mine(key)},
         random_states(sharding.model.device),
     )
 
@@ -141,29 +131,34 @@ def require_finite(snapshot: Snapshot, rank: int) -> None:
         )
 
 
-def write(
-    folder: Path,
-    snapshot: Snapshot,
-    *,
-    config: RunConfig,
-    sharding: Sharding,
-    tokenizer: "TextTokenizer",
-) -> list[Path]:
-    """Fills a folder, after `write_parts` in a team. Returns the files that this process wrote.
+def write_optimizer(folder: Path, snapshot: Snapshot, team: Team) -> None:
+    """Writes the optimizer's memory, each process its parts. All must call, before `write`, and wait here.
 
-    No process waits for another.
+    What fails on one process, torch.distributed.checkpoint raises on all.
     """
-    team = sharding.team
-    alone = team.world == 1
-    if alone:
-        with without_bars():
-            sharding.save(folder, snapshot.weights)
-        # an optimizer without memory is written as an empty file: safetensors has no trouble with that
-        save_file(snapshot.optimizer, folder / _OPTIMIZER)
-    own = folder if alone else own_folder(folder, team.rank)
-    if team.leads:
-        if not alone:
-            _describe(own, sharding.model)
+    parts = _own_folder(folder, team.rank) / _PARTS
+    parts.mkdir(parents=True)
+    with _plain_library():
+        writer = HuggingFaceStorageWriter(str(parts), save_distributed=True)
+        state_dict_saver.save(
+            snapshot.optimizer,
+            storage_writer=writer,
+            process_group=team.hosts,
+            no_dist=team.world == 1,
+        )
+
+
+def write(
+    folder: Path, snapshot: Snapshot, *, config: RunConfig, sharding: Sharding, tokenizer: "TextTokenizer"
+) -> list[Path]:
+    """Writes the rest, and returns all files of this process. No process waits for another."""
+    rank, world, own = sharding.team.rank, sharding.team.world, _own_folder(folder, sharding.team.rank)
+    save_file(snapshot.weights, own / _weights_file(rank, world), metadata={"format": "pt"})
+    if sharding.team.leads:
+        _describe(own, sharding.model)
+        if world > 1:
+            places = {name: _weights_file(owner, world) for name, owner in snapshot.owners.items()}
+            _write_json(own / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
         tokenizer.save(own)
         save_file(snapshot.generators, own / _RANDOM)
         content = {
@@ -173,38 +168,26 @@ def write(
             "fingerprint": config.fingerprint(),
             "config": config.model_dump(mode="json"),
         }
-        (own / "state.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return list(folder.iterdir()) if alone else move_files(own, folder)
+        _write_json(own / "state.json", content)
+    for path in (own / _PARTS).iterdir():
+        path.rename(own / f"{_PARTS}-{path.name}")
+    (own / _PARTS).rmdir()
+    files = [path.rename(folder / path.name) for path in sorted(own.iterdir())]
+    own.rmdir()
+    return files
 
 
-def write_parts(folder: Path, snapshot: Snapshot, team: Team) -> None:
-    """Writes the tensors of a snapshot, each process its own. All must call: they wait for each other.
-
-    What fails on one process, torch.distributed.checkpoint raises on all.
-    """
-    files = {name: 1 + owner for name, owner in snapshot.owners.items()}
-    own = own_folder(folder, team.rank)
-    (own / "optimizer").mkdir(parents=True)
-    with _own_errors():
-        weights = HuggingFaceStorageWriter(str(own), fqn_to_index_mapping=files)
-        state_dict_saver.save(snapshot.weights, storage_writer=weights, process_group=team.files)
-        parts = HuggingFaceStorageWriter(str(own / "optimizer"), save_distributed=True)
-        state_dict_saver.save(snapshot.optimizer, storage_writer=parts, process_group=team.files)
-
-
-def own_folder(folder: Path, rank: int) -> Path:
-    """Returns where one process of a team writes, until its files are whole."""
+def _own_folder(folder: Path, rank: int) -> Path:
+    """Returns where a process writes, so that it knows its files whatever a library calls them."""
     return folder / f"process-{rank}"
 
 
-def move_files(own: Path, folder: Path) -> list[Path]:
-    """Moves a process's files into the checkpoint, and returns them there. Those in `optimizer` say so."""
-    moved = []
-    for path in sorted(path for path in own.rglob("*") if path.is_file()):
-        name = path.name if path.parent == own else f"{path.parent.name}-{path.name}"
-        moved.append(path.rename(folder / name))
-    shutil.rmtree(own)
-    return moved
+def _weights_file(rank: int, world: int) -> str:
+    return "model.safetensors" if world == 1 else f"model-{rank + 1:05d}-of-{world:05d}.safetensors"
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _describe(folder: Path, model: "DeltaForCausalLM") -> None:
@@ -213,12 +196,6 @@ def _describe(folder: Path, model: "DeltaForCausalLM") -> None:
     model.config.dtype = torch.float32
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-
-
-def is_only_for_resuming(name: str) -> bool:
-    """Whether a checkpoint's file is the optimizer's or a generator's, which no model needs."""
-    # shard-: the optimizer's parts as they were called before
-    return name == _RANDOM or name.startswith(("optimizer", "shard-"))
 
 
 def _assign(sizes: Mapping[str, int], world: int) -> dict[str, int]:
@@ -230,8 +207,8 @@ def _assign(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     return owners
 
 
-def _on_host(x: Tensor, *, copy: bool) -> Tensor:
-    return x.detach().to("cpu", copy=copy).contiguous()
+def _on_host(x: Tensor) -> Tensor:
+    return x.detach().cpu().contiguous()
 
 
 def read_state(folder: Path) -> tuple[State, RunConfig]:
@@ -334,30 +311,19 @@ def _sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 def _read(folder: Path, into: dict[str, Tensor]) -> None:
     """Fills tensors, or this process's parts of them, by name. No process waits for another."""
-    with _own_errors(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that one process reads alone, which is intended
+    with _plain_library():
         state_dict_loader.load(into, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
 @contextlib.contextmanager
-def _own_errors() -> Iterator[None]:
-    """Raises the first process's own error instead of the wrapper that torch.distributed.checkpoint makes."""
+def _plain_library() -> Iterator[None]:
+    """Raises the first process's own error instead of torch.distributed.checkpoint's wrapper of it."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns that one process works alone, which is intended
+            yield
     except CheckpointException as packed:
         raise packed.failures[min(packed.failures)][0] from packed
-
-
-@contextlib.contextmanager
-def without_bars() -> Iterator[None]:
-    """Keeps transformers from drawing a bar for every file, across the run's own."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:

@@ -46,26 +46,11 @@ class RunFolder:
         self.path = path
         self.checkpoints = CheckpointStore(path / "checkpoints")
         self.metrics = MetricsFile(path / "metrics.jsonl")
-
-    @property
-    def config_path(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def samples_path(self) -> Path:
-        return self.path / "samples.txt"
-
-    @property
-    def baselines_path(self) -> Path:
-        return self.path / "baselines.json"
-
-    @property
-    def summary_path(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def plot_path(self) -> Path:
-        return self.path / "loss.png"
+        self.config_path = path / "config.json"
+        self.samples_path = path / "samples.txt"
+        self.baselines_path = path / "baselines.json"
+        self.summary_path = path / "summary.json"
+        self.plot_path = path / "loss.png"
 
     def is_taken(self) -> bool:
         """Whether more than a lock is in it. A run that was killed before its first file leaves it free."""
@@ -95,9 +80,13 @@ class RunFolder:
         tree = {**config.model_dump(mode="json"), "fingerprint": config.fingerprint(), "run": vars(origin)}
         write_file(self.config_path, json.dumps(tree, indent=2) + "\n")
 
-    def write_summary(self, found: dict[str, float], baselines: dict[str, dict[str, float]]) -> None:
+    def write_summary(self, found: dict[str, Any]) -> None:
         """Writes summary.json: what the end of a run prints, for programs."""
-        write_file(self.summary_path, json.dumps({**found, "baselines": baselines}, indent=1) + "\n")
+        write_file(self.summary_path, json.dumps(found, indent=1) + "\n")
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """Returns what `write_summary` wrote; None where a run has not come to its end."""
+        return json.loads(self.summary_path.read_bytes()) if self.summary_path.exists() else None
 
     def evaluation_after(self, step: int) -> dict[str, Any] | None:
         """Returns the line of metrics.jsonl about the evaluation after a step; None: it was not made."""
@@ -123,12 +112,8 @@ class RunFolder:
 
     def last_sample(self) -> str:
         """Returns the newest text of samples.txt; empty if there is none."""
-        return next(reversed([*self._samples()]), "")
-
-    def _samples(self) -> Iterator[str]:
-        if self.samples_path.exists():
-            for _, block in _blocks(self.samples_path.read_text(encoding="utf-8")):
-                yield block.partition("\n")[2]
+        text = self.samples_path.read_text(encoding="utf-8") if self.samples_path.exists() else ""
+        return "".join(block.partition("\n")[2] for _, block in [*_blocks(text)][-1:])
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
         """Holds the folder against other processes. RunFolderError if another one holds it."""

@@ -4,8 +4,7 @@
     .step-*.tmp/       being written, or left by a kill
     .step-*.old/       being removed
     undone-step-*/     of a run resumed further back; removed once the resumed run has saved its first
-    best-00000100/     files of the one with the lowest validation loss, without what only resuming needs
-    best               symbolic link to it
+    best               symbolic link to the one with the lowest validation loss, which is kept
 
 manifest.json lists size and sha256 of every other file: truncation and bit rot are found before anything is
 loaded. Several processes may fill one folder: each hashes what it wrote, and the folder gets its name when
@@ -26,7 +25,7 @@ from delta_trn.train.settings.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_BEST = re.compile(r"(?:best|step)-(\d{8,})")  # older runs link to a whole checkpoint
+_BEST = re.compile(r"(?:best|step)-(\d{8,})")  # a run of an earlier version has a folder best-00000100
 _LEFTOVER = re.compile(r"\.(step|best)-\d+\.(tmp|old)")
 
 Described = dict[str, dict[str, Any]]
@@ -84,8 +83,10 @@ class CheckpointStore:
         """
         beside, final = self._beside(step), self.path(step)
         files = {name: part[name] for part in parts for name in part}
-        manifest = {"format": 1, "files": dict(sorted(files.items()))}
-        _write_manifest(beside, manifest)
+        manifest = beside / MANIFEST
+        manifest.write_text(json.dumps({"format": 1, "files": dict(sorted(files.items()))}, indent=1) + "\n")
+        sync(manifest)
+        sync(beside)
         if final.exists():
             # left from before a resume that began further back
             self._remove(final)
@@ -101,22 +102,13 @@ class CheckpointStore:
         if step not in self.steps():
             known = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(f"no checkpoint of step {step} in {self.directory}; there are: {known}")
-        if damage := self.damage(step):
+        return self._require_undamaged(self.path(step), step)
+
+    def _require_undamaged(self, folder: Path, step: int) -> Path:
+        if damage := _damage(folder):
             others = ", ".join(str(other) for other in self.steps() if other != step) or "none"
             raise CheckpointError(f"checkpoint of step {step} is damaged: {damage}; other steps: {others}")
-        return self.path(step)
-
-    def require_best(self) -> Path | None:
-        """Returns the best checkpoint, None if there is none. CheckpointError if it is damaged."""
-        step = self.best()
-        if step is None:
-            return None
-        if damage := _damage((self.directory / "best").resolve()):
-            raise CheckpointError(
-                f"the best checkpoint, of step {step}, is damaged: {damage}; other steps: "
-                f"{', '.join(map(str, self.steps())) or 'none'}"
-            )
-        return self.directory / "best"
+        return folder
 
     def newest_whole(self, tell: Callable[[str], None]) -> int | None:
         """Returns the newest undamaged step, None where there are none; `tell` hears of each damaged one.
@@ -138,29 +130,13 @@ class CheckpointStore:
             )
         return None
 
-    def point_best(self, step: int, is_left_out: Callable[[str], bool] = lambda name: False) -> None:
-        """Makes `best` lead to a folder of this step's files, which stays when the step is rotated out.
-
-        The files are hard links: they take no space while the step itself is there.
-        """
-        source, final = self.path(step), self.directory / f"best-{step:08d}"
-        manifest = json.loads((source / MANIFEST).read_bytes())
-        manifest["files"] = {n: entry for n, entry in manifest["files"].items() if not is_left_out(n)}
-        beside = self.directory / f".{final.name}.tmp"
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
-        for name in manifest["files"]:
-            _link(source / name, beside / name)
-        _write_manifest(beside, manifest)
-        if final.exists():
-            self._remove(final)
-        os.rename(beside, final)
+    def point_best(self, step: int) -> None:
+        """Makes `best` lead to this step, which `rotate` then keeps."""
         link = self.directory / ".best.tmp"
         link.unlink(missing_ok=True)
-        link.symlink_to(final.name, target_is_directory=True)
+        link.symlink_to(self.path(step).name, target_is_directory=True)
         os.replace(link, self.directory / "best")
         sync(self.directory)
-        self._remove_bests(but=final)
 
     def best(self) -> int | None:
         """Returns the step that `best` leads to; None if it leads nowhere."""
@@ -170,13 +146,27 @@ class CheckpointStore:
         match = _BEST.fullmatch(os.path.basename(os.readlink(link)))
         return int(match[1]) if match and link.exists() else None
 
+    def require_best(self) -> Path | None:
+        """Returns the best checkpoint, None if there is none. CheckpointError if it is damaged."""
+        step = self.best()
+        if step is None:
+            return None
+        folder = (self.directory / "best").resolve()
+        return self._require_undamaged(folder, step)
+
     def rotate(self, keep_last: int) -> None:
-        """Removes all but the newest `keep_last`, and what `set_aside` has renamed.
+        """Removes all but the best and the newest `keep_last`, and what `set_aside` has renamed.
 
         It is called after a checkpoint was saved: a resumed run has then gone on, and what it undid is over.
         """
+        best = self.best()
         for step in self.steps()[:-keep_last]:
-            self._remove(self.path(step))
+            if step != best:
+                self._remove(self.path(step))
+        target = (self.directory / "best").resolve()
+        for path in self.directory.glob("best-*"):  # an older run's best, once there is a better one
+            if path.resolve() != target:
+                self._remove(path)
         for path in self.directory.glob("undone-step-*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -187,7 +177,6 @@ class CheckpointStore:
         """
         if (self.best() or 0) > after:
             (self.directory / "best").unlink()
-            self._remove_bests()
         later = [step for step in self.steps() if step > after]
         for step in later:
             away = self.directory / f"undone-{self.path(step).name}"
@@ -195,31 +184,12 @@ class CheckpointStore:
             os.rename(self.path(step), away)
         return later
 
-    def _remove_bests(self, but: Path | None = None) -> None:
-        for folder in self.directory.glob("best-*"):
-            if folder != but:
-                self._remove(folder)
-
     def _remove(self, folder: Path) -> None:
         # renamed first: a kill in the middle of removing must not leave a checkpoint that looks whole
         away = self.directory / f".{folder.name}.old"
         shutil.rmtree(away, ignore_errors=True)
         os.rename(folder, away)
         shutil.rmtree(away, ignore_errors=True)
-
-
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    sync(folder / MANIFEST)
-    sync(folder)
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copy(source, target)
-        sync(target)
 
 
 def _damage(folder: Path) -> str | None:

@@ -33,18 +33,31 @@ def main(arguments: Sequence[str]) -> int:
     for key in changes:
         if key not in KEYS:
             raise UsageError(f"{key} changes nothing in `generate`, whose keys are {', '.join(KEYS)}")
+    for name, value in (
+        ("sample.tokens", asked.sample.tokens),
+        ("--repetition-penalty", options.repetition_penalty),
+    ):
+        if not 0 < value < float("inf"):
+            raise UsageError(f"{name}={value}: expected more than 0")
 
     from delta_trn.train.checkpoints.run_folder import RunFolder
-    from delta_trn.train.run.sample import Sampling, chosen_checkpoint, continue_text, load_for_generation
+    from delta_trn.train.run.sample import chosen_checkpoint, continue_text, load_for_generation
 
-    drawn = asked.sample.model_dump(exclude={"prompt"})
-    sampling = Sampling(**drawn, repetition_penalty=options.repetition_penalty, seed=asked.seed)
     folder = RunFolder(options.run_dir)
     folder.read()  # it raises where the folder is no run's
     path = chosen_checkpoint(folder, options.checkpoint)
     model, tokenizer = load_for_generation(path, _device(asked.device))
     _write(options.prompt)
-    continue_text(model, tokenizer, options.prompt, sampling, stream=_write)
+    penalty = options.repetition_penalty
+    continue_text(
+        model,
+        tokenizer,
+        options.prompt,
+        asked.sample,
+        seed=asked.seed,
+        repetition_penalty=penalty,
+        stream=_write,
+    )
     print()
     return 0
 

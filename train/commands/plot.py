@@ -39,10 +39,10 @@ def main(arguments: Sequence[str]) -> int:
         folder = RunFolder(path)
         folder.read()
         print(plot_loss(folder))
-        if (picture := plot_geometry(folder)) is not None:
-            print(picture)
-        if (probes := load_probes(folder)) is not None and probes.layers():
-            runs.append(probes)
-    if runs or len(folders) > 1:
+        if (run := load_probes(folder)) is not None:
+            runs.append(run)
+            if (picture := plot_geometry(run, path / "geometry.png")) is not None:
+                print(picture)
+    if len(folders) > 1 or any(run.names("layers/") for run in runs):
         print(plot_probes(runs, first / "probes.png"))
     return 0

@@ -4,7 +4,6 @@ import argparse
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
@@ -75,7 +74,10 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError("--or-resume needs out=DIR: without it every run gets a new folder")
         folder = RunFolder(Path(config.out).expanduser())
         if ask_leader(folder.config_path.exists, config.distribution.timeout_minutes):
-            with resume(folder.path, config, None, tell) as run:
+            # auto, and where the run is, are what they were when it began
+            words = {key: value for key, value in changes.items() if key != "out" and value != "auto"}
+            words["name"] = config.name  # another recipe's run is refused
+            with resume(folder.path, words, None, tell) as run:
                 return drive(run, config.backend)
     with start(config) as run:
         return drive(run, config.backend)
@@ -83,27 +85,23 @@ def main(arguments: Sequence[str]) -> int:
 
 def drive(run: "Run", asked_backend: str) -> int:
     """Trains a run, and prints what belongs before and after it. Returns the exit status."""
-    from delta_trn.train.neuron.record import notice
     from delta_trn.train.run.loop import train
     from delta_trn.train.run.setup import write_baselines
     from delta_trn.train.watch.display import Display, attempt, console
     from delta_trn.train.watch.loss_plot import plot_loss
-    from delta_trn.train.watch.summary import closing, opening, peak_tokens_per_s, result, saved_result
+    from delta_trn.train.watch.summary import closing, measure, opening, peak_tokens_per_s
 
-    leads = run.team.leads
+    leads, folder = run.team.leads, run.folder
     out = console(quiet=not leads)
 
     def tell(text: str) -> None:
         out.print(text, markup=False)
 
-    warmed = notice(run.config, run.device, run.team.world, run.folder.path)
-    for line in (*opening(run, asked_backend), *warmed):
+    for line in opening(run, asked_backend):
         out.print(_wrapped(line, out.width), markup=False)
-    if (known := run.team.leader_does(lambda: saved_result(run))) is not None:
-        out.print(f"finished   all {run.config.steps:,} steps were trained before; this was measured then")
-        if leads:
-            drawn = run.folder.plot_path
-            closing(run, *known, out, str(drawn) if drawn.exists() else None)
+    if (known := run.team.leader_does(folder.read_summary)) is not None:
+        tell(f"finished   all {run.config.steps:,} steps were trained before; this was measured then")
+        closing(run, out, known)
         return 0
     with out.status("measuring what zlib and lzma make of the held-out text"):
         costs = attempt("baselines", lambda: write_baselines(run), tell) or {}
@@ -111,16 +109,16 @@ def drive(run: "Run", asked_backend: str) -> int:
     with Display(run.config.steps, run.state.step, show=leads, peak=peak) as display:
         outcome = train(run, display, observers(run))
     if outcome.stopped:
-        why = f"stopped by {outcome.stopped} after step {outcome.step}; its checkpoint is written"
-        out.print(why, markup=False)
+        tell(f"stopped by {outcome.stopped} after step {outcome.step}; its checkpoint is written")
     with out.status("measuring the held-out text"):
-        found = result(run)
+        found = measure(run)
     if leads:
         # the run is done and saved: what cannot be written or drawn must not make it look failed
         if found is not None:
-            attempt("summary.json", lambda: run.folder.write_summary(asdict(found), costs), tell)
-        plot = attempt("picture", lambda: str(plot_loss(run.folder)), tell)
-        attempt("last page", lambda: closing(run, found, costs, out, plot, peak), tell)
+            found["baselines"] = costs
+            attempt("summary.json", lambda: folder.write_summary(found), tell)
+        attempt("picture", lambda: plot_loss(folder), tell)
+        attempt("last page", lambda: closing(run, out, found, peak), tell)
     return 128 + outcome.signal if outcome.signal is not None else 0
 
 

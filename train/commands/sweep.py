@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from delta_trn.train.files import write_file
 from delta_trn.train.recipes import announced
 from delta_trn.train.settings.errors import RunFolderError, UsageError
-from delta_trn.train.settings.overrides import parse, read_arguments, whole_number
+from delta_trn.train.settings.overrides import change, parse, read_arguments, whole_number
+from delta_trn.train.settings.schema import RunConfig
 
 if TYPE_CHECKING:
     from delta_trn.train.studies.sweep.grid import Sweep
@@ -26,8 +27,8 @@ EPILOG = """axes
 and  jobs=N  trials at a time   threads=N  CPU threads of each   max_minutes=N   out=DIR
      any key=value of `run`, such as steps=500 data.source=PATH
 
-The same command again, or the folder in place of RECIPE, continues. With --report several folders, which may
-have different widths, are read as one sweep.
+The same command again continues. With --report several folders, which may have different widths, are read as
+one sweep.
 """
 
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="a named run, or the folder of a sweep")
+    parser.add_argument("recipe", metavar="RECIPE", help="a named run; with --report, a folder")
     parser.add_argument("options", nargs="*", metavar="key=value", help="axes, and keys to change")
     parser.add_argument("--report", action="store_true", help="print what folders have so far, and stop")
     asked = read_arguments(parser, arguments)
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     options = parse(asked.options)
     own = {key: options.pop(key, None) for key in ("jobs", "threads", "max_minutes", "out")}
-    return _execute(*_sweep(asked.recipe, options, own["out"]), own)
+    return _execute(*_sweep(asked.recipe, options, own.pop("out")), own)
 
 
 def _report(folders: Sequence[Path]) -> str:
@@ -65,18 +66,12 @@ def _report(folders: Sequence[Path]) -> str:
 
 
 def _sweep(name: str, options: Mapping[str, str], out: str | None) -> "tuple[Sweep, Path]":
-    """Returns the sweep of a recipe, or that of a folder with changes, and its folder."""
-    from delta_trn.train.studies.sweep.grid import define, load
+    """Returns the sweep of a recipe, and its folder."""
+    from delta_trn.train.studies.sweep.grid import define
 
-    folder = Path(name)
-    if (folder / "sweep.json").is_file():
-        if out is not None:
-            raise UsageError(f"out={out}: {folder} is the sweep's folder already; leave out=... out")
-        sweep = load(folder, options)
-    else:
-        announced(name)  # every trial begins with it
-        sweep = define(name, options)
-        folder = Path(out) if out else Path("runs") / f"sweep-{name}"
+    announced(name)  # every trial begins with it
+    sweep = define(name, options)
+    folder = Path(out) if out else Path("runs") / f"sweep-{name}"
     if (folder / "config.json").exists():
         raise RunFolderError(f"{folder} is a run's folder; choose another out=DIR for the sweep")
     sweep.require_same(folder)
@@ -98,12 +93,12 @@ def _execute(sweep: "Sweep", folder: Path, own: Mapping[str, str | None]) -> int
         out.file.flush()
 
     jobs, devices, threads = _places(sweep, own)
-    minutes = None if own["max_minutes"] is None else _minutes(own["max_minutes"])
+    minutes = change(RunConfig(), {"max_minutes": own["max_minutes"] or "none"}).max_minutes
     configs = {t.config.data.model_dump_json(): t.config for t in sweep.trials}
     for config in configs.values():
         load_dataset(config)  # tokenized before any trial starts: the others would wait for the first one
     with RunFolder(folder).hold():
-        write_file(folder / "sweep.json", json.dumps(sweep.as_dict(), indent=1) + "\n", SAFE)
+        write_file(folder / "sweep.json", json.dumps(sweep.asked, indent=1) + "\n", SAFE)
         tell(f"{folder}  {jobs} at a time on {', '.join(devices) if devices else 'cpu'}")
         start = time.monotonic()
         ended = execute(
@@ -133,13 +128,3 @@ def _places(sweep: "Sweep", own: Mapping[str, str | None]) -> tuple[int, list[st
     jobs = whole_number("jobs", own["jobs"] or str(len(devices) or cores))
     threads = whole_number("threads", own["threads"] or str(max(cores // jobs, 1)))
     return jobs, devices, threads
-
-
-def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = 0
-    if minutes <= 0:
-        raise UsageError(f"max_minutes={text}: expected a number above 0")
-    return minutes

@@ -1,4 +1,4 @@
-"""delta-trn throughput RECIPE|--family NAME [key=value ...] [--peer hf|fla] [--documents N] [--json FILE]"""
+"""delta-trn throughput RECIPE|--family NAME [key=value ...] [--peer hf|fla] [--json FILE]"""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="delta-trn throughput",
         description="Tokens/s and memory of a training step, beside the same model with a peer's operator, "
-        "and where the time goes; behind a green parity.",
+        "behind a green parity.",
     )
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a named run; `delta-trn` lists them")
     parser.add_argument(
@@ -37,16 +37,11 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")
     parser.add_argument("--peer", action="append", choices=("hf", "fla"), default=[], help="may be repeated")
-    parser.add_argument(
-        "--documents", type=int, default=0, metavar="N", help="also with a new document every N tokens"
-    )
     parser.add_argument("--rounds", type=int, default=20, help="steps of each (default: 20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add one JSON object a contender")
     given = read_arguments(parser, arguments)
     if given.rounds < 2:
         raise ConfigError(f"--rounds={given.rounds}: expected at least 2")
-    if given.documents < 0:
-        raise ConfigError(f"--documents={given.documents}: expected 0 for none, or the tokens of each")
     if given.family:
         _time_families(given)
     elif given.recipe:
@@ -57,13 +52,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _time_recipe(given: argparse.Namespace) -> None:
-    """Times a recipe's step, with peers that are here, and says where its time goes."""
+    """Times a recipe's step, with peers that are here."""
     config = apply(announced(given.recipe), parse(given.changes))
 
     from delta_trn.backends.bench.peers import PEERS
-    from delta_trn.train.studies.throughput import DOCUMENTS, OURS, Workload, measure, require_parity, shares
+    from delta_trn.train.studies.throughput import Workload, measure, require_parity
 
-    workload = Workload(config, given.documents)
+    workload = Workload(config)
     c = workload.config
     print(
         f"{c.name}: width {c.model.width}, {c.batch.sequences} x {c.batch.length} tokens a step, "
@@ -74,14 +69,10 @@ def _time_recipe(given: argparse.Namespace) -> None:
         if reason:
             print(f"peer {name}: not yet run, {reason}")
     require_parity(workload)
-    bounded = (DOCUMENTS,) if given.documents else ()
-    found = measure(workload, (*bounded, *(name for name in absent if not absent[name])), given.rounds)
+    found = measure(workload, [name for name in absent if not absent[name]], given.rounds)
     about = {"recipe": c.name, "width": c.model.width, "sequences": c.batch.sequences}
     about |= {"length": c.batch.length, "precision": c.precision, "backend": workload.backend}
-    parts = shares(workload)
-    _report(found, given.json, about, workload.device, {OURS: parts})
-    for part, share in parts.items():
-        print(f"{share:6.1%}  {part}")
+    _report(found, given.json, about, workload.device)
 
 
 def _time_families(given: argparse.Namespace) -> None:
@@ -108,7 +99,6 @@ def _report(
     file: Path | None,
     about: Mapping[str, object],
     device: "torch.device",
-    parts: Mapping[str, object] | None = None,
 ) -> None:
     """Prints a line per contender, and adds it to the file as JSON."""
     from delta_trn.backends.machine import facts
@@ -121,6 +111,5 @@ def _report(
             flush=True,
         )
         if file is not None:
-            line = {**about, **asdict(row), "shares": (parts or {}).get(row.contender), **facts(device)}
             with file.open("a") as lines:
-                lines.write(json.dumps(line) + "\n")
+                lines.write(json.dumps({**about, **asdict(row), **facts(device)}) + "\n")

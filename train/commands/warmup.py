@@ -21,7 +21,7 @@ from delta_trn.train.settings.overrides import apply, parse, read_arguments
 from delta_trn.train.settings.schema import RunConfig
 
 if TYPE_CHECKING:
-    from delta_trn.train.neuron.graphs import Graph
+    from delta_trn.train.neuron.compiling import Graph
 
 # what neuron_parallel_compile sets for the processes whose graphs it collects; they compute nothing
 COLLECTING = "NEURON_EXTRACT_GRAPHS_ONLY"
@@ -67,16 +67,17 @@ def _configuration(name: str) -> RunConfig:
 
 def _list(config: RunConfig, world: int) -> int:
     """Prints the graphs without loading data or a model."""
-    from delta_trn.train.neuron.graphs import Sizes, graphs
+    from delta_trn.backends import machine
+    from delta_trn.train.neuron.compiling import graphs
     from delta_trn.train.parallel.layout import require_divisible
 
     require_divisible(config, world)
-    xla = _device_type(config.device) == "xla"
-    listed = graphs(config, world=world, xla=xla, sizes=Sizes())
+    listed = graphs(config, world=world)
     for graph in listed:
         print(graph)
     print("?: known once the data is prepared")
-    if xla:
+    # a laptop can list what a cluster compiles
+    if "xla" in (config.device, machine.platforms()[0] if config.device == "auto" else ""):
         _list_instructions(config, listed)
     return 0
 
@@ -93,20 +94,13 @@ def _list_instructions(config: RunConfig, listed: list["Graph"]) -> None:
         print(f"not counted: {refusal}")
         return
     for graph in listed:
-        rows = graph.inputs[0][0]
-        if rows is None or graph.inputs[0][1] != config.batch.length // config.distribution.context:
+        if graph.rows is None:
             continue
-        total = rows * (counted.training if graph.name.endswith("step") else counted.forward)
-        key = "batch.micro" if graph.name.endswith("step") else "evaluation.batch"
+        trains = graph.name == "step"
+        total = graph.rows * (counted.training if trains else counted.forward)
+        key = "batch.micro" if trains else "evaluation.batch"
         warning = f"  above {MOST:,}: neuronx-cc may refuse it, lower {key}" if total > MOST else ""
-        print(f"{graph.name:14}{total:>12,}{warning}")
-
-
-def _device_type(name: str) -> str:
-    """Returns the type even of a device that is not here: a laptop can list what a cluster compiles."""
-    from delta_trn.backends import machine
-
-    return machine.platforms()[0] if name == "auto" else name.partition(":")[0]
+        print(f"{graph.name:16}{total:>12,}{warning}")
 
 
 def _start(arguments: list[str], processes: int, wrapper: str | None = None) -> None:
@@ -134,8 +128,7 @@ def _neuron_parallel_compile() -> str:
 
 def _warm(config: RunConfig) -> int:
     from delta_trn.train.commands.run import observers
-    from delta_trn.train.neuron.compiling import compile_all
-    from delta_trn.train.neuron.record import caches, compiles, record_path, write_record
+    from delta_trn.train.neuron.compiling import compile_all, compiles
     from delta_trn.train.run.setup import start
     from delta_trn.train.watch.display import console, leads
 
@@ -147,25 +140,18 @@ def _warm(config: RunConfig) -> int:
     with tempfile.TemporaryDirectory(prefix="delta-trn-warmup-") as folder:
         here = config.model_copy(update={"out": str(Path(folder) / "run")})
         with start(here) as run:
-            graphs = compile_all(run, tell, observers(run))
-            if not compiles(run.config, run.device):
+            compile_all(run, tell, observers(run))
+            if not compiles(run):
                 tell(f"nothing to compile: on {run.device} operators run one by one unless compile=true")
-            elif not caches(run.config, run.device):
-                tell("nothing is kept: XLA's CPU device compiles in every process anew")
             elif COLLECTING in os.environ:
                 tell("collected for neuron_parallel_compile, which compiles now")
-            elif run.team.leads:
-                path = record_path(run.config, run.device, run.team.world)
-                write_record(path, graphs)
-                tell(f"recorded in {path}")
-            run.team.from_leader(None)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="delta-trn warmup",
-        description="Compile every graph of a run into the compiler's cache, and write down that it is done.",
+        description="Compile every graph of a run into the compiler's cache.",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a named run, or the folder of a run")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import islice
 
 import numpy as np
 
@@ -32,15 +31,10 @@ _LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
 
 @dataclass(frozen=True)
 class Baseline:
-    """What one predictor pays for the held-out text.
-
-    saw     what it was allowed to see before
-    bytes   how much held-out text it was measured on, from the beginning
-    """
+    """What one predictor pays for the first `bytes` of the held-out text."""
 
     nats_per_token: float
     bits_per_byte: float
-    saw: str
     bytes: int
 
 
@@ -58,19 +52,14 @@ def baselines(dataset: TokenDataset) -> dict[str, Baseline]:
     then lack what they would have to compress.
     """
     path = dataset.path / "baselines.json"
-    if path.exists():
-        try:
-            saved = json.loads(path.read_bytes())
-            if saved["dataset"] == dataset.fingerprint:
-                return {name: Baseline(**values) for name, values in saved["baselines"].items()}
-        except (ValueError, KeyError, TypeError):
-            pass  # another version wrote it; it is only a cache
+    with suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or another version wrote it
+        saved = json.loads(path.read_bytes())
+        if saved["dataset"] == dataset.fingerprint:
+            return {name: Baseline(**values) for name, values in saved["baselines"].items()}
     costs = _measure(dataset)
-    content = {
-        "dataset": dataset.fingerprint,
-        "baselines": {name: asdict(value) for name, value in costs.items()},
-    }
+    values = {name: asdict(value) for name, value in costs.items()}
     with suppress(DiskFull):  # a shared, read-only folder: they are computed again next time
+        content = {"dataset": dataset.fingerprint, "baselines": values}
         write_file(path, json.dumps(content, indent=2) + "\n")
     return costs
 
@@ -82,44 +71,34 @@ def unigram_nats(train: np.ndarray, val: np.ndarray, ids: int) -> float:
 
 
 def _measure(dataset: TokenDataset) -> dict[str, Baseline]:
-    val, ids = dataset.split("val"), dataset.meta.tokenizer.size
-
-    def from_nats(nats: float, saw: str) -> Baseline:
-        return Baseline(nats, dataset.bits_per_byte(nats), saw, val.bytes)
-
-    def from_size(size: int, text: bytes, saw: str) -> Baseline:
-        bits = 8 * size / len(text)
-        return Baseline(dataset.nats_per_token(bits), bits, saw, len(text))
-
-    nats = unigram_nats(_counts(dataset, "train"), _counts(dataset, "val"), ids)
-    costs = {
-        "uniform": from_nats(math.log(ids), "the vocabulary"),
-        "unigram": from_nats(nats, "counts of training tokens"),
+    ids = dataset.meta.tokenizer.size
+    nats = {
+        "uniform": math.log(ids),
+        "unigram": unigram_nats(_counts(dataset, "train"), _counts(dataset, "val"), ids),
     }
+    size = dataset.split("val").bytes
+    costs = {name: Baseline(cost, dataset.bits_per_byte(cost), size) for name, cost in nats.items()}
     if not dataset.meta.tokenizer.lossless:
         return costs
     text = leading_text(dataset, "val", COMPRESSED_BYTES)
     priming = leading_text(dataset, "train", PRIMING_BYTES)
     with ThreadPoolExecutor(2) as threads:  # 6 s each for 9 MB; liblzma releases the interpreter
         both, before = threads.map(_lzma_size, [priming + text, priming])
-    costs["zlib"] = from_size(len(zlib.compress(text, 9)), text, "nothing")
-    costs["lzma"] = from_size(_lzma_size(text), text, "nothing")
-    costs["lzma_primed"] = from_size(both - before, text, f"the first {len(priming)} bytes of training text")
+    sizes = {"zlib": len(zlib.compress(text, 9)), "lzma": _lzma_size(text), "lzma_primed": both - before}
+    for name, compressed in sizes.items():
+        bits = 8 * compressed / len(text)
+        costs[name] = Baseline(dataset.nats_per_token(bits), bits, len(text))
     return costs
 
 
 def leading_text(dataset: TokenDataset, split: Split, limit: int) -> bytes:
     """Returns the UTF-8 of the split's first whole documents, as many as reach `limit` bytes."""
-    parts: list[bytes] = []
-    size = 0
-    pending = documents(dataset, split)
-    while size < limit and (batch := list(islice(pending, 256))):
-        for text in map(dataset.tokenizer.decode, batch):
-            if size >= limit:
-                break
-            parts.append(text.encode())
-            size += len(parts[-1])
-    return b"".join(parts)
+    text = bytearray()
+    for ids in documents(dataset, split):
+        if len(text) >= limit:
+            break
+        text += dataset.tokenizer.decode(ids).encode()
+    return bytes(text)
 
 
 def documents(dataset: TokenDataset, split: Split) -> Iterator[list[int]]:

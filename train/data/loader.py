@@ -16,7 +16,7 @@ fold chains SplitMix64 (Steele, Lea and Flood, OOPSLA 2014):
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from delta_trn.train.data.dataset import TokenDataset, check_ids
 from delta_trn.train.data.shards import Split
-from delta_trn.train.settings.errors import DataError, PositionMismatch, ShardError
+from delta_trn.train.settings.errors import PositionMismatch, ShardError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,10 +136,6 @@ class Loader(ABC):
         words = fold(_NOISE, self.seed, samples, np.arange(self.sequence, dtype=np.uint64))
         return torch.from_numpy((words >> np.uint64(32)).astype(np.uint32).view(np.int32))
 
-    def __iter__(self) -> Iterator[Batch]:
-        while True:
-            yield self.next_batch()
-
     def state_dict(self) -> dict[str, Any]:
         """Returns where the next batch comes from, as JSON."""
         return {**self._identity(), "samples": self._samples}
@@ -211,11 +207,6 @@ class Stream(Loader):
             self._tokens.read_across(self._shards_of(epoch), place * self.sequence, windows[row])
         return windows
 
-    @property
-    def epoch(self) -> int:
-        """How many times all ranks together have read the whole split."""
-        return self._samples // self._in_epoch
-
     def _shards_of(self, epoch: int) -> np.ndarray:
         if self._order[0] != epoch:
             keys = fold(_SHARD_ORDER, self.seed, epoch, np.arange(len(self._tokens.shards), dtype=np.uint64))
@@ -239,15 +230,10 @@ def make_loader(
 
     With `boundaries`, batches have position_ids, which say where documents begin.
 
-    Raises ShardError if the split is shorter than a sequence, DataError for a number out of range.
+    Raises ShardError if the split is shorter than a sequence.
     """
-    kinds = {"random_crop": RandomCrops, "stream": Stream}
-    if kind not in kinds:
-        raise DataError(f"kind={kind!r}, expected one of {', '.join(kinds)}")
-    _check_sizes(batch=batch, sequence=sequence, world=world)
-    if not 0 <= rank < world:
-        raise DataError(f"rank={rank}, expected 0 to world - 1 = {world - 1}")
-    return kinds[kind](dataset, split, batch, sequence, seed, rank, world, boundaries)
+    loader = {"random_crop": RandomCrops, "stream": Stream}[kind]
+    return loader(dataset, split, batch, sequence, seed, rank, world, boundaries)
 
 
 def evaluation_batches(
@@ -265,7 +251,6 @@ def evaluation_batches(
     The crops depend on seed, sequence and batches x batch only: another micro-batch with the same product
     evaluates the same tokens. `boundaries` as in `make_loader`.
     """
-    _check_sizes(batch=batch, sequence=sequence, batches=batches)
     crops = _Crops(_Tokens(dataset, split), sequence)
     count = batch * batches
     edges = np.arange(count + 1, dtype=np.uint64) * np.uint64(crops.starts) // np.uint64(count)
@@ -346,9 +331,3 @@ def as_batch(windows: np.ndarray, bos: int | None) -> Batch:
         first = np.maximum.accumulate(np.where(inputs == bos, here, 0), axis=1)
         places = torch.from_numpy(here - first)
     return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), places)
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if value < 1:
-            raise DataError(f"{name}={value}, expected at least 1")

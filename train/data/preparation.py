@@ -10,32 +10,24 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from delta_trn.train.data.dataset import (
-    FORMAT,
-    UNFINISHED,
-    Meta,
-    SplitMeta,
-    TokenizerMeta,
-    read_meta,
-)
-from delta_trn.train.data.encoding import Encoder, encoded, usable_cores
-from delta_trn.train.data.holdout import HoldOut
-from delta_trn.train.data.shards import DTYPES, FIRST_SHARD, ShardWriters, Split, token_dtype
+from delta_trn.train.data.dataset import FORMAT, Meta, SplitMeta, TokenizerMeta, read_meta
+from delta_trn.train.data.shards import FIRST_SHARD, ShardWriters, Split, token_dtype
 from delta_trn.train.data.sources import Source, find_source, find_validation
-from delta_trn.train.data.tokenizer import TextTokenizer, fetch_gpt2, make_tokenizer, tokenizer_settings
+from delta_trn.train.data.tokenizer import TextTokenizer, make_tokenizer, tokenizer_settings
 from delta_trn.train.files import disk_errors, hold_folder, sync, write_file
 from delta_trn.train.settings.errors import SettingsDiffer, SourceError
 from delta_trn.train.settings.schema import DataSection
 from delta_trn.train.watch.display import Bar, console
+
+UNFINISHED = ".unfinished"  # the part of a folder in which a preparation writes
+BATCH_DOCUMENTS, BATCH_CHARACTERS = 1024, 2**23  # that are tokenized at once, on every core
 
 
 def prepare(data: DataSection, *, show: bool = True) -> Path:
@@ -64,8 +56,6 @@ def prepare(data: DataSection, *, show: bool = True) -> Path:
     folder = Path(data.folder).expanduser() if data.folder else _default_folder(source, data, settings)
     if is_complete(folder, settings):
         return folder
-    if data.tokenizer == "gpt2":
-        fetch_gpt2()  # out of reach, it leaves no folder behind
     with hold_folder(folder):
         if not is_complete(folder, settings):  # another process may have held the folder until now
             with Bar(console(stderr=True), show=show) as bar, unfinished(folder) as place:
@@ -113,84 +103,68 @@ class _Preparation:
     def run(self) -> None:
         data = self.data
         self.bar.begin("choosing held-out documents")
-        holdout = HoldOut(data.seed, data.val_fraction, self.source, self.held_out, data.max_documents)
+        split_of = hold_out(data, self.source, self.held_out)
         self.bar.begin(f"tokenizer {data.tokenizer}")
-        training = (x for x in self._documents(Counter()) if x.strip() and holdout.split_of(x) == "train")
+        training = (x for x in self._documents(Counter()) if x.strip() and split_of(x) == "train")
         tokenizer = make_tokenizer(data.tokenizer, data.vocab_size, training)
         tokenizer.save(self.place)
         dtype = token_dtype(tokenizer.vocab_size)
         with ShardWriters(self.place, self.source.name, dtype, data.shard_tokens) as writers:
             if self.held_out is not None:
                 self.bar.begin("held-out text")
-                everything = self.held_out.documents(self.skipped)
-                self._tokenize(self.held_out, everything, Encoder(tokenizer, dtype, None), writers, None)
+                self._write(self.held_out.documents(self.skipped), tokenizer, lambda text: "val", writers)
             self.bar.begin("tokenizing", 0.0)
-            documents = self._documents(self.skipped)
-            self._tokenize(
-                self.source, documents, Encoder(tokenizer, dtype, holdout), writers, data.max_tokens
-            )
+            self._write(self._documents(self.skipped), tokenizer, split_of, writers, data.max_tokens)
             self._require_both()
             write_file(self.place / "meta.json", self._meta(tokenizer, writers).to_json())
 
     def _documents(self, skipped: Counter[str]) -> Iterator[str]:
         return islice(self.source.documents(skipped), self.data.max_documents)
 
-    def _tokenize(
+    def _write(
         self,
-        source: Source,
         documents: Iterator[str],
-        encode: Encoder,
+        tokenizer: TextTokenizer,
+        split_of: Callable[[str], Split | None],
         writers: ShardWriters,
-        most: int | None,
+        most: int | None = None,
     ) -> None:
-        """Writes the documents until there are `most` tokens. More may have been read."""
-        read = size = 0
-        began, before = time.monotonic(), sum(writers.tokens.values())
-        for rows in encoded(documents, encode, self.data.workers or usable_cores()):
-            for row in rows:
-                if row["split"]:
-                    ids = np.frombuffer(row["ids"], DTYPES[encode.dtype])
-                    writers.append(row["split"], ids)
-                    self.counts[row["split"]].update(documents=1, bytes=row["bytes"], altered=row["altered"])
-                else:
-                    self.skipped["documents also held out" if row["bytes"] else "empty documents"] += 1
-                read, size = read + 1, size + row["bytes"]
-                tokens = sum(writers.tokens.values())
-                if most is not None and tokens >= most:
+        """Writes the documents until there are `most` tokens."""
+        began, read, size = time.monotonic(), 0, self.source.size
+        for texts in _batches(documents):
+            splits: list[Split | None] = [split_of(text) if text.strip() else None for text in texts]
+            wanted = [text if split else "" for text, split in zip(texts, splits, strict=True)]
+            all_ids = tokenizer.encode_documents(wanted)
+            for text, split, ids in zip(texts, splits, all_ids, strict=True):
+                length = len(text.encode())
+                read += length
+                if split is None:
+                    self.skipped["documents also held out" if text.strip() else "empty documents"] += 1
+                    continue
+                writers.append(split, ids)
+                altered = split == "val" and tokenizer.decode(ids) != text
+                self.counts[split].update(documents=1, bytes=length, altered=altered)
+                if most is not None and sum(writers.tokens.values()) >= most:
                     return
-            shares = [
-                source.share(read, size),
-                read / self.data.max_documents if self.data.max_documents else None,
-                tokens / most if most else None,
-            ]
-            rate = (tokens - before) / max(time.monotonic() - began, 1e-9)
-            known = [share for share in shares if share is not None]
-            self.bar.advance(max(known, default=None), f"{tokens:,} tokens, {rate:,.0f}/s")
+            tokens = sum(writers.tokens.values())
+            rate = tokens / max(time.monotonic() - began, 1e-9)
+            shares = ([tokens / most] if most else []) + ([min(1.0, read / size)] if size else [])
+            self.bar.advance(max(shares, default=None), f"{tokens:,} tokens, {rate:,.0f}/s")
 
     def _require_both(self) -> None:
         """SourceError where a split has no document."""
-        empty = [split for split in FIRST_SHARD if not self.counts[split]["documents"]]
-        if not empty:
-            return
-        documents = sum(counts["documents"] for counts in self.counts.values())
-        skipped = ", ".join(f"{count} {reason}" for reason, count in self.skipped.items() if count)
-        raise SourceError(
-            f"no document for {' and '.join(empty)}: {documents} documents with text in "
-            f"{self.source.name!r} (skipped: {skipped or 'nothing'}); holding out needs at least two "
-            f"that differ, or held-out text of its own: data.validation=PATH"
-        )
+        documents = {split: counts["documents"] for split, counts in self.counts.items()}
+        if not all(documents.values()):
+            empty = " and ".join(split for split, count in documents.items() if not count)
+            skipped = ", ".join(f"{count} {reason}" for reason, count in self.skipped.items() if count)
+            raise SourceError(
+                f"no document for {empty}: {sum(documents.values())} documents with text in "
+                f"{self.source.name!r} (skipped: {skipped or 'nothing'}); holding out needs at least two "
+                "that differ, or held-out text of its own: data.validation=PATH"
+            )
 
     def _meta(self, tokenizer: TextTokenizer, writers: ShardWriters) -> Meta:
         shards = writers.finish()
-        splits = {
-            split: SplitMeta(
-                tokens=writers.tokens[split],
-                bytes=self.counts[split]["bytes"],
-                documents=self.counts[split]["documents"],
-                shards=shards[split],
-            )
-            for split in FIRST_SHARD
-        }
         return Meta(
             name=self.source.name,
             vocab_size=tokenizer.vocab_size,
@@ -204,14 +178,61 @@ class _Preparation:
                 lossless=not self.counts["val"]["altered"],
                 sha256=tokenizer.sha256,
             ),
-            splits=splits,
+            splits={
+                split: SplitMeta(
+                    tokens=writers.tokens[split],
+                    bytes=counts["bytes"],
+                    documents=counts["documents"],
+                    shards=shards[split],
+                )
+                for split, counts in self.counts.items()
+            },
             skipped={reason: count for reason, count in sorted(self.skipped.items()) if count},
             settings=self.settings,
         )
 
 
+def hold_out(data: DataSection, source: Source, validation: Source | None) -> Callable[[str], Split | None]:
+    """Returns the function that decides a document's split; None if the validation source has it too.
+
+    With data.val_fraction a document is held out if its hash is among the lowest of all hashes. So that a
+    small source has held-out text too, the lowest hash of its first 1/val_fraction documents is held out in
+    any case. With a validation source everything is for training, except what that source also has.
+    """
+
+    def value(text: str) -> int:
+        key = data.seed.to_bytes(8, "little", signed=True)
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, key=key).digest(), "little")
+
+    def values(of: Source, count: int | None) -> set[int]:
+        return {value(text) for text in islice(of.documents(Counter()), count) if text.strip()}
+
+    if validation is not None:
+        elsewhere = values(validation, None)
+        return lambda text: None if value(text) in elsewhere else "train"
+    first = round(1 / data.val_fraction)
+    found = values(source, min(first, data.max_documents or first))
+    # a single document is for training: an error then says that it cannot be split
+    lowest = min(found) if len(found) > 1 else -1
+    below = int(data.val_fraction * 2**64)
+    return lambda text: "val" if (x := value(text)) < below or x == lowest else "train"
+
+
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    """Yields documents in lists of BATCH_DOCUMENTS, or fewer where they are long."""
+    batch, length = [], 0
+    for text in documents:
+        batch.append(text)
+        length += len(text)
+        if len(batch) >= BATCH_DOCUMENTS or length >= BATCH_CHARACTERS:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
+
+
 def _default_folder(source: Source, data: DataSection, settings: dict[str, Any]) -> Path:
-    kind = data.tokenizer if data.tokenizer in ("gpt2", "bytebpe", "bytes") else Path(data.tokenizer).stem
+    kind = Path(data.tokenizer).stem
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     return Path("data") / f"{source.name}-{kind}-{digest}"
 
@@ -220,23 +241,15 @@ def is_complete(folder: Path, settings: dict[str, Any]) -> bool:
     """Returns whether a folder holds all that these settings make. SettingsDiffer if it is of others."""
     if not (folder / "meta.json").exists():
         return False
-    before, now = _flatten(read_meta(folder).settings), _flatten(json.loads(json.dumps(settings)))
-    differences = [
-        f"{key}: {before.get(key)!r} there, {now.get(key)!r} asked for"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    ]
-    if differences:
+    before, now = read_meta(folder).settings, json.loads(json.dumps(settings))
+    if before != now:
+        differences = [
+            f"{key}: {before.get(key)!r} there, {now.get(key)!r} asked for"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key)
+        ]
         raise SettingsDiffer(
             f"{folder} holds a preparation with other settings ({'; '.join(differences)}); choose another "
             f"data.folder=DIR, or remove the folder"
         )
     return True
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Maps dotted keys to the values that are no dictionaries."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat

@@ -13,9 +13,10 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Annotated, BinaryIO, Literal
 
 import numpy as np
+from pydantic import Field
 
 from delta_trn.train.files import disk_errors, sha256_of
 from delta_trn.train.settings.errors import ShardError
@@ -24,7 +25,6 @@ MAGIC = 20240520
 VERSION = 1
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
-MAX_TOKENS = 2**31 - 1  # the count is an int32
 Split = Literal["train", "val"]
 FIRST_SHARD: dict[Split, int] = {"val": 0, "train": 1}  # the number of a split's first shard
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -41,44 +41,26 @@ def encode_header(tokens: int) -> bytes:
     return header.tobytes()
 
 
-def read_header(path: Path) -> int:
-    """Reads the token count from a shard's header. ShardError if it is no such header."""
+def check_shard(path: Path, dtype: str, tokens: int) -> None:
+    """ShardError unless the file has the header and the size of this many tokens; none of them is read."""
     try:
         with open(path, "rb") as file:
-            raw = file.read(HEADER_BYTES)
+            header = file.read(HEADER_BYTES)
     except FileNotFoundError:
         raise ShardError(f"{path} is missing; run `delta-trn data prepare` again") from None
-    if len(raw) < HEADER_BYTES:
+    size, expected = path.stat().st_size, HEADER_BYTES + tokens * DTYPES[dtype].itemsize
+    if size != expected:
+        what = "truncated" if size < expected else "too long"
         raise ShardError(
-            f"{path} holds {len(raw)} bytes, less than its header of {HEADER_BYTES}; it was cut short: "
-            "prepare it again"
+            f"{path} is {what}: {size} bytes, but {tokens} tokens of {dtype} after the header make "
+            f"{expected}; copy it again, or prepare it again"
         )
-    magic, version, tokens = (int(x) for x in np.frombuffer(raw, dtype="<i4", count=3))
-    if magic != MAGIC:
+    if header != encode_header(tokens):
+        magic, version, count = np.frombuffer(header, dtype="<i4", count=3).tolist()
         raise ShardError(
-            f"{path} starts with {magic}, not with the magic number {MAGIC}; it is not a token shard"
+            f"{path} starts with {magic}, {version}, {count} where a shard has the magic number {MAGIC}, "
+            f"version {VERSION} and, by meta.json, {tokens} tokens; it is another file: prepare it again"
         )
-    if version != VERSION:
-        raise ShardError(f"{path} has version {version}, this code reads version {VERSION}; prepare it again")
-    if tokens < 0:
-        raise ShardError(f"{path} gives a count of {tokens} tokens, expected 0 or more; prepare it again")
-    return tokens
-
-
-def check_shard(path: Path, dtype: str, tokens: int | None = None) -> int:
-    """Checks header and size, reads no token, and returns the count. `dtype` and `tokens` are meta.json's."""
-    count = read_header(path)
-    if tokens is not None and count != tokens:
-        raise ShardError(f"{path} gives {count} tokens, meta.json gives {tokens}; prepare the data again")
-    item = DTYPES[dtype].itemsize
-    size, expected = path.stat().st_size, HEADER_BYTES + count * item
-    if size == expected:
-        return count
-    what = "truncated" if size < expected else "too long"
-    raise ShardError(
-        f"{path} is {what}: {size} bytes, but {count} tokens of {dtype} after the header make {expected}; "
-        "copy it again, or prepare it again"
-    )
 
 
 def map_tokens(path: Path, dtype: str) -> np.ndarray:
@@ -90,9 +72,9 @@ def map_tokens(path: Path, dtype: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard as meta.json lists it, with the hash of the whole file."""
+    """A finished shard as meta.json lists it, with the hash of the whole file, which lies beside it."""
 
-    file: str
+    file: Annotated[str, Field(pattern=r"^[\w-]+\.bin$")]
     tokens: int
     sha256: str
 
@@ -122,10 +104,6 @@ class ShardWriters:
 
     def append(self, split: Split, ids: np.ndarray) -> None:
         """Adds one whole document. ids [n]"""
-        if len(ids) > MAX_TOKENS:
-            raise ShardError(
-                f"a document of {len(ids)} tokens exceeds the {MAX_TOKENS} a shard can count; cut it"
-            )
         if self._in_shard[split] + len(ids) > self._limit:
             self._close(split)
         path = self._path(split)

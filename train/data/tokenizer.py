@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -26,6 +27,7 @@ HUB_SECONDS = 5.0  # in which the Hub answers, if it does
 VOCAB_MULTIPLE = 64  # GPT-2's 50257 ids become 50304 rows: a size for matrix units, and that of the papers
 TRAINING_BYTES = 2**26  # more text hardly changes the merges, and takes an hour rather than a minute
 DEFAULT_BPE_VOCAB = 4096
+NAMED = ("gpt2", "bytebpe", "bytes")  # others are paths
 
 
 @dataclass(frozen=True)
@@ -90,30 +92,23 @@ class TextTokenizer:
 def load_tokenizer(directory: str | Path) -> TextTokenizer:
     """Loads the tokenizer that `TextTokenizer.save` wrote into the directory."""
     directory = Path(directory)
-    tokenizer = _read(directory / "tokenizer.json")
     config = _read_config(directory / "tokenizer_config.json")
-    names = [config.get(key) for key in ("bos_token", "eos_token", "pad_token")]
-    ids = [tokenizer.token_to_id(name) if isinstance(name, str) else None for name in names]
-    bos, eos, pad = ids
-    if bos is None or eos is None or pad is None or config.get("model_vocab_size") is None:
+    if "model_vocab_size" not in config:
         raise TokenizerError(
-            f"{directory / 'tokenizer_config.json'} lacks model_vocab_size or names special tokens "
-            f"{names} that tokenizer.json does not have; it was not written by `delta-trn data prepare`: "
-            f"prepare the data again with data.tokenizer={directory}"
+            f"{directory / 'tokenizer_config.json'} lacks model_vocab_size: it was not written by `delta-trn "
+            f"data prepare`; prepare the data again with data.tokenizer={directory}"
         )
-    return _finish(tokenizer, bos, eos, pad, config["model_vocab_size"])
+    return adopt(_read(directory / "tokenizer.json"), config, config["model_vocab_size"])
 
 
 def tokenizer_settings(name: str, vocab_size: int | None) -> dict[str, str | int | None]:
     """Returns what identifies the tokenizer in a preparation's settings. Nothing is trained or fetched."""
-    settings: dict[str, str | int | None] = {"kind": name, "vocab_size": vocab_size, "sha256": None}
     if name == "bytebpe":
-        settings["vocab_size"] = vocab_size or DEFAULT_BPE_VOCAB
-    elif name not in ("gpt2", "bytes"):
-        path = _tokenizer_file(name)
-        settings["kind"] = "file"
-        settings["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return settings
+        vocab_size = vocab_size or DEFAULT_BPE_VOCAB
+    if name in NAMED:
+        return {"kind": name, "vocab_size": vocab_size, "sha256": None}
+    digest = hashlib.sha256(_tokenizer_file(name).read_bytes()).hexdigest()
+    return {"kind": "file", "vocab_size": vocab_size, "sha256": digest}
 
 
 def make_tokenizer(name: str, vocab_size: int | None, documents: Iterator[str]) -> TextTokenizer:
@@ -127,7 +122,7 @@ def make_tokenizer(name: str, vocab_size: int | None, documents: Iterator[str]) 
     if name == "bytes":
         return plain_bytes(vocab_size)
     if name == "gpt2":
-        return adopt(fetch_gpt2(), {"eos_token": EOS}, vocab_size)
+        return adopt(fetch_gpt2(), {}, vocab_size)
     path = _tokenizer_file(name)
     return adopt(_read(path), _read_config(path.with_name("tokenizer_config.json")), vocab_size)
 
@@ -169,46 +164,37 @@ def fetch_gpt2() -> Tokenizer:
     """Loads GPT-2's tokenizer from the Hub's local cache, or else from the Hub."""
     import huggingface_hub as hub
 
-    path = hub.try_to_load_from_cache(GPT2_REPOSITORY, "tokenizer.json")
-    if not isinstance(path, str):
-        try:
+    try:
+        if not isinstance(path := hub.try_to_load_from_cache(GPT2_REPOSITORY, "tokenizer.json"), str):
             # the download would try six times, in half a minute, what this tries once
             url = hub.hf_hub_url(GPT2_REPOSITORY, "tokenizer.json")
             hub.get_session().head(url, timeout=HUB_SECONDS)
             path = hub.hf_hub_download(GPT2_REPOSITORY, "tokenizer.json")
-        except Exception as error:  # the client's exceptions vary by version: it is out of reach
-            raise TokenizerError(
-                f"GPT-2's tokenizer is not on this machine, and {GPT2_REPOSITORY} on the Hugging Face Hub is "
-                f"out of reach ({type(error).__name__}); train one on your text with "
-                f"data.tokenizer=bytebpe, or copy its tokenizer.json here and give "
-                f"data.tokenizer=PATH"
-            ) from error
+    except Exception as error:  # the client's exceptions vary by version: it is out of reach
+        raise TokenizerError(
+            f"GPT-2's tokenizer is not on this machine, and {GPT2_REPOSITORY} on the Hugging Face Hub is out "
+            f"of reach ({type(error).__name__}); train one on your text with data.tokenizer=bytebpe, or copy "
+            "its tokenizer.json here and give data.tokenizer=PATH"
+        ) from error
     return _read(Path(path))
 
 
-def adopt(tokenizer: Tokenizer, config: dict, vocab_size: int | None) -> TextTokenizer:
-    """Takes over any tokenizer, and appends the special tokens that it lacks.
+def adopt(tokenizer: Tokenizer, config: dict[str, Any], vocab_size: int | None) -> TextTokenizer:
+    """Takes over any tokenizer with the special tokens that its configuration names, and adds those it lacks.
 
     A BOS that is also the EOS, as in GPT-2, counts as missing: a document's start and its end must differ.
     """
-    eos = _find_special(tokenizer, config.get("eos_token"), (EOS, "</s>", "<eos>", "<|end_of_text|>"))
-    bos = _find_special(tokenizer, config.get("bos_token"), (BOS, "<s>", "<bos>", "<|begin_of_text|>"))
-    pad = _find_special(tokenizer, config.get("pad_token"), (PAD, "<pad>"))
-    if bos == eos:
-        bos = None
-    if pad in (bos, eos):
-        pad = None
-
-    def append(content: str) -> int:
-        tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False)])
-        token = tokenizer.token_to_id(content)
-        assert token is not None
-        return token
-
-    bos = append(BOS) if bos is None else bos
-    eos = append(EOS) if eos is None else eos
-    pad = append(PAD) if pad is None else pad
-    return _finish(tokenizer, bos, eos, pad, vocab_size)
+    ids: dict[str, int] = {}
+    for key, usual in (("eos", EOS), ("bos", BOS), ("pad", PAD)):
+        name = config.get(f"{key}_token")
+        name = name.get("content") if isinstance(name, dict) else name
+        token = tokenizer.token_to_id(name) if isinstance(name, str) else None
+        if token is None or token in ids.values():
+            tokenizer.add_special_tokens([AddedToken(usual, special=True, normalized=False)])
+            token = tokenizer.token_to_id(usual)
+            assert token is not None
+        ids[key] = token
+    return _finish(tokenizer, ids["bos"], ids["eos"], ids["pad"], vocab_size)
 
 
 def _finish(tokenizer: Tokenizer, bos: int, eos: int, pad: int, vocab_size: int | None) -> TextTokenizer:
@@ -248,14 +234,6 @@ def _first_bytes(documents: Iterator[str], limit: int) -> Iterator[str]:
         yield text
 
 
-def _find_special(tokenizer: Tokenizer, configured: object, usual: tuple[str, ...]) -> int | None:
-    """Returns the id of the configured token, or else of the first usual one that the tokenizer has."""
-    content = configured.get("content") if isinstance(configured, dict) else configured
-    candidates = (content,) if isinstance(content, str) else usual
-    ids = (tokenizer.token_to_id(candidate) for candidate in candidates)
-    return next((i for i in ids if i is not None), None)
-
-
 def _tokenizer_file(name: str) -> Path:
     path = Path(name).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -268,21 +246,16 @@ def _tokenizer_file(name: str) -> Path:
 
 
 def _read(path: Path) -> Tokenizer:
-    if not path.is_file():
-        raise TokenizerError(f"{path} is missing; prepare the data again")
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the binding raises bare Exception
         raise TokenizerError(
-            f"{path} is not a tokenizer.json ({error}); copy it again, or prepare again"
+            f"{path} cannot be read as a tokenizer.json ({error}); copy it again, or prepare again"
         ) from error
 
 
-def _read_config(path: Path) -> dict:
-    if not path.is_file():
-        return {}
+def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text())
+        return json.loads(path.read_text()) if path.is_file() else {}
     except ValueError as error:
         raise TokenizerError(f"{path} is not JSON ({error}); copy it again, or prepare again") from error
-    return config if isinstance(config, dict) else {}

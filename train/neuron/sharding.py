@@ -1,8 +1,8 @@
-"""Training on several NeuronCores: data parallel, by heads, and ZeRO-1. Not run on a chip.
+"""Training on several NeuronCores: data parallel and ZeRO-1. Not run on a chip.
 
-Replicas average their gradients by `train.neuron.reduction`. Heads and ZeRO-1 are divided by AWS's
-neuronx_distributed; names, arguments and shapes are those of its release 0.17 (Neuron SDK 2.28,
-aws-neuron/neuronx-distributed at v2.28.0). Elsewhere PyTorch's own parts do it: `train.parallel.pytorch`.
+Replicas average gradients by `train.neuron.reduction`. ZeRO-1 is that of AWS's neuronx_distributed, with
+the names and arguments of its release 0.17 (Neuron SDK 2.28, aws-neuron/neuronx-distributed at v2.28.0).
+Elsewhere PyTorch's own parts do it: `train.parallel.pytorch`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.optim import Optimizer
 
 from delta_trn.backends import machine
-from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.train.neuron import reduction
-from delta_trn.train.parallel.heads import Holder, channels
 from delta_trn.train.parallel.sharding import Sharding, named_parameters
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.errors import ConfigError
@@ -37,10 +34,11 @@ def serves(device: torch.device) -> bool:
 
 def require(how: DistributionSection) -> None:
     """ConfigError for what is divided only by PyTorch's own parts, which have no XLA kind."""
-    if how.mode == "fsdp" or how.context > 1:
+    if how.mode == "fsdp" or how.context > 1 or how.tensor > 1:
         raise ConfigError(
-            f"distribution.mode={how.mode} with distribution.context={how.context} is not there on Neuron; "
-            "use mode=ddp or mode=zero1, and context=1"
+            f"distribution.mode={how.mode} with distribution.context={how.context} and "
+            f"distribution.tensor={how.tensor} is not there on Neuron; use mode=ddp or mode=zero1, context=1 "
+            "and tensor=1"
         )
 
 
@@ -52,15 +50,9 @@ class NeuronSharding(Sharding):
         assert team.mesh is not None  # there are two or more
         require(how)
         self._zero1 = how.mode == "zero1"
-        if how.tensor > 1:
-            self.rows = divide_heads(model, how.tensor)
-        self._replicas = team.world // how.tensor
-        self._groups = reduction.replica_groups(team.world, how.tensor)
         self._bucket = reduction.bucket_bytes()
-        if self._replicas > 1:
-            # they are equal anyway, drawn from one seed or read from one file
-            tensors = [*model.parameters(), *model.buffers()]
-            machine.broadcast(tensors, root=team.rank % how.tensor, groups=self._groups)
+        # they are equal anyway, drawn from one seed or read from one file
+        machine.broadcast([*model.parameters(), *model.buffers()], root=0)
 
     def make_optimizer(
         self, kind: type[Optimizer], groups: list[dict[str, Any]], *, clip: float | None, **options: Any
@@ -76,7 +68,9 @@ class NeuronSharding(Sharding):
                 "optimizer.clip_norm=width is not there with distribution.mode=zero1 on Neuron, whose "
                 "optimizer clips by itself; give clip_norm=global or mode=ddp"
             )
-        initialize(1)
+        state = library("parallel_layers.parallel_state")
+        if not state.model_parallel_is_initialized():
+            state.initialize_model_parallel(tensor_model_parallel_size=1)
         options.pop("fused")  # it is for CPUs and GPUs
         return library("optimizer").NeuronZero1Optimizer(
             groups,
@@ -91,33 +85,21 @@ class NeuronSharding(Sharding):
 
     def step(self, optimizer: Any, clip: float | None) -> Tensor:
         if not self._zero1:
-            if self._replicas > 1:
-                parameters = (parameter for _, parameter in named_parameters(optimizer))
-                reduction.average(parameters, self._replicas, self._groups, self._bucket)
+            parameters = (parameter for _, parameter in named_parameters(optimizer))
+            reduction.average(parameters, self.team.world, self._bucket)
             return super().step(optimizer, clip)
         optimizer.step()  # which reduces gradients, too
         return optimizer.grad_norm.squeeze()
-
-    @property
-    def is_divided(self) -> bool:
-        return bool(self.rows)
-
-    def norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """Counts parts and what is whole once each."""
-        if not self.rows:
-            return super().norm(parameters)
-        return library("parallel_layers.grads").get_grad_norm(list(parameters), norm_type=2).squeeze()
 
     def slots(self, optimizer: Any) -> dict[str, Tensor]:
         """Under ZeRO-1 whole tensors, from all processes' rows. All must call."""
         if not self._zero1:
             return super().slots(optimizer)
-        group = library("parallel_layers.parallel_state").get_data_parallel_group()
         tensors = {}
         for (name, parameter), shard in zip(named_parameters(optimizer), _shards(optimizer), strict=True):
             for slot, x in optimizer.base_optimizer.state.get(shard, {}).items():
                 if x is not None:
-                    rows = _gathered(x, group, 0)[: parameter.shape[0]] if x.dim() else x
+                    rows = _gathered(x)[: parameter.shape[0]] if x.dim() else x
                     tensors[f"{name}/{slot}"] = rows.detach().contiguous()
         return tensors
 
@@ -130,8 +112,7 @@ class NeuronSharding(Sharding):
         if not self._zero1:
             super()._load_slots(optimizer, slots)
             return
-        state = library("parallel_layers.parallel_state")
-        n, rank = state.get_data_parallel_size(), state.get_data_parallel_rank()
+        n, rank = self.team.world, self.team.rank
 
         def rows(x: Tensor) -> Tensor:
             return torch.cat([x, x.new_zeros(-x.shape[0] % n, *x.shape[1:])]).chunk(n)[rank].clone()
@@ -143,132 +124,23 @@ class NeuronSharding(Sharding):
             for slot, x in tensors.items():
                 optimizer.base_optimizer.state[shard][slot] = (rows(x) if x.dim() else x).to(shard.device)
 
-    def shape(self, name: str) -> torch.Size:
-        parameter: Any = self._parameter(name)
-        shape = list(parameter.shape)
-        if _is_part(parameter):
-            shape[parameter.partition_dim] *= parameter.num_partitions
-        return torch.Size(shape)
-
-    def _gather(self, parameter: Any, x: Tensor) -> Tensor:
-        if not x.dim() or not _is_part(parameter):
-            return x
-        group = library("parallel_layers.parallel_state").get_tensor_model_parallel_group()
-        return _gathered(x, group, parameter.partition_dim)
-
-    def _divide(self, parameter: Any, whole: Tensor) -> Tensor:
-        if not whole.dim() or not _is_part(parameter):
-            return whole
-        rank = library("parallel_layers.parallel_state").get_tensor_model_parallel_rank()
-        return whole.chunk(parameter.num_partitions, parameter.partition_dim)[rank].clone()
-
 
 def library(module: str) -> Any:
     """Returns a module of neuronx_distributed. ConfigError says what to install where it is missing."""
     if find_spec("neuronx_distributed") is None:
         raise ConfigError(
-            "distribution.tensor and distribution.mode=zero1 on Neuron need neuronx_distributed: install "
+            "distribution.mode=zero1 on Neuron needs neuronx_distributed: install "
             "neuronx-distributed==0.17.26814 (Neuron SDK 2.28) from AWS's package index, or use mode=ddp"
         )
     return import_module(f"neuronx_distributed.{module}")
-
-
-def initialize(tensor: int) -> Any:
-    """Makes neuronx_distributed's groups: `tensor` neighbors divide a layer, the others are data parallel."""
-    state = library("parallel_layers.parallel_state")
-    if not state.model_parallel_is_initialized():
-        state.initialize_model_parallel(tensor_model_parallel_size=tensor)
-    return state
-
-
-def divide_heads(model: DeltaForCausalLM, parts: int) -> dict[str, Tensor]:
-    """Divides every block among `parts` processes; embedding and norms stay whole. The scan sends nothing.
-
-    SwiGLU's maps become ColumnParallelLinear and RowParallelLinear. A mixer is one region instead: its
-    projections share one input, whose gradient ColumnParallelLinear would reduce once for each of them, six
-    times per layer; here it is once. Their weights are marked as ColumnParallelLinear marks its own.
-
-    Returns name -> order of rows, of everything that is divided.
-    """
-    rank = initialize(parts).get_tensor_model_parallel_rank()
-    rows = {}
-    blocks: Any = model.model.blocks
-    for index, block in enumerate(blocks):
-        mixer, mlp = block.mixer, block.mlp
-        for name, linear in list(mlp.named_children()):
-            rows[f"model.blocks.{index}.mlp.{name}.weight"] = torch.arange(linear.weight.shape[0])
-            setattr(mlp, name, _parallel_linear(linear, parts, rank, row=name == "down_proj"))
-        for name, parameter in list(mixer.named_parameters()):
-            dim = _dimension(name)
-            if dim is None:
-                continue
-            neighbors = name == "conv.weight"
-            order = channels(mixer.sizes, parts) if neighbors else torch.arange(parameter.shape[0])
-            rows[f"model.blocks.{index}.mixer.{name}"] = order
-            owner, _, slot = name.rpartition(".")
-            ordered = parameter.detach()[order.to(parameter.device)]
-            mixer.get_submodule(owner).register_parameter(slot, _marked(ordered, dim, parts, rank))
-        if isinstance(mixer, GatedDeltaNet):
-            mixer.sizes = tuple(size // parts for size in mixer.sizes)  # type: ignore[assignment]
-        mixer.forward = _Region(mixer)  # type: ignore[method-assign]
-    return rows
-
-
-def _dimension(name: str) -> int | None:
-    """Returns the dimension in which a mixer's parameter is divided; None: it is on every process."""
-    if name.startswith(("o_norm", "q_norm", "k_norm")):
-        return None
-    return 1 if name.startswith("o_proj") else 0
-
-
-def _marked(whole: Tensor, dim: int, parts: int, rank: int) -> nn.Parameter:
-    """Returns this process's part, with the attributes that neuronx_distributed gives a divided one."""
-    part = nn.Parameter(whole.chunk(parts, dim)[rank].clone())
-    library("parallel_layers.utils").set_tensor_model_parallel_attributes(
-        part, is_parallel=True, dim=dim, stride=1, num_partitions=parts
-    )
-    return part
-
-
-def _parallel_linear(linear: Any, parts: int, rank: int, *, row: bool) -> nn.Module:
-    """Returns a Column- or RowParallelLinear with this process's part of the weight."""
-    layers = library("parallel_layers.layers")
-    kind = layers.RowParallelLinear if row else layers.ColumnParallelLinear
-    how = {"input_is_parallel": True} if row else {"gather_output": False}
-    outputs, inputs = linear.weight.shape
-    layer = kind(inputs, outputs, bias=False, device=torch.device("meta"), **how)
-    layer.weight = _marked(linear.weight.detach(), 1 if row else 0, parts, rank)
-    layer.tags = linear.tags
-    return layer
-
-
-class _Region:
-    """Calls the mixer's own forward on local heads.
-
-    neuronx_distributed has a pair of functions for it. `enter` copies x and what the heads share, and sums
-    their gradients in backward; `leave` sums the outputs of all processes, and copies the gradient.
-    """
-
-    def __init__(self, module: nn.Module):
-        self.holder = Holder(module)
-        mappings = library("parallel_layers.mappings")
-        self.enter = mappings.copy_to_tensor_model_parallel_region
-        self.leave = mappings.reduce_from_tensor_model_parallel_region
-
-    def __call__(self, x: Tensor, *others: Any) -> Tensor:
-        shared = {name: self.enter(p) for name, p in self.holder.named_parameters() if not _is_part(p)}
-        return self.leave(functional_call(self.holder, shared, (self.enter(x), *others)))
-
-
-def _is_part(parameter: Tensor) -> bool:
-    return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
 def _shards(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.base_optimizer.param_groups for p in group["params"]]
 
 
-def _gathered(x: Tensor, group: Any, dim: int) -> Tensor:
+def _gathered(x: Tensor) -> Tensor:
+    group = library("parallel_layers.parallel_state").get_data_parallel_group()
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x.detach().contiguous(), group=group)
-    return torch.cat(parts, dim)
+    return torch.cat(parts)

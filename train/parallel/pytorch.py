@@ -61,7 +61,6 @@ class PyTorchSharding(Sharding):
 
     def _shard_fully(self, replicas: DeviceMesh, *, bf16: bool) -> None:
         model: Any = self.model
-        self.sends_bf16 = bf16
         options: dict[str, Any] = {"mesh": replicas, "reshard_after_forward": not self._keeps_weights}
         for index, block in enumerate(model.model.blocks):
             if bf16:

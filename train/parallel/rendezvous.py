@@ -68,15 +68,6 @@ def leaders_word(say: Callable[[], str], timeout: timedelta) -> str:
     return word
 
 
-def wait_for_all(timeout: timedelta) -> None:
-    """Returns when all processes have called this. Raises TimeoutError or RuntimeError as `fresh_part` does.
-
-    It needs no group: a process may wait here whatever the others send each other meanwhile.
-    """
-    store, rank, world = _torchrun_store()
-    fresh_part(store, rank, world, timeout)
-
-
 def _meet(timeout: timedelta) -> tuple[Store, int, int]:
     """Returns a part of torchrun's store for this meeting alone, this process's rank and how many come."""
     store, rank, world = _torchrun_store()

@@ -14,7 +14,6 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,14 +35,12 @@ class Sharding:
     Every process calls `loss` with its share of a step's tokens, and has the gradient of the mean over all
     of them after the last backward pass.
 
-    rows        name -> order in which this model has a parameter's rows, where that is not the file's order
-    sends_bf16  whether the matrices that a forward pass has are in bf16: it needs autocast
+    rows    name -> order in which this model has a parameter's rows, where that is not the file's order
     """
 
     def __init__(self, model: DeltaForCausalLM, team: Team | None = None):
         self.model, self.team = model, team or Team()
         self.rows: dict[str, Tensor] = {}
-        self.sends_bf16 = False
         self._replicated: DistributedDataParallel | None = None
 
     def loss(
@@ -147,10 +144,6 @@ class Sharding:
                 named[name] = parameter
         return named
 
-    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Writes weights, those of `tensors`, and their configuration as transformers reads them."""
-        self.model.save_pretrained(folder, state_dict=weights)
-
     def whole(self, name: str, x: Tensor) -> Tensor:
         """Returns a parameter or slot put together, rows in the file's order. All processes must call."""
         whole = self._gather(self._parameter(name), x).detach()
@@ -164,7 +157,7 @@ class Sharding:
         return self._divide(parameter, ordered)
 
     def saved_whole(self, name: str) -> bool:
-        """Whether a file has it whole, because the parts of processes are no blocks of the file's."""
+        """Returns whether this is gathered before it is saved: its parts are no blocks of the saved one."""
         return self._order(name) is not None
 
     def shape(self, name: str) -> torch.Size:

@@ -3,11 +3,9 @@
 import contextlib
 import pickle
 import re
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,11 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta_trn.backends import machine
-from delta_trn.train.parallel.rendezvous import join, leaders_word, wait_for_all
+from delta_trn.train.parallel.rendezvous import join, leaders_word
 from delta_trn.train.settings.errors import ProcessLost
 from delta_trn.train.settings.schema import RunConfig
 
@@ -27,14 +23,10 @@ T = TypeVar("T")
 
 # How long the others wait while the leader prepares a corpus. Elsewhere distribution.timeout_minutes holds.
 PATIENCE = timedelta(hours=12)
-# How long a process whose work has failed waits for the others to say that theirs has, too.
-SECONDS_TO_AGREE = 20.0
 
 _ABOUT_OTHERS = re.compile(
     r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|[Ww]ait timeout|TCPStore"
 )
-_SOURCE = re.compile(r"^\[[^]]*\] ")  # gloo's own file and line
-_HERE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -46,9 +38,8 @@ class Team:
     mesh                    [replica, tensor]; None alone. Gradients are averaged over `replica`, which counts
                             the context groups' processes too: each has its own tokens.
     context                 [data, context, tensor]; None where sequences are whole
-    files                   group for writing files, on any thread, while other collectives go on
-    patient                 group for `leader_first`
-    hosts                   group for values in the hosts' memory, where the default group has only XLA's
+    hosts                   group for values in the hosts' memory
+    patient                 the same, for `leader_first`
     """
 
     rank: int = 0
@@ -57,9 +48,8 @@ class Team:
     data_world: int = 1
     mesh: DeviceMesh | None = None
     context: DeviceMesh | None = None
-    files: ProcessGroup | None = None
-    patient: ProcessGroup | None = None
     hosts: ProcessGroup | None = None
+    patient: ProcessGroup | None = None
 
     @property
     def leads(self) -> bool:
@@ -91,19 +81,18 @@ class Team:
 
         What it raises on one process, it raises on all: none goes on without the others, or waits for them.
         That holds only if work() waits for no other process itself: one that had raised before would leave
-        the others waiting there. A collective in it is therefore a RuntimeError.
+        the others waiting there.
         """
         if self.world == 1:
             return [work()]
         result: T | None = None
         failure: Exception | None = None
         try:
-            with _NoCollective():
-                result = work()
+            result = work()
         except Exception as error:
             failure = error
         outcomes: list[Any] = [None] * self.world
-        dist.all_gather_object(outcomes, (result, failure and _picklable(failure)), group=self.files)
+        dist.all_gather_object(outcomes, (result, failure and _picklable(failure)), group=self.hosts)
         if failure is not None:
             raise failure
         for _, error in outcomes:
@@ -114,18 +103,6 @@ class Team:
     def leader_does(self, work: Callable[[], T]) -> T:
         """Returns what work() returns on the leader, which alone does it. Its error is raised on all."""
         return self.agreed(lambda: work() if self.leads else None)[0]  # type: ignore[return-value]
-
-    def require_on_all(self, error: Exception) -> None:
-        """Raises the error unless work that processes do together has failed on each of them.
-
-        If it has, they can go on together. Else the others wait for what this process has not sent, until it
-        ends: one that went on would take what they send for something else.
-        """
-        if self.world > 1:
-            try:
-                wait_for_all(timedelta(seconds=SECONDS_TO_AGREE))
-            except (RuntimeError, TimeoutError):
-                raise error from None
 
     @contextlib.contextmanager
     def leader_first(self) -> Iterator[None]:
@@ -142,22 +119,6 @@ class Team:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=group)
         return box[0]
-
-
-class _NoCollective(TorchDispatchMode):
-    """Within `with`, on this thread, a collective raises instead of waiting for other processes."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it calls again with its local tensors and its collectives
-        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-            raise RuntimeError(
-                f"{func} waits for other processes inside work that `Team.agreed` was given: a process on "
-                "which the work fails before would leave them waiting; call it outside"
-            )
-        return func(*args, **(kwargs or {}))
 
 
 def _picklable(error: Exception) -> Exception:
@@ -215,9 +176,8 @@ def assemble(config: RunConfig, device: torch.device) -> Iterator[Team]:
                 shape, names = (shares, d.context, d.tensor), ("data", "context", "tensor")
                 context = init_device_mesh(kind, shape, mesh_dim_names=names)
             share = here.rank // (d.tensor * d.context)
-            files, patient = _hosts(timeout), _hosts(PATIENCE)
-            hosts = _hosts(timeout) if device.type == "xla" else None
-            yield Team(here.rank, here.world, share, shares, mesh, context, files, patient, hosts)
+            hosts, patient = _hosts(timeout), _hosts(PATIENCE)
+            yield Team(here.rank, here.world, share, shares, mesh, context, hosts, patient)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -233,23 +193,10 @@ def _naming_the_lost(world: int, minutes: float) -> Iterator[None]:
         if not _ABOUT_OTHERS.search(str(error)):
             raise
         raise ProcessLost(
-            f"{_collective(error)} failed: another of the {world} processes has ended, which its own "
-            f"output explains, or did not answer for distribution.timeout_minutes={minutes:g} "
-            f"({_first_line(error)}); checkpoints on the disk are whole: resume the run, or have torchrun "
-            "--max-restarts=N restart `run --or-resume`"
+            f"another of the {world} processes has ended, which its own output explains, or did not answer "
+            f"for distribution.timeout_minutes={minutes:g} ({str(error).splitlines()[0]}); checkpoints on "
+            "the disk are whole: resume the run, or have torchrun --max-restarts=N restart `run --or-resume`"
         ) from error
-
-
-def _collective(error: Exception) -> str:
-    """Returns what was waited for, and by whom, such as `all_reduce in train.team.largest`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    called = [f.name for f in frames if hasattr(dist, f.name) or f.name in ("backward", "full_tensor")]
-    ours = [f"{Path(f.filename).stem}.{f.name}" for f in frames if _HERE in Path(f.filename).parents]
-    return " in train.".join([*called[-1:], *ours[-1:]]) or "a collective"
-
-
-def _first_line(error: Exception) -> str:
-    return _SOURCE.sub("", str(error).splitlines()[0])
 
 
 def _hosts(timeout: timedelta) -> ProcessGroup:

@@ -36,11 +36,11 @@ def evaluate(
     batches: Iterable[Batch],
     device: torch.device,
     team: Team | None = None,
-    is_to_stop: Callable[[int], bool] = lambda turn: False,
+    is_to_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
     """Returns the mean of `loss` over all targets. It waits for the device once, at the end.
 
-    is_to_stop(n) is asked after each turn, on all processes and with one answer. Raises Interrupted where it
+    is_to_stop() is asked after each turn, on all processes and with one answer. Raises Interrupted where it
     says so.
 
     The data-parallel shares of the team take turns: share r of n has batches r, r + n, and so on. All have
@@ -50,7 +50,6 @@ def evaluate(
     team = team or Team()
     exact = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
     total, tokens, left = torch.zeros((), dtype=exact, device=device), 0, iter(batches)
-    turns = 0
     with torch.no_grad():
         while turn := list(islice(left, team.data_world)):
             counts = team.data_rank < len(turn)
@@ -60,8 +59,7 @@ def evaluate(
                 total += mean.to(exact) * int(batch.counted())
             tokens += sum(int(batch.counted()) for batch in turn)
             machine.synchronize(device, wait=False)
-            turns += 1
-            if is_to_stop(turns):
+            if is_to_stop():
                 raise Interrupted
     # the processes of a tensor group add the same, those of a context group the means of their own tokens
     return Evaluation((team.mean(total) * team.data_world / tokens).item(), tokens)

@@ -1,15 +1,14 @@
 """Writes a trained model for others to load: weights, tokenizer and a model card, and on request its code."""
 
-import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-from delta_trn.train.checkpoints.contents import State, read_state, without_bars
+from delta_trn.train.checkpoints.contents import State, read_state
 from delta_trn.train.checkpoints.run_folder import Origin, RunFolder
 from delta_trn.train.checkpoints.store import describe
-from delta_trn.train.files import disk_errors, hold_folder, sync
+from delta_trn.train.files import disk_errors, sync
 from delta_trn.train.run.sample import chosen_checkpoint, load_for_generation
 from delta_trn.train.settings.errors import RunFolderError
 from delta_trn.train.settings.schema import RunConfig
@@ -28,6 +27,7 @@ def export(run: Path, which: str, to: Path, *, remote_code: bool) -> list[Path]:
     Raises RunFolderError where `to` is taken, CheckpointError where a checkpoint is missing or damaged.
     """
     from torch import device
+    from transformers.utils.logging import disable_progress_bar
 
     to = to.expanduser().absolute()
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
@@ -38,34 +38,29 @@ def export(run: Path, which: str, to: Path, *, remote_code: bool) -> list[Path]:
     state, _ = read_state(checkpoint)
     model, tokenizer = load_for_generation(checkpoint, device("cpu"))
     beside = to.with_name(f".{to.name}.tmp")
-    with disk_errors(to), hold_folder(beside, lambda pid: _in_use(to, pid)):
-        new = beside / "new"
-        shutil.rmtree(new, ignore_errors=True)  # left by one that was killed
-        new.mkdir()
+    shutil.rmtree(beside, ignore_errors=True)  # left by one that was killed
+    with disk_errors(to):
         try:
+            beside.mkdir(parents=True)
             # nothing in the model limits it, and other tools ask for a limit
             if model.config.positions == "rope":
                 model.config.max_position_embeddings = config.batch.length
             if remote_code:
                 from delta_trn.models.ecosystem.remote_code import write_remote_code
 
-                write_remote_code(new, model.config)
-            with without_bars():
-                model.save_pretrained(new)
-            tokenizer.save(new)
+                write_remote_code(beside, model.config)
+            disable_progress_bar()
+            model.save_pretrained(beside)
+            tokenizer.save(beside)
             card = model_card(config, origin, state, _measured(folder, state), model, remote_code)
-            (new / CARD).write_text(card, encoding="utf-8")
-            describe(new.iterdir())  # which also sets their modes, and waits for the disk
-            os.rename(new, to)
+            (beside / CARD).write_text(card, encoding="utf-8")
+            describe(beside.iterdir())  # which also sets their modes, and waits for the disk
+            os.rename(beside, to)
         except BaseException:
-            shutil.rmtree(new, ignore_errors=True)
+            shutil.rmtree(beside, ignore_errors=True)
             raise
     sync(to.parent)
     return sorted(to.iterdir())
-
-
-def _in_use(to: Path, pid: str) -> RunFolderError:
-    return RunFolderError(f"another process (pid {pid}) exports to {to}; wait for it, or choose another DIR")
 
 
 def _measured(folder: RunFolder, state: State) -> dict[str, Any] | None:
@@ -73,10 +68,9 @@ def _measured(folder: RunFolder, state: State) -> dict[str, Any] | None:
 
     None where neither measured this step.
     """
-    if folder.summary_path.is_file():
-        summary = json.loads(folder.summary_path.read_bytes())
-        if summary["step"] == state.step:
-            return summary
+    summary = folder.read_summary()
+    if summary is not None and summary["step"] == state.step:
+        return summary
     lines = [line for line in read_metrics(folder.metrics.path) if line["split"] == "val"]
     return next((line for line in reversed(lines) if line["step"] == state.step), None)
 

@@ -14,14 +14,14 @@ from delta_trn.train.checkpoints.contents import REMEDY
 from delta_trn.train.checkpoints.saver import Saver
 from delta_trn.train.run.evaluate import Evaluation, Interrupted, evaluate, held_out_crops, is_due
 from delta_trn.train.run.optimizer import learning_rate
-from delta_trn.train.run.sample import Sampling, continue_text
+from delta_trn.train.run.sample import continue_text
 from delta_trn.train.run.setup import Run
 from delta_trn.train.run.step import TrainingStep, loss_function
-from delta_trn.train.run.stopping import Question, StopRequest
+from delta_trn.train.run.stopping import StopRequest
 from delta_trn.train.settings.errors import Diverged, OutOfMemory
 from delta_trn.train.watch.display import Display, attempt
 from delta_trn.train.watch.metrics import Line
-from delta_trn.train.watch.trackers import Trackers, trackers_of
+from delta_trn.train.watch.trackers import Tracker
 
 T = TypeVar("T")
 
@@ -91,11 +91,8 @@ class _Loop:
             clip=c.optimizer.clip,
         )
         self.crops = held_out_crops(c, run.dataset, run.layout)
-        wanted = trackers_of(c, run.origin, run.folder, run.state.step) if run.team.leads else {}
-        self.trackers = Trackers(wanted, display.tell)
-        asynchronous = c.checkpoint.asynchronous
-        self.saver = Saver(run.device.type != "cpu" if asynchronous is None else asynchronous, run.state.step)
-        self.question = Question(run.team, at_most=c.log.every)
+        self.tracker = Tracker(c, run.origin, run.folder, display.tell) if run.team.leads else None
+        self.saver = Saver(run)
         self.pending: list[_Pending] = []
         self.clock = self.counted = time.monotonic()
 
@@ -122,36 +119,26 @@ class _Loop:
                     last, saving, reason = False, True, stop.reason
                 if found is None or (better and c.checkpoint.keep_best):
                     self._save()
-                self.saver.tidy(self.run)
+                self.saver.tidy()
                 if found is not None:
                     self._report_evaluation(found, better)
                 self.clock = time.monotonic()  # tokens/s is of training alone
             elif saving:
-                self.saver.tidy(self.run)
+                self.saver.tidy()
                 self.clock = time.monotonic()
             if reason is not None and not last:
                 break
-        self.saver.settle()  # nothing is reported as saved before it is on the disk
         return Outcome(state.step, None if last else reason, None if last else stop.signal)
 
     def _reason(self, stop: StopRequest) -> str | None:
-        """Returns why to stop now, None to go on. Raises what went wrong with a checkpoint.
-
-        Processes decide together, after the same step.
-        """
-        step = self.run.state.step
-        if not self.question.is_due(step):
-            return None
-        numbers = [stop.signal or 0, int(stop.is_over), int(self.saver.failed)]
-        signal, is_over, failed = self.question.largest(step, numbers)
-        if failed:
-            self.saver.settle()  # raises on all processes: a save fails on all if it fails on one
+        """Returns why to stop now, None to go on. Processes decide together, after the same step."""
+        signal, is_over = self.run.team.largest([stop.signal or 0, int(stop.is_over)])
         return stop.reason_for(signal, bool(is_over))
 
     def close(self) -> None:
-        self.saver.wait()
         self.run.folder.metrics.close()
-        self.trackers.close()
+        if self.tracker is not None:
+            self.tracker.close()
 
     def _one_step(self) -> None:
         state = self.run.state
@@ -178,32 +165,29 @@ class _Loop:
         good = [self._line(p, *pair, rate) for p, pair in zip(steps, numbers, strict=True) if _finite(pair)]
         bad = next(((p, pair) for p, pair in zip(steps, numbers, strict=True) if not _finite(pair)), None)
         if bad is not None:
-            self._report([line for line in good if line.step < bad[0].step])
+            self._report([line for line in good if line["step"] < bad[0].step])
             raise self._diverged(bad[0], *bad[1])
         self._report(good)
-        self._attempt("progress line", lambda: self.display.update(steps[-1].step, good[-1].loss, rate))
+        self._attempt("progress line", lambda: self.display.update(steps[-1].step, good[-1]["loss"], rate))
 
     def _line(self, p: _Pending, loss: float, norm: float, rate: float) -> Line:
-        return Line(
-            step=p.step,
-            split="train",
-            loss=loss,
-            tokens=p.tokens,
-            seconds=round(self.run.state.seconds, 3),
-            lr=p.lr,
-            grad_norm=norm,
-            tokens_per_s=round(rate, 1),
-        )
+        return {
+            "step": p.step,
+            "split": "train",
+            "loss": loss,
+            "tokens": p.tokens,
+            "seconds": round(self.run.state.seconds, 3),
+            "lr": p.lr,
+            "grad_norm": norm,
+            "tokens_per_s": round(rate, 1),
+        }
 
     def _evaluate(self, stop: StopRequest) -> Evaluation | None:
         """Returns the loss on held-out crops; None where a signal ended it: a resumed run begins with it."""
         run, state = self.run, self.run.state
-        question = Question(run.team, at_most=self.run.config.log.every)
 
-        def is_to_stop(turn: int) -> bool:
-            if not question.is_due(turn):
-                return False
-            (signal,) = question.largest(turn, [stop.signal or 0])
+        def is_to_stop() -> bool:
+            (signal,) = run.team.largest([stop.signal or 0])
             return bool(signal and stop.reason_for(signal, False))
 
         run.model.eval()
@@ -223,27 +207,28 @@ class _Loop:
         self._count_seconds()
         bits = run.dataset.bits_per_byte(evaluation.loss)
         self._attempt("message", lambda: self._tell_evaluation(evaluation, bits, better))
-        line = Line(
-            step=state.step,
-            split="val",
-            loss=evaluation.loss,
-            tokens=state.tokens,
-            seconds=round(state.seconds, 3),
-            perplexity=evaluation.perplexity,
-            bits_per_byte=bits,
-            memory=machine.peak_memory(run.device),
-            probes=self._observations(),
-        )
+        line: Line = {
+            "step": state.step,
+            "split": "val",
+            "loss": evaluation.loss,
+            "tokens": state.tokens,
+            "seconds": round(state.seconds, 3),
+            "memory": machine.peak_memory(run.device),
+            "perplexity": evaluation.perplexity,
+        }
+        line |= {} if bits is None else {"bits_per_byte": bits}
+        if observed := self._observations():
+            line["probes"] = observed
         self._sample()
         self._report([line])
         state.owes = False
 
-    def _observations(self) -> dict[str, float] | None:
-        """Returns what all observers have seen; None where there are none."""
+    def _observations(self) -> dict[str, float]:
+        """Returns what all observers have seen."""
         values: dict[str, float] = {}
         for observer in self.observers:
             values |= self._attempt("probes", observer.after_evaluation) or {}
-        return values or None
+        return values
 
     def _tell_evaluation(self, evaluation: Evaluation, bits: float | None, better: bool) -> None:
         per_byte = "" if bits is None else f"  bits/byte {bits:.4f}"
@@ -253,45 +238,29 @@ class _Loop:
         )
 
     def _sample(self) -> None:
-        run, s = self.run, self.run.config.sample
-        # processes with all the weights need not wait for each other: one of them is enough
-        if not s.tokens or not (run.team.leads or run.sharding.is_divided):
+        """Writes a sample, on the leader alone: it waits for no other process."""
+        run, sample, prompt = self.run, self.run.config.sample, self.run.config.sample.prompt
+        if not sample.tokens or not run.team.leads or run.sharding.is_divided:
             return
-        sampling = Sampling(s.tokens, s.temperature, s.top_k, s.top_p, seed=run.config.seed)
-        tokenizer = run.dataset.tokenizer
 
-        def draw() -> str:
-            # float32, but where processes send each other weights in bf16
-            with torch.autocast(run.device.type, dtype=torch.bfloat16, enabled=run.sharding.sends_bf16):
-                return s.prompt + continue_text(run.model, tokenizer, s.prompt, sampling)
+        def draw() -> None:
+            text = continue_text(run.model, run.dataset.tokenizer, prompt, sample, seed=run.config.seed)
+            run.folder.add_sample(run.state.step, prompt + text)
 
-        # divided models compute it together, and draw the same; one process writes it down
-        text = self._attempt("sample", draw, together=run.sharding.is_divided)
-        if run.team.leads and text is not None:
-            self._attempt("sample", lambda: run.folder.add_sample(run.state.step, text))
+        self._attempt("sample", draw)
 
-    def _attempt(self, what: str, work: Callable[[], T], *, together: bool = False) -> T | None:
-        """Returns what work() returns. Where it fails, says so in one line and returns None.
-
-        together    the processes wait for each other in it. Where it fails on some of them only, they cannot
-                    go on together, and these raise: the others then learn that a process has ended.
-        """
-        named = f"{what} at step {self.run.state.step}"
-        agree = self.run.team.require_on_all if together else None
-        return attempt(named, work, self.display.tell, agree)
+    def _attempt(self, what: str, work: Callable[[], T]) -> T | None:
+        """Returns what work() returns. Where it fails, says so in one line and returns None."""
+        return attempt(f"{what} at step {self.run.state.step}", work, self.display.tell)
 
     def _save(self) -> None:
-        """Saves this step, unless that is done already."""
-        if self.saver.saved == self.run.state.step:
-            return
         self._count_seconds()
-        self.saver.save(self.run)
+        self.saver.save()
 
     def _report(self, lines: Sequence[Line]) -> None:
-        if not self.run.team.leads:
-            return
-        self.run.folder.metrics.append(lines)
-        self.trackers.log(lines)
+        if self.tracker is not None:
+            self.run.folder.metrics.append(lines)
+            self.tracker.log(lines)
 
     def _count_seconds(self) -> None:
         now = time.monotonic()
@@ -310,7 +279,6 @@ class _Loop:
         return Diverged(f"{what} at step {p.step} (lr {p.lr:.3g}); {self._way_back()}")
 
     def _way_back(self) -> str:
-        self.saver.wait()
         steps = [step for step in self.run.folder.checkpoints.steps() if step < self.run.state.step]
         state = f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no checkpoint yet"
         return f"{state}: {REMEDY} in a new run"

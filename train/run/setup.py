@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -29,7 +29,6 @@ from delta_trn.train.data import (
 )
 from delta_trn.train.files import write_file
 from delta_trn.train.neuron import sharding as neuron
-from delta_trn.train.neuron.feed import DeviceFeed, drops, make_feed
 from delta_trn.train.parallel.layout import Layout, is_divided, layout_of, require_divisible
 from delta_trn.train.parallel.pytorch import PyTorchSharding
 from delta_trn.train.parallel.sharding import Sharding
@@ -57,10 +56,7 @@ Tell = Callable[[str], None]
 
 @dataclass
 class Run:
-    """Everything that a run has while it runs. `config` has no `auto` left.
-
-    feed    sends the loader's batches to an XLA device ahead of their steps; None on other devices
-    """
+    """Everything that a run has while it runs. `config` has no `auto` left."""
 
     config: RunConfig
     origin: Origin
@@ -71,7 +67,6 @@ class Run:
     optimizer: Optimizer
     loader: Loader
     state: State
-    feed: DeviceFeed | None = None
 
     @property
     def model(self) -> DeltaForCausalLM:
@@ -87,19 +82,8 @@ class Run:
 
     def next_batch(self) -> Batch:
         """Returns this process's share of the next step, with noise where dropout drops anything."""
-        if self.feed is not None:
-            return self.feed.next_batch()
-        noise = self.loader.noise() if drops(self.model) else None
+        noise = self.loader.noise() if getattr(self.model.config, "dropout", 0) else None
         return self.loader.next_batch()._replace(noise=noise)
-
-    def position(self) -> dict[str, Any]:
-        """Returns where the next batch comes from, for `Loader.load_state_dict`."""
-        return self.loader.state_dict() if self.feed is None else self.feed.position()
-
-    def close(self) -> None:
-        """Ends the threads that read ahead."""
-        if self.feed is not None:
-            self.feed.close()
 
 
 @contextlib.contextmanager
@@ -121,14 +105,13 @@ def start(config: RunConfig) -> Iterator[Run]:
         with _hold(run.folder, team):
             team.leader_does(lambda: _begin_folder(run))
             yield run
-            run.close()
 
 
 @contextlib.contextmanager
-def resume(path: Path, changes: dict[str, str] | RunConfig, step: int | None, tell: Tell) -> Iterator[Run]:
+def resume(path: Path, changes: dict[str, str], step: int | None, tell: Tell) -> Iterator[Run]:
     """Yields a run at its newest whole checkpoint, at that of `step`, or at its start if there is none.
 
-    changes   keys and their new values, or the whole configuration with which the run was started
+    changes   keys and their new values
     tell      is called with what is not obvious: damaged checkpoints, changed keys, a start at step 0
 
     Raises ConfigError for a change that would make it another run, CheckpointError if the checkpoint is of
@@ -136,7 +119,7 @@ def resume(path: Path, changes: dict[str, str] | RunConfig, step: int | None, te
     """
     folder = RunFolder(path)
     saved, origin = ask_leader(folder.read, DistributionSection().timeout_minutes)
-    config = _merge(path, saved, changes) if isinstance(changes, RunConfig) else _change(saved, changes)
+    config = _change(saved, changes)
     trackers.require(config.log)
     with _join(config) as (config, device, team), _hold(folder, team):
         # hashing every file of a checkpoint once is enough
@@ -162,7 +145,6 @@ def resume(path: Path, changes: dict[str, str] | RunConfig, step: int | None, te
             run.state = state
         team.leader_does(lambda: _rewind(run, saved, tell))
         yield run
-        run.close()
 
 
 def _read_state(folder: RunFolder, where: Path) -> tuple[State, RunConfig]:
@@ -182,7 +164,7 @@ def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
     changed = differences(saved, config)
     for key, (old, new) in changed.items():
         tell(f"{key} changes from {old} to {new}")
-    if changed or state.step < config.steps:
+    if changed or state.step < config.steps or state.owes:
         folder.summary_path.unlink(missing_ok=True)  # it would be taken for the result of what follows
     before, after = learning_rate(saved, state.step), learning_rate(config, state.step)
     if before != after and state.step < config.steps:
@@ -196,7 +178,7 @@ def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
         )
     folder.rewind(state.step, owes=state.owes)
     if state.best is not None and state.best[0] in folder.checkpoints.steps():
-        folder.checkpoints.point_best(state.best[0], checkpoint.is_only_for_resuming)
+        folder.checkpoints.point_best(state.best[0])
     tell(
         f"continuing {folder.path} after step {state.step}"
         if state.step
@@ -245,8 +227,7 @@ def _assemble(
     )
     # after the model's own draws: nothing here draws from it, but a model with layers of a user's own may
     torch.manual_seed(config.seed)
-    feed = make_feed(loader, device, sharding.model)
-    return Run(config, origin, folder, dataset, device, sharding, optimizer, loader, State(), feed)
+    return Run(config, origin, folder, dataset, device, sharding, optimizer, loader, State())
 
 
 def make_sharding(
@@ -381,43 +362,13 @@ def _change(saved: RunConfig, changes: dict[str, str]) -> RunConfig:
     if "device" in changes:
         changes = {"backend": "auto", **changes}  # another device has another backend
     config = apply(saved, changes)
-    if refused := _refused_changes(saved, config):
+    refused = {k: pair for k, pair in differences(saved, config).items() if not may_change_on_resume(k)}
+    if refused:
         listed = ", ".join(f"{key} from {old} to {new}" for key, (old, new) in refused.items())
         raise ConfigError(
             f"resuming may not change {listed}: that is another run; start one with `run` and out=DIR"
         )
     return config
-
-
-def _merge(path: Path, saved: RunConfig, given: RunConfig) -> RunConfig:
-    """Returns `given` with what the run resolved where it says auto. ConfigError if it is another run's."""
-    resolved: dict[str, Any] = {"out": saved.out}
-    if given.device in ("auto", saved.device):
-        resolved["device"] = saved.device
-        resolved |= {} if given.backend != "auto" else {"backend": saved.backend}
-    if given.precision == "auto":
-        resolved["precision"] = saved.precision
-    if given.epochs is not None:
-        resolved["steps"] = saved.steps  # until the data says how many they are
-    config = given.model_copy(
-        update={
-            **resolved,
-            "model": given.model.model_copy(
-                update={"vocab_size": given.model.vocab_size or saved.model.vocab_size}
-            ),
-            "data": given.data.model_copy(update={"folder": given.data.folder or saved.data.folder}),
-        }
-    )
-    if refused := _refused_changes(saved, config):
-        listed = ", ".join(f"{key} was {old}, is {new}" for key, (old, new) in refused.items())
-        raise ConfigError(
-            f"{path} holds another run: {listed}; give what it was started with, or another out=DIR"
-        )
-    return config
-
-
-def _refused_changes(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    return {k: pair for k, pair in differences(saved, now).items() if not may_change_on_resume(k)}
 
 
 def _begin_folder(run: Run) -> None:

@@ -5,39 +5,6 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-from delta_trn.train.parallel.team import Team
-
-# torchrun kills 30 s after SIGTERM, and the checkpoint takes a part of these.
-SECONDS = 2.0
-
-
-class Question:
-    """What processes ask each other between steps, about every SECONDS; a process alone asks at every step.
-
-    All answer after the same step, and the leader's clock decides after how many steps they ask again. That
-    number comes with the answers, so that no process waits for one that is elsewhere.
-
-    at_most     steps between two questions, so that steps which become slow are noticed
-    """
-
-    def __init__(self, team: Team, at_most: int):
-        self._team, self._at_most = team, at_most
-        self._last, self._clock = 0, time.monotonic()
-        self._next = 0
-
-    def is_due(self, step: int) -> bool:
-        """Whether all are to ask after this step."""
-        return self._team.world == 1 or step >= self._next
-
-    def largest(self, step: int, numbers: list[int]) -> list[int]:
-        """Returns the largest of all processes' numbers, place by place. Waits for all."""
-        steps, now = step - self._last, time.monotonic()
-        seconds = max(now - self._clock, 1e-9)
-        pause = max(1, min(self._at_most, int(SECONDS * steps / seconds))) if self._team.leads else 0
-        *answers, pause = self._team.largest([*numbers, pause])
-        self._last, self._clock, self._next = step, now, step + pause
-        return answers
-
 
 class StopRequest:
     """Within `with`, the first SIGTERM or Ctrl-C sets `reason`, and the second ends the process."""
@@ -61,8 +28,8 @@ class StopRequest:
     def reason_for(self, number: int, is_over: bool) -> str | None:
         """Returns why to stop: a signal of that number (0: none), or that the time is over.
 
-        Several processes give what they have agreed on. A signal that comes to one of them later waits until
-        they ask again: the others know nothing of it, and would go on without this one.
+        Several processes give what they have agreed on. A signal that comes to one of them later waits for
+        the next step: the others know nothing of it, and would go on without this one.
         """
         if number:
             self.signal = number

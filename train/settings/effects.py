@@ -40,13 +40,9 @@ _NAME = "optimizer.name"
 _ADAMW = Need(_NAME, "optimizer.name=adamw or muon", lambda name: name != "sgd")
 _MOMENTUM = Need(_NAME, "optimizer.name=sgd or muon", lambda name: name != "adamw")
 _SGD = Need(_NAME, "optimizer.name=sgd", lambda name: name == "sgd")
-_DECAY = Need("optimizer.weight_decay", "optimizer.weight_decay above 0", lambda decay: decay > 0)
-_CLIP = Need("optimizer.clip", "optimizer.clip other than none", lambda clip: clip is not None)
 _EPOCHS = Need("epochs", "epochs=none", lambda epochs: epochs is None)
 _TEXT = Need("data.source", "a data.source that is text, not prepared shards", lambda s: not is_prepared(s))
 _ATTENTION = Need("model.attention_layers", "model.attention_layers other than none", bool)
-_LEARNED = Need("model.positions", "model.positions=learned", lambda positions: positions == "learned")
-_NO_SIZE = Need("model.intermediate_size", "model.intermediate_size=none", lambda size: size is None)
 _WRITES = Need("model.residual", "model.residual other than additive", lambda kind: kind != "additive")
 _STATE = Need(
     "model.residual", "model.residual=ddl or write_only", lambda kind: kind in ("ddl", "write_only")
@@ -57,19 +53,13 @@ NEEDS: Mapping[str, Need] = {
     **_needs(_ADAMW, "optimizer.", "beta1 beta2 eps"),
     "optimizer.momentum": _MOMENTUM,
     "optimizer.memory": _SGD,
-    "optimizer.independent_weight_decay": _DECAY,
-    "optimizer.clip_norm": _CLIP,
     **_needs(_TEXT, "data.", "tokenizer vocab_size subset split revision text_field validation val_fraction"),
     **_needs(_TEXT, "data.", "max_documents max_tokens seed"),
     **_needs(_ATTENTION, "model.", "use_qk_rmsnorm q_activation k_activation v_activation use_k_shift"),
     **_needs(_ATTENTION, "model.", "use_v_shift use_output_gate using_groupnorm rope_ratio rope_theta"),
-    "model.max_position_embeddings": _LEARNED,
-    "model.intermediate_multiple": _NO_SIZE,
     **_needs(_WRITES, "model.ddl_", "k_eps beta_init beta_single_linear beta_hidden_size"),
     **_needs(_STATE, "model.ddl_", "value_channels compressor v_constant v_constant_value v_sigmoid v_input"),
     **_needs(_STATE, "model.ddl_", "v_sigmoid_scale state_shortconv_kernel_size state_read_init"),
-    "model.ddl_state_dv_shortconv_causal": _STATE,
-    "model.input_embed_shortconv_kernel_size": _STATE,
 }
 
 

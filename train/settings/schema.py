@@ -121,8 +121,6 @@ class DataSection(Section):
     """training batches: random_crop draws crops with replacement, stream reads every token in turn"""
     boundaries: bool = True
     """every document begins with an empty state, as it would alone; false: the one before reaches it"""
-    workers: CountOrNone = None
-    """processes that tokenize; none: as many as cores, fewer for little text. The result is the same"""
 
 
 class EvaluationSection(Section):
@@ -164,8 +162,6 @@ class CheckpointSection(Section):
     """number of newest checkpoints to keep"""
     keep_best: bool = True
     """also save the weights with the lowest validation loss, and keep them as checkpoints/best"""
-    asynchronous: bool | None = None
-    """write checkpoints while training goes on, from a copy; none: unless the device is a CPU"""
 
 
 class DistributionSection(Section):
@@ -192,8 +188,6 @@ class LogSection(Section):
     """send metrics to Weights & Biases, too"""
     wandb_project: str = "delta-trn"
     """project at Weights & Biases"""
-    tensorboard: bool = False
-    """write TensorBoard events into the run's folder, too"""
 
 
 class RunConfig(Section):
@@ -287,7 +281,7 @@ class RunConfig(Section):
 NOT_MATHEMATICS = frozenset(
     (
         *("name", "out", "device", "backend", "compile", "gradient_checkpointing", "deterministic"),
-        *("max_minutes", "batch.micro", "data.folder", "data.workers", "evaluation", "sample"),
+        *("max_minutes", "batch.micro", "data.folder", "evaluation", "sample"),
         *("checkpoint", "log", "distribution"),
     )
 )
@@ -332,6 +326,7 @@ def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
 
 
 # Keys that earlier versions had, with the value where nobody gave another. Their runs are still read.
+# ...: whatever the value, the run is the same.
 GONE: Mapping[str, Any] = {
     "lora": {"rank": 0, "alpha": 32.0, "targets": ["all-linear"]},
     "model.from": None,
@@ -343,7 +338,10 @@ GONE: Mapping[str, Any] = {
     "data.chat_template": None,
     "data.turns": "all",
     "data.too_long": "refuse",
+    "data.workers": ...,
     "evaluation.first": False,
+    "log.tensorboard": ...,
+    "checkpoint.asynchronous": ...,
 }
 
 
@@ -359,7 +357,7 @@ def read_saved(tree: dict[str, Any], where: str) -> RunConfig:
         place: Any = tree
         for section in sections:
             place = place.get(section, {})
-        if isinstance(place, dict) and name in place and place[name] == usual:
+        if isinstance(place, dict) and name in place and usual in (..., place[name]):
             del place[name]
     return validated(tree, where)
 

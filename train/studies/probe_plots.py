@@ -43,7 +43,6 @@ MAPS = (
     ("reflection", "share of tokens with beta above 3/2", "magma", (0.0, 1.0)),
 )
 COLUMNS = 4
-Curve = tuple[str, list[int], list[float]]  # label, steps, values
 
 
 @dataclass(frozen=True)
@@ -54,39 +53,19 @@ class Probed:
     width: int
     series: tuple[tuple[int, dict[str, float]], ...]
 
-    def layers(self) -> list[str]:
-        """Returns the names of the probed layers, first to last."""
-        names = {
-            key.split("/")[1] for _, values in self.series for key in values if key.startswith("layers/")
-        }
-        return sorted(names, key=int)
+    def names(self, start: str) -> list[str]:
+        """Returns what stands behind `start`, up to the next /, in the names of probes; numbers in order."""
+        keys = {key for _, values in self.series for key in values if key.startswith(start)}
+        names = {key.removeprefix(start).partition("/")[0] for key in keys}
+        return sorted(names, key=lambda name: (int(name) if name.isdigit() else 0, name))
 
-    def over_steps(self, layer: str, name: str) -> tuple[list[int], list[float]]:
-        """Returns steps and values of one layer's probe; of Sk the one at the latest token."""
-        if name == "Sk" and (places := self.places(layer, name)):
-            name = f"Sk/{places[-1]}"
-        key = f"layers/{layer}/{name}"
-        factor = self.width if name in TIMES_WIDTH else 1
+    def curve(self, key: str) -> tuple[list[int], list[float]]:
+        """Returns steps and values of a probe, or of the Sk at the latest token."""
+        if key.endswith("/Sk"):
+            key = f"{key}/{self.names(f'{key}/')[-1]}"
+        factor = self.width if key.rpartition("/")[2] in TIMES_WIDTH else 1
         points = [(step, values[key] * factor) for step, values in self.series if key in values]
         return [step for step, _ in points], [value for _, value in points]
-
-    def places(self, layer: str, name: str) -> list[int]:
-        """Returns the tokens at which a layer's qk or Sk is measured."""
-        start = f"layers/{layer}/{name}/"
-        keys = {key for _, values in self.series for key in values if key.startswith(start)}
-        return sorted(int(key.removeprefix(start)) for key in keys)
-
-    def groups(self, name: str) -> list[Curve]:
-        """Returns a curve of each group of parameters."""
-        groups = {
-            key.split("/")[1] for _, values in self.series for key in values if key.startswith("groups/")
-        }
-        curves = []
-        for group in sorted(groups):
-            key = f"groups/{group}/{name}"
-            points = [(step, values[key]) for step, values in self.series if values.get(key)]
-            curves.append((group, [step for step, _ in points], [y for _, y in points]))
-        return curves
 
 
 def load_probes(folder: RunFolder) -> Probed | None:
@@ -104,66 +83,60 @@ def plot_probes(runs: Sequence[Probed], path: Path) -> Path:
 
     Raises RunFolderError if there is no run, or nothing of a token mixer to draw.
     """
-    if not runs or not any(run.layers() for run in runs):
+    lines = [(run, run.names("layers/")) for run in sorted(runs, key=lambda run: run.width)]
+    lines = [(run, layers) for run, layers in lines if layers]
+    if not lines:
         raise RunFolderError("there are no probes to draw; train with log.probes=true")
     from matplotlib import colormaps
 
-    if len(runs) == 1:
-        lines = [(f"layer {layer}", runs[0], layer) for layer in runs[0].layers()]
-        middle = [lines[len(lines) // 2]]
-    else:
-        ordered = sorted(runs, key=lambda run: run.width)
-        middle = lines = [(r.label, r, layers[len(layers) // 2]) for r in ordered if (layers := r.layers())]
-    label, widest, _ = lines[-1]
-    panels: list[tuple[str, list[Curve]]] = [
-        (title, [(label, *run.over_steps(layer, name)) for label, run, layer in lines])
+    middle = [(run.label, run, f"layers/{layers[len(layers) // 2]}") for run, layers in lines]
+    shown, widest = middle, middle[-1][1]
+    if len(lines) == 1:
+        shown = [(f"layer {layer}", widest, f"layers/{layer}") for layer in lines[0][1]]
+    panels = [
+        (title, [(label, *run.curve(f"{layer}/{name}")) for label, run, layer in shown])
         for name, title in PANELS
     ]
-    panels += [(f"{title}, {label}", widest.groups(name)) for name, title in GROUP_PANELS]
+    for name, title in GROUP_PANELS:
+        groups = widest.names("groups/")
+        panels.append((title, [(group, *widest.curve(f"groups/{group}/{name}")) for group in groups]))
     for label, run, layer in middle:
         for name, title in PLACES:
-            at = [(f"t = {t}", *run.over_steps(layer, f"{name}/{t}")) for t in run.places(layer, name)]
-            panels.append((f"{title}, {label}", at))
+            places = run.names(f"{layer}/{name}/")
+            curves = [(f"t = {t}", *run.curve(f"{layer}/{name}/{t}")) for t in places]
+            panels.append((f"{title}, {label}", curves))
     rows = -(-len(panels) // COLUMNS)
-    figure = new_figure(3.2 * COLUMNS, 2.3 * rows, dpi=110, layout=None)
-    figure.subplots_adjust(left=0.04, right=0.99, bottom=0.03, top=0.97, wspace=0.22, hspace=0.35)
-    places = figure.subplots(rows, COLUMNS, squeeze=False).flatten()
-    for i, axes in enumerate(places):
-        axes.set_visible(i < len(panels))
-    for i, (axes, (title, curves)) in enumerate(zip(places, panels, strict=False)):
+    figure = new_figure(3.2 * COLUMNS, 2.3 * rows, dpi=110)
+    for i, (title, curves) in enumerate(panels):
+        axes = figure.add_subplot(rows, COLUMNS, i + 1)
         for j, (label, steps, values) in enumerate(curves):
             color = colormaps["viridis"](0.85 * j / max(len(curves) - 1, 1))
             axes.plot(steps, values, color=color, linewidth=1.2, marker=".", markersize=3, label=label)
         dress(axes, title, size=7)
         axes.tick_params(labelsize=6)
-        if title.startswith(tuple(title for _, title in GROUP_PANELS)):
+        if len(PANELS) <= i < len(PANELS) + len(GROUP_PANELS):
             axes.set_yscale("log")
         if i == 0 or i >= len(PANELS):
             axes.legend(fontsize=5, frameon=False, ncols=2)
     return save_figure(figure, path)
 
 
-def plot_geometry(folder: RunFolder) -> Path | None:
-    """Draws geometry.png from metrics.jsonl, writes over steps and depth; None where none was measured."""
-    series = [
-        (line["step"], line["probes"])
-        for line in metrics.read(folder.metrics.path)
-        if any(name.startswith("depth/") for name in line.get("probes") or {})
-    ]
-    if not series:
+def plot_geometry(run: Probed, path: Path) -> Path | None:
+    """Draws writes over steps and depth; None where none was measured."""
+    depths = run.names("depth/")
+    if not depths:
         return None
-    depths = sorted({int(name.split("/")[1]) for name in series[-1][1] if name.startswith("depth/")})
-    shown = sorted({0, len(series) // 2, len(series) - 1})
     figure = new_figure(9, 6.4, dpi=130)
-    figure.suptitle(folder.path.resolve().name, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    figure.suptitle(run.label, x=0.01, ha="left", fontsize=11, fontweight="bold")
     for axes, (name, heading, colors, (low, high)) in zip(figure.subplots(2, 2).flatten(), MAPS, strict=True):
-        grid = [[values[f"depth/{i}/{name}"] for _, values in series] for i in depths]
+        grid = [run.curve(f"depth/{i}/{name}")[1] for i in depths]
         image = axes.imshow(
             grid, aspect="auto", origin="lower", cmap=colors, interpolation="nearest", vmin=low, vmax=high
         )
         figure.colorbar(image, ax=axes, fraction=0.05)
-        axes.set_xticks(shown, [f"{series[i][0]:,}" for i in shown])
+        shown = sorted({0, len(run.series) // 2, len(run.series) - 1})
+        axes.set_xticks(shown, [f"{run.series[i][0]:,}" for i in shown])
         dress(axes, heading, size=8, grid=None)
         axes.set_xlabel("step", fontsize=8)
         axes.set_ylabel("write, in order of depth", fontsize=8)
-    return save_figure(figure, folder.path / "geometry.png")
+    return save_figure(figure, path)

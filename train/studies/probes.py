@@ -43,7 +43,8 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,10 +70,10 @@ COUNTED = 2**20  # torch.quantile takes 2^24 numbers at most, and sorts them
 L2_EPSILON = 1e-6  # as in the operation's own normalization of q and k
 
 
-@dataclass
 class MixerView:
-    """One Gated DeltaNet layer in one forward pass.
+    """One Gated DeltaNet layer in one forward pass, seen by hooks on its block; tensors keep their gradients.
 
+    stream  [B, T, d]         residual stream before the block
     x       [B, T, d]         input
     qkv     [B, T, channels]  after convolution and SiLU, before normalization
     o       [B, T, HV, V]     output of the delta rule, with its scale, before its norm
@@ -80,13 +81,35 @@ class MixerView:
     out     [B, T, d]         what the layer adds to the residual stream
     """
 
-    mixer: GatedDeltaNet
+    stream: Tensor
     x: Tensor
     sequences: Any
     qkv: Tensor
     o: Tensor
     y: Tensor
     out: Tensor
+
+    def __init__(self, block: Any) -> None:
+        self.mixer: GatedDeltaNet = block.mixer
+        inputs = {"stream": block, "x": self.mixer, "o": self.mixer.o_norm, "y": self.mixer.o_proj}
+        outputs = {"qkv": self.mixer.conv, "out": self.mixer}
+        self.hooks = [
+            *(
+                module.register_forward_pre_hook(partial(self._enter, name))
+                for name, module in inputs.items()
+            ),
+            *(module.register_forward_hook(partial(self._leave, name)) for name, module in outputs.items()),
+        ]
+
+    def _enter(self, name: str, module: Any, inputs: tuple[Any, ...]) -> None:
+        if name == "x":
+            self.sequences = inputs[1]
+        self._leave(name, module, inputs, inputs[0])
+
+    def _leave(self, name: str, module: Any, inputs: tuple[Any, ...], out: Tensor) -> None:
+        if out.requires_grad:
+            out.retain_grad()
+        setattr(self, name, out)
 
     def split(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k [B, T, H, K] and v [B, T, HV, V], before normalization."""
@@ -96,10 +119,10 @@ class MixerView:
         return q, k, v
 
     def gate_inputs(self) -> tuple[Tensor, Tensor]:
-        """Returns W_a x + dt_bias and W_b x, [B, T, HV]: the inputs of softplus and of beta's sigmoid."""
+        """Returns W_a x and W_b x, [B, T, HV]."""
         a, b = self.mixer.a_proj.weight, self.mixer.b_proj.weight
         x = self.x.to(a.dtype)
-        return x @ a.T + self.mixer.dt_bias, x @ b.T
+        return x @ a.T, x @ b.T
 
     def gates(self) -> tuple[Tensor, Tensor]:
         """Returns g = log(alpha) and beta, [B, T, HV]."""
@@ -115,95 +138,41 @@ class MixerView:
 
 
 @dataclass
-class ModelView:
-    """One forward pass; `stream` is the residual stream before each block, and then after the last.
+class View:
+    """One forward pass.
 
-    mlps    [B, T, d] of each block, what its MLP computes
-    writes  place in depth -> a write of Deep Delta Learning's residuals
+    mixers  the first, middle and last Gated DeltaNet layer
+    writes  place in depth -> a write of Deep Delta Learning's residuals, and its inputs
+    hidden  [B, T, d], what the readout gets
     """
 
-    stream: list[Tensor]
-    hidden: Tensor
-    mixers: dict[int, MixerView]
-    mlps: list[Tensor]
-    writes: dict[int, WriteView]
-
-
-@dataclass
-class WriteView:
-    """One write of Deep Delta Learning's residuals: what it got, and the stream after it."""
-
-    write: DeepDelta | LatentUpdate
-    inputs: tuple[Tensor, ...]
-    out: Tensor
-
-    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns X [..., D, DV], k [..., D] of norm 1, v [..., DV] and beta [...]."""
-        X, k, v, beta = self.write.operands(*self.inputs)
-        return X, k * (k.square().sum(-1, keepdim=True) + self.write.k_eps**2).rsqrt(), v, beta
+    mixers: dict[int, MixerView] = field(default_factory=dict)
+    writes: dict[int, tuple[DeepDelta | LatentUpdate, tuple[Tensor, ...]]] = field(default_factory=dict)
+    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 @contextlib.contextmanager
-def observed(model: DeltaForCausalLM, *, gradients: bool = False) -> Iterator[list[ModelView]]:
-    """Within `with`, every forward pass of the model adds a view to the list.
+def observed(model: DeltaForCausalLM) -> Iterator[View]:
+    """Within `with`, a forward pass fills the view. Its tensors keep their gradients after backward."""
+    view, handles = View(), []
+    blocks: list[Any] = list(model.model.blocks)
+    layers = [i for i, block in enumerate(blocks) if isinstance(block.mixer, GatedDeltaNet)]
+    for i in sorted({layers[0], layers[len(layers) // 2], layers[-1]} if layers else ()):
+        view.mixers[i] = MixerView(blocks[i])
+        handles += view.mixers[i].hooks
 
-    With `gradients` the viewed tensors keep theirs: backward fills `.grad` of x, qkv, o, y, out and stream.
-    """
-    views: list[ModelView] = []
-    parts: dict[str, Any] = {}
-    writes: dict[int, WriteView] = {}
+    def write(place: int, module: Any, inputs: Any) -> None:
+        view.writes[place] = module, inputs
 
-    def see(name: str, tensor: Any) -> None:
-        if gradients and tensor.requires_grad:
-            tensor.retain_grad()
-        parts[name] = tensor
-
-    handles = []
-    block: Any
-    for i, block in enumerate(model.model.blocks):
-        handles.append(block.register_forward_pre_hook(lambda _, inputs, i=i: see(f"{i} stream", inputs[0])))
-        handles.append(block.mlp.register_forward_hook(lambda _, inputs, out, i=i: see(f"{i} mlp", out)))
-        for place, write in ((2 * i, block.mixer_write), (2 * i + 1, block.mlp_write)):
-            if isinstance(write, (DeepDelta, LatentUpdate)):
-
-                def written(module: Any, inputs: Any, out: Any, place: int = place) -> None:
-                    writes[place] = WriteView(module, inputs, out)
-
-                handles.append(write.register_forward_hook(written))
-        mixer = block.mixer
-        if not isinstance(mixer, GatedDeltaNet):
-            continue
-
-        def enter(_: Any, inputs: Any, i: int = i) -> None:
-            see(f"{i} x", inputs[0])
-            parts[f"{i} sequences"] = inputs[1]
-
-        handles += [
-            mixer.register_forward_pre_hook(enter),
-            mixer.register_forward_hook(lambda _, inputs, out, i=i: see(f"{i} out", out)),
-            mixer.conv.register_forward_hook(lambda _, inputs, out, i=i: see(f"{i} qkv", out)),
-            mixer.o_norm.register_forward_pre_hook(lambda _, inputs, i=i: see(f"{i} o", inputs[0])),
-            mixer.o_proj.register_forward_pre_hook(lambda _, inputs, i=i: see(f"{i} y", inputs[0])),
-        ]
-
-    def leave(_: Any, inputs: Any, out: Tensor) -> None:
-        see("end", inputs[0])
-        mixers = {
-            i: MixerView(
-                block.mixer, *(parts[f"{i} {name}"] for name in ("x", "sequences", "qkv", "o", "y", "out"))
-            )
-            for i, block in enumerate(model.model.blocks)
-            if isinstance(block.mixer, GatedDeltaNet)
-        }
-        stream = [parts[f"{i} stream"] for i in range(len(model.model.blocks))]
-        mlps = [parts[f"{i} mlp"] for i in range(len(model.model.blocks))]
-        views.append(ModelView([*stream, parts["end"]], out, mixers, mlps, dict(writes)))
-        parts.clear()
-        writes.clear()
-
-    handles.append(model.model.norm.register_forward_hook(leave))
+    for i, block in enumerate(blocks):
+        for place, module in ((2 * i, block.mixer_write), (2 * i + 1, block.mlp_write)):
+            if isinstance(module, (DeepDelta, LatentUpdate)):
+                handles.append(module.register_forward_pre_hook(partial(write, place)))
+    handles.append(
+        model.model.norm.register_forward_hook(lambda _, inputs, out: setattr(view, "hidden", out))
+    )
     try:
-        yield views
+        yield view
     finally:
         for handle in handles:
             handle.remove()
@@ -247,18 +216,18 @@ class Probes:
         try:
             for _, p, _ in self._parameters():
                 p.grad = None
-            with observed(self.model, gradients=True) as views:
+            with observed(self.model) as view:
                 # the sum over tokens, not their mean
                 (self.loss(*self.batch) * self.batch.targets.numel()).backward()
             with torch.no_grad():
-                values = {"logit_std": self._logit_std(views[0])} | self._groups()
-                for i, write in views[0].writes.items():
-                    of_write = write_probes(*write.operands(), erases=not isinstance(write.write, WriteOnly))
+                values = {"logit_std": self._logit_std(view.hidden)} | self._groups()
+                for i, (write, inputs) in view.writes.items():
+                    of_write = write_probes(
+                        *operands(write, *inputs), erases=not isinstance(write, WriteOnly)
+                    )
                     values |= {f"depth/{i}/{name}": value for name, value in of_write.items()}
-                layers = sorted(views[0].mixers)
-                for i in sorted({layers[0], layers[len(layers) // 2], layers[-1]} if layers else ()):
-                    of_layer = layer_probes(views[0].mixers[i], views[0].stream[i])
-                    values |= {f"layers/{i}/{name}": value for name, value in of_layer.items()}
+                for i, mixer in view.mixers.items():
+                    values |= {f"layers/{i}/{name}": value for name, value in layer_probes(mixer).items()}
         finally:
             self.model.train(training)
             for name, p, _ in self._parameters():
@@ -268,11 +237,8 @@ class Probes:
 
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter, float]]:
         """Lists the name, the parameter and the current learning rate of all parameters."""
-        return [
-            (name, p, group["lr"])
-            for group in self.optimizer.param_groups
-            for name, p in zip(group["names"], group["params"], strict=True)
-        ]
+        groups = self.optimizer.param_groups
+        return [(name, p, g["lr"]) for g in groups for name, p in zip(g["names"], g["params"], strict=True)]
 
     def _groups(self) -> dict[str, float]:
         squares: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -293,10 +259,10 @@ class Probes:
             values |= {f"groups/{group}/{key}": value for key, value in of_group.items()}
         return values
 
-    def _logit_std(self, view: ModelView) -> float:
-        hidden = view.hidden[:1].float()  # one sequence: all logits of a batch may not fit
+    def _logit_std(self, hidden: Tensor) -> float:
         head = self.model.lm_head
-        logits = F.linear(hidden, head.weight.float()) * head.multiplier
+        # one sequence: all logits of a batch may not fit
+        logits = F.linear(hidden[:1].float(), head.weight.float()) * head.multiplier
         return float(logits.std(-1).mean())
 
 
@@ -317,8 +283,8 @@ class ProbeObserver:
         return self.probes.measure()
 
 
-def layer_probes(view: MixerView, stream: Tensor) -> dict[str, float]:
-    """Measures one layer; `stream` is its block's input."""
+def layer_probes(view: MixerView) -> dict[str, float]:
+    """Measures one layer."""
     q, k, v = view.split()
     T = q.shape[1]
     g, beta = view.gates()
@@ -330,13 +296,13 @@ def layer_probes(view: MixerView, stream: Tensor) -> dict[str, float]:
     probes = {
         **{name: rms(x) for name, x in {"q": q, "k": k, "v": v, "y": view.y, "out": view.out}.items()},
         "o": rms(view.o) / view.mixer.scale,
-        "hidden": rms(stream),
+        "hidden": rms(view.stream),
         "beta_mean": float(beta.mean()),
         "beta_std": float(beta.std()),
         "beta_strong": float((beta > 0.5).float().mean()),
         "alpha_mean": float(alpha.mean()),
         "memory": float((1 / forgets.clamp_min(1e-12)).median()),
-        "gate_decay_std": float((za - view.mixer.dt_bias).std()),
+        "gate_decay_std": float(za.std()),
         "gate_beta_std": float(zb.std()),
         "state": rms(view.state()) * view.mixer.K**0.5,
         "qk_mean": float(cosine.mean()),
@@ -349,15 +315,21 @@ def layer_probes(view: MixerView, stream: Tensor) -> dict[str, float]:
             probes[f"Sk/{t}"] = recall(view.state(t), k[:, t])
     if view.qkv.grad is not None:
         q, k, v = view.qkv.grad.split(view.mixer.sizes, dim=-1)
-        gradients = {"q": q, "k": k, "v": v, "y": view.y.grad, "hidden": stream.grad}
+        gradients = {"q": q, "k": k, "v": v, "y": view.y.grad, "hidden": view.stream.grad}
         # of S^T q, which o is a multiple of
         gradients["o"] = None if view.o.grad is None else view.o.grad * view.mixer.scale
         probes |= {f"grad_{name}": rms(x) for name, x in gradients.items() if x is not None}
     return probes
 
 
+def operands(write: Any, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns a write's X [..., D, DV], k [..., D] of norm 1, v [..., DV] and beta [...]."""
+    X, k, v, beta = write.operands(*inputs)
+    return X, k * (k.square().sum(-1, keepdim=True) + write.k_eps**2).rsqrt(), v, beta
+
+
 def write_probes(X: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, erases: bool = True) -> dict[str, float]:
-    """Measures one write: X [..., D, DV], k [..., D] of norm 1, v [..., DV], beta [...]."""
+    """Measures one write by its `operands`."""
     X, k, v, beta = (x.float() for x in (X, k, v, beta))
     along = torch.einsum("...d,...dv->...v", k, X).norm(dim=-1)
     determinant = (1 - beta) ** X.shape[-1] if erases else torch.ones_like(beta)

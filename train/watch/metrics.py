@@ -10,9 +10,8 @@ All but MEASURED repeats bit for bit when a run is repeated, or killed and resum
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from delta_trn.train.files import disk_errors
 
@@ -20,28 +19,8 @@ MEASURED = frozenset(("seconds", "tokens_per_s", "memory"))
 """Fields that a clock or the operating system gave: different every time."""
 
 
-@dataclass(frozen=True)
-class Line:
-    """One measurement. A field is None where the split has no such number."""
-
-    step: int
-    split: Literal["train", "val"]
-    loss: float
-    tokens: int
-    seconds: float
-    lr: float | None = None
-    grad_norm: float | None = None
-    tokens_per_s: float | None = None
-    memory: int | None = None
-    perplexity: float | None = None
-    bits_per_byte: float | None = None
-    probes: dict[str, float] | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-    def to_json(self) -> str:
-        return json.dumps(self.as_dict()) + "\n"
+# The fields of one measurement, as the first lines of this file name them.
+Line = dict[str, Any]
 
 
 class MetricsFile:
@@ -57,7 +36,7 @@ class MetricsFile:
         with disk_errors(self.path, safe):
             if self._file is None:
                 self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run is
-            self._file.write("".join(line.to_json() for line in lines))
+            self._file.write("".join(f"{json.dumps(line)}\n" for line in lines))
             self._file.flush()
 
     def sync(self) -> None:

@@ -6,8 +6,7 @@ import shlex
 import shutil
 import statistics
 import sys
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,7 +17,6 @@ from delta_trn.train.recipes import RECIPES
 from delta_trn.train.run.evaluate import Evaluation, evaluate, held_out_windows, windows_at_once
 from delta_trn.train.run.setup import Run
 from delta_trn.train.run.step import loss_function
-from delta_trn.train.settings.schema import RunConfig
 from delta_trn.train.watch import metrics
 from delta_trn.train.watch.display import duration
 from delta_trn.train.watch.flops import flops_per_token
@@ -61,6 +59,8 @@ def opening(run: Run, asked_backend: str) -> list[str]:
             f", {name} {n}" for name, n in (("tensor", d.tensor), ("context", d.context)) if n > 1
         )
         lines.append(f"processes  {run.team.world}, {d.mode}{split}")
+    if run.sharding.is_divided and c.sample.tokens:
+        lines.append("note       no samples: no process has all weights; `generate` opens the checkpoints")
     if s.warmup >= c.steps:
         lines.append(f"note       warmup of {s.warmup} steps is not over when the run ends after {c.steps}")
     return lines
@@ -71,21 +71,8 @@ def _device(run: Run) -> str:
     return f"{name}, {machine.threads()} threads" if run.device.type == "cpu" else name
 
 
-@dataclass(frozen=True)
-class Result:
-    """The result of a run: the loss on `held_out` tokens after training on `tokens`."""
-
-    step: int
-    tokens: int
-    seconds: float
-    held_out: int
-    loss: float
-    perplexity: float
-    bits_per_byte: float | None
-
-
-def result(run: Run) -> Result | None:
-    """Returns the loss on held-out text: a finished run's on final_tokens in order, else the last on crops.
+def measure(run: Run) -> dict[str, Any] | None:
+    """Returns what summary.json has: the loss on final_tokens in order at the end, else the last on crops.
 
     None before the first evaluation.
     """
@@ -95,33 +82,19 @@ def result(run: Run) -> Result | None:
     last = run.team.leader_does(lambda: [line for line in metrics.read(path) if line["split"] == "val"][-1:])
     if not last:
         return None
-    crops = config.evaluation.sequences * config.batch.length
-    at, loss, tokens = last[-1]["step"], last[-1]["loss"], crops
+    found = Evaluation(last[0]["loss"], config.evaluation.sequences * config.batch.length)
+    at = last[0]["step"]
     if config.evaluation.final_tokens and state.step == config.steps and not state.owes:
-        found = _in_order(run)
-        at, loss, tokens = state.step, found.loss, found.tokens
-    return Result(
-        step=at,
-        tokens=last[-1]["tokens"],
-        seconds=round(last[-1]["seconds"], 3),
-        held_out=tokens,
-        loss=loss,
-        perplexity=Evaluation(loss, tokens).perplexity,
-        bits_per_byte=run.dataset.bits_per_byte(loss),
-    )
-
-
-def saved_result(run: Run) -> tuple[Result, dict[str, dict[str, float]]] | None:
-    """Returns what a finished run has measured at its end, and its baselines; None where it is not known."""
-    if run.state.step < run.config.steps or run.state.owes:
-        return None
-    try:
-        saved = json.loads(run.folder.summary_path.read_bytes())
-        baselines = saved.pop("baselines")
-        found = Result(**saved)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # it was stopped before it was written
-    return (found, baselines) if found.step == run.state.step else None
+        at, found = state.step, _in_order(run)
+    return {
+        "step": at,
+        "tokens": last[0]["tokens"],
+        "seconds": last[0]["seconds"],
+        "held_out": found.tokens,
+        "loss": found.loss,
+        "perplexity": found.perplexity,
+        "bits_per_byte": run.dataset.bits_per_byte(found.loss),
+    }
 
 
 def _in_order(run: Run) -> Evaluation:
@@ -153,22 +126,18 @@ def peak_tokens_per_s(run: Run) -> float | None:
     return run.team.world * rate / flops_per_token(run.config)
 
 
-def closing(
-    run: Run,
-    found: Result | None,
-    costs: dict[str, dict[str, float]],
-    console: Console,
-    plot: str | None,
-    peak: float | None = None,
-) -> None:
-    """Prints the result beside the baselines, a sample, and what to try next."""
+def closing(run: Run, console: Console, found: dict[str, Any] | None, peak: float | None = None) -> None:
+    """Prints the result beside the baselines, a sample, and what to try next.
+
+    found   what summary.json has; None: nothing was measured yet
+    """
 
     def print_as_it_is(text: str) -> None:
         console.print(text, markup=False)
 
     if found is not None:
-        console.print(_table(run.config, found, costs))
-        bits = found.bits_per_byte
+        console.print(_table(run.config.name, found))
+        bits, costs = found["bits_per_byte"], found["baselines"]
         if bits is not None and "lzma" in costs and costs["lzma"]["bits_per_byte"] < bits:
             print_as_it_is(
                 "lzma stores an exact repeat once, however far back it lies. On text with many of\n"
@@ -185,8 +154,8 @@ def closing(
         print_as_it_is(f", continuing {json.dumps(prompt, ensure_ascii=False)}" if prompt else "")
         print_as_it_is(sample)
     console.print("\nnext", style="bold")
-    if plot:
-        print_as_it_is(f"  the loss as a picture: {plot}")
+    if run.folder.plot_path.exists():
+        print_as_it_is(f"  the loss as a picture: {run.folder.plot_path}")
     for what, command in _next(run):
         print_as_it_is(f"  {what}:\n    {command}")
 
@@ -210,29 +179,21 @@ def _next(run: Run) -> list[tuple[str, str]]:
 
 def _program() -> str:
     """Returns how this package's command is called from this shell."""
-    script = Path(sys.prefix) / "bin" / "delta-trn"
-    found = shutil.which("delta-trn")
-    if found is not None and Path(found).resolve() == script.resolve():
-        return "delta-trn"
-    if not script.exists():
-        return f"{shlex.quote(sys.executable)} -m delta_trn"
-    here = Path.cwd()
-    return shlex.quote(str(script.relative_to(here) if script.is_relative_to(here) else script))
+    return "delta-trn" if shutil.which("delta-trn") else f"{shlex.quote(sys.executable)} -m delta_trn"
 
 
-def _table(config: RunConfig, found: Result, costs: dict[str, dict[str, float]]) -> Table:
-    trained = f"{found.tokens:,} tokens in {duration(found.seconds)}"
-    title = f"{found.held_out:,} held-out tokens after step {found.step} ({trained})"
+def _table(name: str, found: dict[str, Any]) -> Table:
+    trained = f"{found['tokens']:,} tokens in {duration(found['seconds'])}"
+    title = f"{found['held_out']:,} held-out tokens after step {found['step']} ({trained})"
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for heading in ("nats/token", "perplexity", "bits/byte"):
         table.add_column(heading, justify="right")
     rows = [
-        (costs[name]["nats_per_token"], costs[name]["bits_per_byte"], words)
-        for name, words in BASELINES.items()
-        if name in costs
+        (cost["nats_per_token"], cost["bits_per_byte"], BASELINES[kind])
+        for kind, cost in found["baselines"].items()
     ]
-    mine = (found.loss, found.bits_per_byte, f"this model ({config.name})")
+    mine = (found["loss"], found["bits_per_byte"], f"this model ({name})")
     for row in sorted([*rows, mine], reverse=True):
         loss, bits, words = row
         style, per_byte = "bold" if row is mine else None, "" if bits is None else f"{bits:.4f}"

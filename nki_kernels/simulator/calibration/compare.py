@@ -5,9 +5,7 @@ out. The published busy time of the Vector and the Scalar engine is compared, to
 """
 
 import argparse
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 from delta_trn.nki_kernels.simulator.calibration.measurements import (
@@ -152,19 +150,4 @@ def main(options: argparse.Namespace) -> int:
         constants = (f"{value:6.2f}  {what}" for what, value in implied_constants().items())
         print(f"What {FITTED} implies:", *constants, sep="\n  ")
     print("\nSources:", *(f"{name}: {address}" for name, address in SOURCES.items()), sep="\n  ")
-    if options.jsonl:
-        write(comparisons, options.jsonl)
     return 0 if met else 1
-
-
-def write(comparisons: list[Comparison], path: Path) -> None:
-    """Appends one JSON line per measurement to the file."""
-    with path.open("a") as lines:
-        for c in comparisons:
-            m = c.measurement
-            row = {
-                "kernel": m.kernel, "source": m.source, "where": m.where, "measured_ms": m.ms,
-                "lower_ms": c.lower, "in_order_ms": c.in_order, "vector_ms": c.vector,
-                "vector_measured_ms": m.vector, "scalar_ms": c.scalar, "scalar_measured_ms": m.scalar,
-            }  # fmt: skip
-            lines.write(json.dumps(row) + "\n")

@@ -5,6 +5,9 @@ its tile sizes, its order of loops and its number of instructions. What the sour
 published busy times, bytes and idle times decide; each such choice is said where it is made.
 """
 
+from typing import Any
+
+import ml_dtypes
 import numpy as np
 
 from delta_trn.nki_kernels.simulator import nisa, nl
@@ -52,6 +55,20 @@ def sum_of_products(pairs):
     return total
 
 
+def multiply_block(target, stationary, moving, rows):
+    """Stores a block [128, 1024] of a product to `target`: the sum of stationary[:, rows].T @ moving."""
+    done = tile(P, WIDE)
+    for n in range(0, WIDE, N):
+        pairs = [(s[:, rows], v[:, n : n + N]) for s, v in zip(stationary, moving, strict=True)]
+        to_sbuf(sum_of_products(pairs), done[:, n : n + N])
+    nisa.dma_copy(dst=target, src=done)
+
+
+def load_rows(source, columns):
+    """Loads these columns of source [n, ...] as tiles of 128 rows."""
+    return [load(source[k : k + P, columns]) for k in range(0, source.shape[0], P)]
+
+
 def gemm(left, right):
     """left [K, 512], right [K, 1024 parts], bfloat16: left.T @ right by 4 x 2 blocks of PSUM."""
     depth, width = right.shape
@@ -79,17 +96,14 @@ def gemm(left, right):
 
 def transpose_matmul(left, right):
     """left [K, 1024], right [K, 1024 parts], float32: left.T @ right."""
-    depth, width = right.shape
+    width = right.shape[1]
     out = output(WIDE, width)
-    stationary = [load(left[k : k + P, :]) for k in range(0, depth, P)]
+    stationary = load_rows(left, slice(0, WIDE))
     for column in range(0, width, WIDE):
-        moving = [load(right[k : k + P, column : column + WIDE]) for k in range(0, depth, P)]
+        span = slice(column, column + WIDE)
+        moving = load_rows(right, span)
         for m in range(0, WIDE, P):
-            done = tile(P, WIDE)
-            for n in range(0, WIDE, N):
-                pairs = [(s[:, m : m + P], v[:, n : n + N]) for s, v in zip(stationary, moving, strict=True)]
-                to_sbuf(sum_of_products(pairs), done[:, n : n + N])
-            nisa.dma_copy(dst=out[m : m + P, column : column + WIDE], src=done)
+            multiply_block(out[m : m + P, span], stationary, moving, slice(m, m + P))
     return out
 
 
@@ -109,12 +123,8 @@ def matmul(left, right, identity):
                 turned = tile(P, P)
                 transpose(loaded[:, n : n + P], eye, turned)
                 stationary.append(turned)
-        moving = [load(right[k : k + P, :]) for k in range(0, depth, P)]
-        done = tile(P, WIDE)
-        for n in range(0, WIDE, N):
-            pairs = [(s, v[:, n : n + N]) for s, v in zip(stationary, moving, strict=True)]
-            to_sbuf(sum_of_products(pairs), done[:, n : n + N])
-        nisa.dma_copy(dst=out[row : row + P, :], src=done)
+        moving = load_rows(right, slice(0, WIDE))
+        multiply_block(out[row : row + P, :], stationary, moving, slice(0, P))
     return out
 
 
@@ -127,13 +137,10 @@ def bmm(left, right, identity):
     for row in range(0, WIDE, P):
         transpose(load(left[row : row + P, :]), eye, stationary[:, row : row + P])
     for column in range(0, width, WIDE):
-        moving = load(right[:, column : column + WIDE])
+        span = slice(column, column + WIDE)
+        moving = load(right[:, span])
         for m in range(0, WIDE, P):
-            done = tile(P, WIDE)
-            for n in range(0, WIDE, N):
-                product = sum_of_products([(stationary[:, m : m + P], moving[:, n : n + N])])
-                to_sbuf(product, done[:, n : n + N])
-            nisa.dma_copy(dst=out[m : m + P, column : column + WIDE], src=done)
+            multiply_block(out[m : m + P, span], [stationary], [moving], slice(m, m + P))
     return out
 
 
@@ -166,16 +173,11 @@ def rmsnorm_matmul(x, weight, identity):
                     target = turned[4 * half + k][:, row : row + P]
                     transpose(normal[:, k * P : k * P + P], eye, target)
         for column in range(0, weight.shape[1], WIDE):
-            moving = [load(weight[k : k + P, column : column + WIDE]) for k in range(0, depth, P)]
+            span = slice(column, column + WIDE)
+            moving = load_rows(weight, span)
             for row in range(0, WIDE, P):
-                done = tile(P, WIDE)
-                for n in range(0, WIDE, N):
-                    pairs = [
-                        (s[:, row : row + P], v[:, n : n + N]) for s, v in zip(turned, moving, strict=True)
-                    ]
-                    to_sbuf(sum_of_products(pairs), done[:, n : n + N])
                 start = block + row
-                nisa.dma_copy(dst=out[start : start + P, column : column + WIDE], src=done)
+                multiply_block(out[start : start + P, span], turned, moving, slice(row, row + P))
     return out
 
 
@@ -259,13 +261,8 @@ def rope(x, cos, sin):
         nisa.dma_copy(dst=packed[lower], src=sin[:, span])
         nisa.tensor_copy(dst=odd, src=loaded[lower], engine=nisa.engine.vector)
         to_sbuf(packed[lower], low_sin)
-        of_even, of_odd, low_even, low_odd, done = (
-            tile(P, N),
-            tile(P, N),
-            tile(half, N),
-            tile(half, N),
-            tile(P, N),
-        )
+        of_even, of_odd, done = (tile(P, N) for _ in range(3))
+        low_even, low_odd = tile(half, N), tile(half, N)
         for result, one, two in (
             (of_even[upper], loaded[upper], packed[upper]),
             (of_odd[upper], odd, packed[upper]),
@@ -407,27 +404,19 @@ def arguments(program, parts, **sizes):
         return rng.random(shape, np.float32) + np.float32(0.5)
 
     eye, wide = np.eye(P, dtype=np.float32), WIDE * parts
-    if program in (gemm, transpose_matmul):
-        import ml_dtypes
-
-        dtype, rows = (ml_dtypes.bfloat16, 4 * P) if program is gemm else (np.float32, WIDE)
-        return array(sizes["K"], rows).astype(dtype), array(sizes["K"], wide).astype(dtype)
-    if program is matmul:
-        return array(P * parts, sizes["K"]), array(sizes["K"], WIDE), eye
-    if program is bmm:
-        return array(WIDE, sizes["K"]), array(sizes["K"], wide), eye
-    if program is rmsnorm_matmul:
-        return array(wide, WIDE), array(WIDE, 2 * WIDE), eye
-    if program is silu:
-        return (array(P, wide),)
-    if program is adamw:
-        return tuple(array(P, wide) for _ in range(4))
-    if program in (rope, rope_wide):
-        width = parts * (N if program is rope else 4 * N)
-        return array(P, width), array(P // 2, width), array(P // 2, width)
-    rows, length, states = P * parts, sizes["T"], 16
-    return (
-        *(array(rows, length) for _ in range(2)),
-        -array(rows, states),
-        *(array(states, length) for _ in range(2)),
-    )
+    K, T, states = sizes.get("K", 0), sizes.get("T", 0), 16
+    narrow, turns = parts * N, 4 * parts * N
+    shapes = {
+        gemm: ((K, 4 * P), (K, wide)), transpose_matmul: ((K, WIDE), (K, wide)),
+        matmul: ((P * parts, K), (K, WIDE)), bmm: ((WIDE, K), (K, wide)),
+        rmsnorm_matmul: ((wide, WIDE), (WIDE, 2 * WIDE)), silu: ((P, wide),), adamw: ((P, wide),) * 4,
+        rope: ((P, narrow), (P // 2, narrow), (P // 2, narrow)),
+        rope_wide: ((P, turns), (P // 2, turns), (P // 2, turns)),
+    }  # fmt: skip
+    of_scan = ((P * parts, T), (P * parts, T), (P * parts, states), (states, T), (states, T))
+    given: list[Any] = [array(*shape) for shape in shapes.get(program, of_scan)]
+    if program is gemm:
+        given = [x.astype(ml_dtypes.bfloat16) for x in given]
+    if program not in shapes:
+        given[2] *= -1
+    return (*given, eye) if program in (matmul, bmm, rmsnorm_matmul) else tuple(given)

@@ -7,39 +7,32 @@ Activations are as exact here as float32 allows; the chip's are piecewise polyno
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import pi
+from typing import Any
 
 import numpy as np
 
 _F32 = np.float32
 
 
+@dataclass(eq=False, repr=False)
 class Operator:
     """One operator; `name` is its name in nki.language."""
 
-    def __init__(
-        self,
-        name: str,
-        alu: Callable | None = None,
-        *,
-        arity: int = 2,
-        bitvec: bool = False,
-        reduce: bool = False,
-        activation: Callable | None = None,
-        valid: tuple[float, float] | None = None,
-        identity: float | None = None,
-        composed: bool = False,
-    ) -> None:
-        self.name = name
-        self.__name__ = name
-        self.alu = alu
-        self.arity = arity
-        self.bitvec = bitvec
-        self.reduce = reduce
-        self.activation = activation
-        self.valid = valid  # the inputs for which the Scalar engine's result is right
-        self.identity = identity  # what a reduction starts from
-        self.composed = composed  # no single instruction computes it; nl.cos on a tile issues several
+    name: str
+    alu: Callable | None = None
+    arity: int = 2
+    bitvec: bool = False
+    reduce: bool = False
+    activation: Callable | None = None
+    valid: tuple[float, float] | None = None  # the inputs for which the Scalar engine's result is right
+    identity: float | None = None  # what a reduction starts from
+    composed: bool = False  # no single instruction computes it; nl.cos on a tile issues several
+
+    @property
+    def __name__(self) -> str:
+        return self.name
 
     def __repr__(self) -> str:
         return f"nl.{self.name}"
@@ -65,33 +58,9 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return np.where(x >= 0, 1 / (1 + small), small / (1 + small)).astype(_F32)
 
 
-def _normal_density(x: np.ndarray) -> np.ndarray:
-    return np.exp(-_F32(0.5) * x * x) * _F32(1 / math.sqrt(2 * pi))
-
-
-def _gelu(x: np.ndarray) -> np.ndarray:
-    return _F32(0.5) * x * (1 + _erf(x * _F32(1 / math.sqrt(2))))
-
-
-def _gelu_dx(x: np.ndarray) -> np.ndarray:
-    return _F32(0.5) * (1 + _erf(x * _F32(1 / math.sqrt(2)))) + x * _normal_density(x)
-
-
-def _gelu_tanh(x: np.ndarray) -> np.ndarray:
-    return _F32(0.5) * x * (1 + np.tanh(_F32(math.sqrt(2 / pi)) * (x + _F32(0.044715) * x * x * x)))
-
-
-def _gelu_sigmoid(x: np.ndarray) -> np.ndarray:
-    return x * _sigmoid(_F32(1.702) * x)
-
-
 def _gelu_sigmoid_dx(x: np.ndarray) -> np.ndarray:
     s = _sigmoid(_F32(1.702) * x)
     return s + _F32(1.702) * x * s * (1 - s)
-
-
-def _silu(x: np.ndarray) -> np.ndarray:
-    return x * _sigmoid(x)
 
 
 def _silu_dx(x: np.ndarray) -> np.ndarray:
@@ -99,24 +68,31 @@ def _silu_dx(x: np.ndarray) -> np.ndarray:
     return s * (1 + x * (1 - s))
 
 
+def _gelu(x: np.ndarray) -> np.ndarray:
+    return _F32(0.5) * x * (1 + _erf(x * _F32(1 / math.sqrt(2))))
+
+
+def _gelu_dx(x: np.ndarray) -> np.ndarray:
+    density = np.exp(-_F32(0.5) * x * x) * _F32(1 / math.sqrt(2 * pi))
+    return _F32(0.5) * (1 + _erf(x * _F32(1 / math.sqrt(2)))) + x * density
+
+
+def _gelu_tanh(x: np.ndarray) -> np.ndarray:
+    return _F32(0.5) * x * (1 + np.tanh(_F32(math.sqrt(2 / pi)) * (x + _F32(0.044715) * x * x * x)))
+
+
 def _softplus(x: np.ndarray) -> np.ndarray:
     return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
 
 
-def _mish(x: np.ndarray) -> np.ndarray:
-    return x * np.tanh(_softplus(x))
+def _unary(name: str, function: Callable, **more: Any) -> Operator:
+    """Return a function that the Vector, the GpSimd and the Scalar engine have."""
+    return Operator(name, function, arity=1, activation=function, **more)
 
 
-def _relu(x: np.ndarray) -> np.ndarray:
-    return np.maximum(x, _F32(0))
-
-
-def _rsqrt(x: np.ndarray) -> np.ndarray:
-    return _F32(1) / np.sqrt(x)
-
-
-def _reciprocal(x: np.ndarray) -> np.ndarray:
-    return _F32(1) / x
+def _scalar(name: str, function: Callable, **more: Any) -> Operator:
+    """Return a function that the Scalar engine alone has."""
+    return Operator(name, arity=1, activation=function, **more)
 
 
 INF = float("inf")
@@ -153,34 +129,34 @@ left_shift = Operator("left_shift", np.left_shift, bitvec=True)
 right_shift = Operator("right_shift", np.right_shift, bitvec=True)
 invert = Operator("invert", np.invert, arity=1, bitvec=True)
 
-abs = Operator("abs", np.abs, arity=1, activation=np.abs)
-square = Operator("square", np.square, arity=1, activation=np.square)
-relu = Operator("relu", _relu, arity=1, activation=_relu)
-rsqrt = Operator("rsqrt", _rsqrt, arity=1, activation=_rsqrt, valid=(2.0**-87, 2.0**97))
-reciprocal = Operator("reciprocal", _reciprocal, arity=1, activation=_reciprocal, valid=(2.0**-42, 2.0**42))
+abs = _unary("abs", np.abs)
+square = _unary("square", np.square)
+relu = _unary("relu", lambda x: np.maximum(x, _F32(0)))
+rsqrt = _unary("rsqrt", lambda x: _F32(1) / np.sqrt(x), valid=(2.0**-87, 2.0**97))
+reciprocal = _unary("reciprocal", lambda x: _F32(1) / x, valid=(2.0**-42, 2.0**42))
 
-copy = Operator("copy", arity=1, activation=lambda x: x)
-exp = Operator("exp", arity=1, activation=np.exp)
-log = Operator("log", arity=1, activation=np.log, valid=(2.0**-64, 2.0**64))
-sqrt = Operator("sqrt", arity=1, activation=np.sqrt, valid=(2.0**-116, 2.0**118))
-sin = Operator("sin", arity=1, activation=np.sin, valid=(-pi, pi))
-cos = Operator("cos", arity=1, activation=np.cos, composed=True)
-tan = Operator("tan", arity=1, activation=np.tan, composed=True)
-arctan = Operator("arctan", arity=1, activation=np.arctan, valid=(-pi / 2, pi / 2))
-tanh = Operator("tanh", arity=1, activation=np.tanh)
-sigmoid = Operator("sigmoid", arity=1, activation=_sigmoid)
-silu = Operator("silu", arity=1, activation=_silu)
-silu_dx = Operator("silu_dx", arity=1, activation=_silu_dx)
-gelu = Operator("gelu", arity=1, activation=_gelu)
-gelu_dx = Operator("gelu_dx", arity=1, activation=_gelu_dx)
-gelu_apprx_tanh = Operator("gelu_apprx_tanh", arity=1, activation=_gelu_tanh)
-gelu_apprx_sigmoid = Operator("gelu_apprx_sigmoid", arity=1, activation=_gelu_sigmoid)
-gelu_apprx_sigmoid_dx = Operator("gelu_apprx_sigmoid_dx", arity=1, activation=_gelu_sigmoid_dx)
-softplus = Operator("softplus", arity=1, activation=_softplus)
-mish = Operator("mish", arity=1, activation=_mish)
-erf = Operator("erf", arity=1, activation=_erf)
-erf_dx = Operator("erf_dx", arity=1, activation=lambda x: _F32(2 / math.sqrt(pi)) * np.exp(-x * x))
-sign = Operator("sign", arity=1, activation=np.sign)
+copy = _scalar("copy", lambda x: x)
+exp = _scalar("exp", np.exp)
+log = _scalar("log", np.log, valid=(2.0**-64, 2.0**64))
+sqrt = _scalar("sqrt", np.sqrt, valid=(2.0**-116, 2.0**118))
+sin = _scalar("sin", np.sin, valid=(-pi, pi))
+cos = _scalar("cos", np.cos, composed=True)
+tan = _scalar("tan", np.tan, composed=True)
+arctan = _scalar("arctan", np.arctan, valid=(-pi / 2, pi / 2))
+tanh = _scalar("tanh", np.tanh)
+sigmoid = _scalar("sigmoid", _sigmoid)
+silu = _scalar("silu", lambda x: x * _sigmoid(x))
+silu_dx = _scalar("silu_dx", _silu_dx)
+gelu = _scalar("gelu", _gelu)
+gelu_dx = _scalar("gelu_dx", _gelu_dx)
+gelu_apprx_tanh = _scalar("gelu_apprx_tanh", _gelu_tanh)
+gelu_apprx_sigmoid = _scalar("gelu_apprx_sigmoid", lambda x: x * _sigmoid(_F32(1.702) * x))
+gelu_apprx_sigmoid_dx = _scalar("gelu_apprx_sigmoid_dx", _gelu_sigmoid_dx)
+softplus = _scalar("softplus", _softplus)
+mish = _scalar("mish", lambda x: x * np.tanh(_softplus(x)))
+erf = _scalar("erf", _erf)
+erf_dx = _scalar("erf_dx", lambda x: _F32(2 / math.sqrt(pi)) * np.exp(-x * x))
+sign = _scalar("sign", np.sign)
 # fmt: on
 
 OPERATORS = tuple(value for value in vars().values() if isinstance(value, Operator))

@@ -55,7 +55,9 @@ def test_float32_runs_in_the_kernel_and_other_dtypes_do_not(monkeypatch):
     assert set(ran) == set(names)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.op != "delta_residual"], ids=lambda case: case.name
+)
 def test_pytorch_passes_the_criterion_where_there_is_no_kernel(without, case):
     assert not [str(v) for v in verdicts(case, torch.float32, "chunked") if not v.passed]
 

@@ -14,9 +14,12 @@ from tests.support.tiny_run import nudge, tolerance
 ALLOWED = 2**-16
 
 
+SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
+
+
 def our_model():
     torch.manual_seed(0)
-    return DeltaForCausalLM(DeltaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2))
+    return DeltaForCausalLM(DeltaConfig(**SIZES))
 
 
 class TestLoRA:
@@ -47,6 +50,20 @@ class TestLoRA:
         merged = loaded.merge_and_unload()
         assert error(merged(ids).logits, outputs.logits.detach()) < ALLOWED
         assert error(before, outputs.logits.detach()) > 100 * ALLOWED
+
+    @pytest.mark.parametrize("smoothing", [0.0, 0.1])
+    def test_the_loss_counts_an_adapter_at_the_readout(self, smoothing):
+        plain = DeltaForCausalLM(DeltaConfig(**SIZES, tie_word_embeddings=False, label_smoothing=smoothing))
+        settings = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
+        adapted, ids = get_peft_model(plain, settings).train(), tokens(2, 9)
+        outputs = adapted(ids, labels=ids)
+        logits, targets = outputs.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        expected = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=smoothing)
+        assert error(outputs.loss, expected.detach()) < ALLOWED
+        outputs.loss.backward()
+        assert all(p.grad.any() for p in adapted.parameters() if p.requires_grad)
+        with adapted.disable_adapter():
+            assert abs(adapted(ids, labels=ids).loss - expected) > 1e-3
 
     def test_every_linear_layer_of_a_mixer_gets_an_adapter(self):
         targets = get_peft_model(our_model(), self.settings()).targeted_module_names

@@ -1,6 +1,5 @@
 """The published kernels compute what their names say, and the model is near their published times."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -110,11 +109,9 @@ def test_the_fitted_source_implies_the_constants_of_the_model():
         assert low < value < high, what
 
 
-def test_calibrate_prints_the_table_and_writes_a_line_per_measurement(tmp_path, capsys):
-    assert main(["calibrate", "--only", "SiLU", "--jsonl", str(tmp_path / "lines.jsonl")]) == 0
+def test_calibrate_prints_the_table(capsys):
+    assert main(["calibrate", "--only", "SiLU"]) == 0
     printed = capsys.readouterr().out
     assert "| SiLU 4096x7168 | AccelOpt | 1.333 |" in printed and "github.com/zhang677/AccelOpt" in printed
-    (row,) = map(json.loads, (tmp_path / "lines.jsonl").read_text().splitlines())
-    assert row["measured_ms"] == 1.333232 and set(row["in_order_ms"]) == {"rate", "issue"}
     with pytest.raises(SystemExit, match="'Conv' is in no kernel's name and no source"):
         main(["calibrate", "--only", "Conv"])

@@ -3,40 +3,157 @@
 import numpy as np
 import pytest
 
-from delta_trn.nki_kernels.simulator import StrictError, nisa, nl, record
-from tests.support.simulator_harness import F32, R, execute, near, normal, on_chip
+from delta_trn.nki_kernels.simulator import StrictError, nisa, nl
+from tests.support.simulator_harness import F32, R, execute, near, normal, sbuf
 
 X, BLOCK, TALL = normal(4, 33), normal(3, 4, 5, 6), normal(70, 6)
+Y, Z, COLUMN, SCALE = normal(6, 20), normal(6, 20), normal(6, 1), normal(6, 1)
+MASK = R.integers(0, 2, (6, 20)).astype(np.uint8)
+RESET, GO_ON = nisa.reduce_cmd.reset_reduce, nisa.reduce_cmd.reduce
 
 
 def batch_statistics(out, tile):
-    stats = nl.ndarray((4, 6), F32, nl.sbuf)
+    stats = sbuf(4, 6)
     nisa.bn_stats(dst=stats, data=tile)
     nisa.bn_aggr(dst=out, data=stats)
 
 
 def sum_of_squares(out, tile):
-    squares = nl.ndarray(tile.shape, F32, nl.sbuf)
-    nisa.activation_reduce(dst=squares, op=nl.square, data=tile, reduce_op=nl.add, reduce_res=out)
+    nisa.activation_reduce(dst=sbuf(*tile.shape), op=nl.square, data=tile, reduce_op=nl.add, reduce_res=out)
 
 
+def scaled_and_summed_activations(out, tile, bias, scale):
+    nisa.activation(
+        dst=out[:, 0:20], op=nl.exp, data=tile, bias=bias, scale=scale, reduce_op=nl.add, reduce_cmd=RESET
+    )
+    nisa.activation(
+        dst=out[:, 20:40], op=nl.copy, data=tile, scale=2.0, reduce_op=nl.add, reduce_res=out[:, 40:41],
+        reduce_cmd=GO_ON,
+    )  # fmt: skip
+
+
+def with_sums(*parts):
+    return np.concatenate([*parts, sum(part.sum(1, keepdims=True) for part in parts)], 1)
+
+
+def both_scans(out, tile):
+    nisa.tensor_scalar_cumulative(dst=out[:, 0:20], src=tile, op0=nl.multiply, op1=nl.add, imm0=2.0)
+    nisa.tensor_scalar_reduce(
+        dst=out[:, 20:40], data=tile, op0=nl.add, operand0=1.0, reduce_op=nl.maximum, reduce_res=out[:, 40:41]
+    )
+
+
+def selections(out, tile, mask):
+    nisa.select_reduce(
+        dst=out[:, 0:20], predicate=mask, on_true=tile, on_false=-1.0, reduce_res=out[:, 40:41],
+        reduce_cmd=RESET,
+    )  # fmt: skip
+    nisa.memset(dst=out[:, 20:40], value=7.0)
+    nisa.tensor_copy_predicated(dst=out[:, 20:40], src=tile, predicate=mask, reverse_pred=True)
+
+
+def scan(initial=None, op0=nl.multiply, op1=nl.add, **reverse):
+    """Returns a body that scans; without an initial number the state starts from its last operand."""
+    return lambda out, x, y, *state: nisa.tensor_tensor_scan(
+        dst=out, data0=x, data1=y, initial=state[0] if initial is None else initial, op0=op0, op1=op1,
+        **reverse,
+    )  # fmt: skip
+
+
+def scanned(step, state):
+    states = []
+    for i in range(20):
+        state = step(Y[:, i].astype(np.float64), Z[:, i], state)
+        states.append(state)
+    return np.stack(states, 1)
+
+
+def subtract_twice(reverse0, reverse1):
+    return lambda out, tile, column: nisa.tensor_scalar(
+        dst=out, data=tile, op0=nl.subtract, operand0=column, reverse0=reverse0, op1=nl.subtract,
+        operand1=0.5, reverse1=reverse1,
+    )  # fmt: skip
+
+
+def fused(memory):
+    """Returns a body whose data is in `memory`."""
+
+    def body(out, x, y, column):
+        data = x
+        if memory == "psum":
+            data = nl.ndarray(x.shape, F32, nl.psum)
+            nisa.tensor_copy(dst=data, src=x)
+        nisa.scalar_tensor_tensor(
+            dst=out, data=data, op0=nl.multiply, operand0=column, op1=nl.subtract, operand1=y, reverse1=True
+        )
+
+    return body
+
+
+def pattern(out):
+    index = sbuf(4, 2, 3, dtype=nl.int32)
+    nisa.iota(dst=index, pattern=[[10, 2], [1, 3]], offset=5, channel_multiplier=100)
+    nisa.tensor_copy(dst=out, src=index)
+
+
+def triangle(out, tile):
+    nisa.affine_select(
+        dst=out, pattern=[[-1, 6]], channel_multiplier=1, on_true_tile=tile, on_false_value=-9.0,
+        cmp_op=nl.greater,
+    )  # fmt: skip
+
+
+def reduced(name):
+    return lambda out, x: nisa.tensor_reduce(dst=out, op=getattr(nl, name), data=x, axis=1, negate=True)
+
+
+def row(values):
+    return values[:, None]
+
+
+PLACES, FIRST = np.mgrid[0:4, 0:2, 0:3], TALL[:6]
+# name: what runs, its operands, and what it leaves
 INSTRUCTIONS = {
-    "memset": (lambda out, x: nisa.memset(dst=out, value=1.5), X, np.full((4, 2), 1.5)),
-    "reciprocal": (lambda out, x: nisa.reciprocal(dst=out, data=x), X, 1 / X),
-    "activation_reduce": (sum_of_squares, X, (X**2).sum(1, keepdims=True)),
-    "bn_stats and bn_aggr": (batch_statistics, X, np.stack([X.mean(1), X.var(1)], 1)),
+    "memset": (lambda out: nisa.memset(dst=out, value=1.5), (), np.full((4, 2), 1.5)),
+    "reciprocal": (lambda out, x: nisa.reciprocal(dst=out, data=x), (X,), 1 / X),
+    "activation_reduce": (sum_of_squares, (X,), row((X**2).sum(1))),
+    "activation": (scaled_and_summed_activations, (Y, COLUMN, SCALE),
+                   with_sums(np.exp(Y * SCALE + COLUMN), 2 * Y)),
+    "bn_stats and bn_aggr": (batch_statistics, (X,), np.stack([X.mean(1), X.var(1)], 1)),
     "tensor_reduce over two axes": (
-        lambda out, x: nisa.tensor_reduce(dst=out, op=nl.add, data=x, axis=(2, 3)), BLOCK, BLOCK.sum((2, 3)),
+        lambda out, x: nisa.tensor_reduce(dst=out, op=nl.add, data=x, axis=(2, 3)), (BLOCK,),
+        BLOCK.sum((2, 3)),
     ),
+    "tensor_reduce add": (reduced("add"), (X,), row(-X.sum(1))),
+    "tensor_reduce maximum": (reduced("maximum"), (X,), row(-X.max(1))),
+    "tensor_reduce minimum": (reduced("minimum"), (X,), row(-X.min(1))),
+    "tensor_reduce multiply": (reduced("multiply"), (Y,), row(-Y.prod(1))),
+    "tensor_reduce subtract": (reduced("subtract"), (X,), row(X.sum(1) - 2 * X[:, 0])),
     "tensor_partition_reduce": (
-        lambda out, x: nisa.tensor_partition_reduce(dst=out, op=nl.add, data=x), TALL, TALL.sum(0)[None],
+        lambda out, x: nisa.tensor_partition_reduce(dst=out, op=nl.add, data=x), (TALL,), TALL.sum(0)[None],
     ),
+    "tensor_scalar": (subtract_twice(False, False), (Y, COLUMN), Y - COLUMN - 0.5),
+    "tensor_scalar, first reversed": (subtract_twice(True, False), (Y, COLUMN), COLUMN - Y - 0.5),
+    "tensor_scalar, second reversed": (subtract_twice(False, True), (Y, COLUMN), 0.5 - (Y - COLUMN)),
+    "tensor_scalar, both reversed": (subtract_twice(True, True), (Y, COLUMN), 0.5 - (COLUMN - Y)),
+    "scalar_tensor_tensor": (fused("sbuf"), (Y, Z, COLUMN), Z - Y * COLUMN),
+    "scalar_tensor_tensor from PSUM": (fused("psum"), (Y, Z, COLUMN), Z - Y * COLUMN),
+    "scan from a number": (scan(0.5), (Y, Z), scanned(lambda a, b, s: a * s + b, np.full(6, 0.5))),
+    "scan from a tile": (scan(), (Y, Z, COLUMN), scanned(lambda a, b, s: a * s + b, COLUMN[:, 0])),
+    "scan, reversed": (scan(0.0, nl.subtract, nl.subtract, reverse0=True, reverse1=True), (Y, Z),
+                       scanned(lambda a, b, s: b - (s - a), np.zeros(6))),
+    "cumulative and reducing": (both_scans, (Y,),
+                                np.concatenate([np.cumsum(2 * Y, 1), Y + 1, row((Y + 1).max(1))], 1)),
+    "selections": (selections, (Y, MASK), np.concatenate(
+        [np.where(MASK, Y, -1), np.where(MASK, 7, Y), row(np.where(MASK, Y, -1).max(1))], 1)),
+    "iota": (pattern, (), 5 + 100 * PLACES[0] + 10 * PLACES[1] + PLACES[2]),
+    "affine_select": (triangle, (FIRST,), np.where(np.tri(6, k=-1) > 0, FIRST, -9)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("body", "x", "expected"), INSTRUCTIONS.values(), ids=INSTRUCTIONS)
-def test_instruction_agrees_with_numpy(body, x, expected):
-    near(execute(body, x, shape=expected.shape), expected)
+@pytest.mark.parametrize(("body", "operands", "expected"), INSTRUCTIONS.values(), ids=INSTRUCTIONS)
+def test_instruction_agrees_with_numpy(body, operands, expected):
+    near(execute(body, *operands, shape=expected.shape), expected)
 
 
 BINARY = {
@@ -88,38 +205,6 @@ def test_bitwise_operators_agree_with_numpy():
         assert execute(body, a, b, shape=(1, 3), dtype=nl.uint8).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("reverse0", [False, True])
-@pytest.mark.parametrize("reverse1", [False, True])
-def test_tensor_scalar_reverses_either_operand(reverse0, reverse1):
-    x, column = normal(6, 9), normal(6, 1)
-
-    def body(out, tile, col):
-        nisa.tensor_scalar(
-            dst=out, data=tile, op0=nl.subtract, operand0=col, reverse0=reverse0, op1=nl.subtract,
-            operand1=0.5, reverse1=reverse1,
-        )  # fmt: skip
-
-    first = column - x if reverse0 else x - column
-    near(execute(body, x, column, shape=(6, 9)), 0.5 - first if reverse1 else first - 0.5)
-
-
-@pytest.mark.parametrize("memory", ["sbuf", "psum"])
-def test_scalar_tensor_tensor_reads_sbuf_and_psum(memory):
-    x, y, column = normal(4, 6), normal(4, 6), normal(4, 1)
-
-    def kernel(a, b, c):
-        out = nl.ndarray((4, 6), F32, nl.sbuf)
-        nisa.scalar_tensor_tensor(
-            dst=out, data=on_chip(a, memory), op0=nl.multiply, operand0=on_chip(c), op1=nl.subtract,
-            operand1=on_chip(b), reverse1=True,
-        )  # fmt: skip
-        hbm = nl.ndarray((4, 6), F32, nl.shared_hbm)
-        nisa.dma_copy(dst=hbm, src=out)
-        return hbm
-
-    near(record(kernel, x, y, column, check_source=False).outputs, y - x * column)
-
-
 ACTIVATIONS = {
     "exp": np.exp, "tanh": np.tanh, "square": np.square, "abs": np.abs, "copy": np.asarray, "sign": np.sign,
     "sin": np.sin, "relu": lambda x: np.maximum(x, 0), "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
@@ -162,121 +247,6 @@ def test_activation_derivative_is_the_slope_of_its_function(name):
     near(result[0], (result[1] - result[2]) / (2 * step), 3e-4)
 
 
-def test_activation_scales_biases_and_sums():
-    x, bias, scale = normal(4, 8), normal(4, 1), normal(4, 1)
-
-    def body(out, tile, b, s):
-        nisa.activation(
-            dst=out[:, 0:8], op=nl.exp, data=tile, bias=b, scale=s, reduce_op=nl.add,
-            reduce_cmd=nisa.reduce_cmd.reset_reduce,
-        )  # fmt: skip
-        nisa.activation(
-            dst=out[:, 8:16], op=nl.copy, data=tile, scale=2.0, reduce_op=nl.add, reduce_res=out[:, 16:17],
-            reduce_cmd=nisa.reduce_cmd.reduce,
-        )  # fmt: skip
-
-    result = execute(body, x, bias, scale, shape=(4, 17))
-    first = np.exp(x * scale + bias)
-    near(result[:, :8], first)
-    near(result[:, 8:16], 2 * x)
-    near(result[:, 16:], first.sum(1, keepdims=True) + 2 * x.sum(1, keepdims=True))
-
-
-def test_decay_matrix_takes_one_activation_and_one_select():
-    """exp(b[p] - x[p, j]) with scale -1, followed by a select because the unused half may overflow."""
-    g = np.cumsum(-np.abs(normal(1, 8)), 1).astype(np.float32) * 40
-
-    def body(out, row, column):
-        nisa.activation(dst=out, op=nl.exp, data=row, bias=column, scale=-1.0)
-        nisa.affine_select(
-            dst=out, pattern=[[-1, 8]], channel_multiplier=1, on_true_tile=out, on_false_value=0.0,
-            cmp_op=nl.greater_equal,
-        )  # fmt: skip
-
-    rows = np.repeat(g, 8, 0)
-    with np.errstate(over="ignore"):
-        expected = np.where(np.tri(8) > 0, np.exp(rows.T - rows), 0)
-    result = execute(body, rows, np.ascontiguousarray(g.T), shape=(8, 8))
-    assert np.isfinite(result).all()
-    near(result, expected, 1e-5)
-
-
-@pytest.mark.parametrize(("name", "expected"), [
-    ("add", np.sum), ("maximum", np.max), ("minimum", np.min), ("multiply", np.prod),
-    ("subtract", lambda x, axis: 2 * x[..., :1].sum(axis) - x.sum(axis)),
-])  # fmt: skip
-def test_tensor_reduce_agrees_with_numpy(name, expected):
-    x = normal(5, 6)
-
-    def body(out, tile):
-        nisa.tensor_reduce(dst=out, op=getattr(nl, name), data=tile, axis=1, negate=True)
-
-    near(execute(body, x, shape=(5, 1))[:, 0], -expected(x, axis=1))
-
-
-@pytest.mark.parametrize("initial", ["number", "tile"])
-def test_scan_starts_from_a_number_or_a_tile(initial):
-    a, b, start = np.abs(normal(6, 20)), normal(6, 20), normal(6, 1)
-
-    def body(out, x, y, s):
-        state = 0.5 if initial == "number" else s
-        nisa.tensor_tensor_scan(dst=out, data0=x, data1=y, initial=state, op0=nl.multiply, op1=nl.add)
-
-    state = np.full(6, 0.5) if initial == "number" else start[:, 0].astype(np.float64)
-    expected = np.empty((6, 20))
-    for i in range(20):
-        state = expected[:, i] = a[:, i] * state + b[:, i]
-    near(execute(body, a, b, start, shape=(6, 20)), expected)
-
-
-def test_scan_works_with_reversed_operands():
-    a, b = normal(2, 5), normal(2, 5)
-
-    def body(out, x, y):
-        nisa.tensor_tensor_scan(
-            dst=out, data0=x, data1=y, initial=0.0, op0=nl.subtract, op1=nl.subtract, reverse0=True,
-            reverse1=True,
-        )  # fmt: skip
-
-    state, expected = np.zeros(2), np.empty((2, 5))
-    for i in range(5):
-        state = expected[:, i] = b[:, i] - (state - a[:, i])
-    near(execute(body, a, b, shape=(2, 5)), expected)
-
-
-def test_cumulative_and_reducing_instructions_agree_with_numpy():
-    x = normal(3, 10)
-
-    def body(out, tile):
-        nisa.tensor_scalar_cumulative(dst=out[:, 0:10], src=tile, op0=nl.multiply, op1=nl.add, imm0=2.0)
-        nisa.tensor_scalar_reduce(
-            dst=out[:, 10:20], data=tile, op0=nl.add, operand0=1.0, reduce_op=nl.maximum,
-            reduce_res=out[:, 20:21],
-        )  # fmt: skip
-
-    result = execute(body, x, shape=(3, 21))
-    near(result[:, :10], np.cumsum(2 * x, 1), 1e-6)
-    near(result[:, 10:20], x + 1)
-    near(result[:, 20], (x + 1).max(1))
-
-
-def test_selections_agree_with_numpy():
-    x, mask = normal(4, 6), R.integers(0, 2, (4, 6)).astype(np.uint8)
-
-    def body(out, tile, m):
-        nisa.select_reduce(
-            dst=out[:, 0:6], predicate=m, on_true=tile, on_false=-1.0, reduce_res=out[:, 12:13],
-            reduce_cmd=nisa.reduce_cmd.reset_reduce,
-        )  # fmt: skip
-        nisa.memset(dst=out[:, 6:12], value=7.0)
-        nisa.tensor_copy_predicated(dst=out[:, 6:12], src=tile, predicate=m, reverse_pred=True)
-
-    result = execute(body, x, mask, shape=(4, 13))
-    near(result[:, :6], np.where(mask, x, -1))
-    near(result[:, 6:12], np.where(mask, 7, x))
-    near(result[:, 12], np.where(mask, x, -1).max(1))
-
-
 def test_select_reduce_resets_its_registers_and_goes_on_with_them():
     """A reset forgets a larger maximum and takes none of its own instruction's."""
     x, y, mask = normal(4, 6), normal(4, 6), np.ones((4, 6), np.uint8)
@@ -296,25 +266,6 @@ def test_select_reduce_resets_its_registers_and_goes_on_with_them():
     assert (result[:, 1] == -np.inf).all()
     near(result[:, 2], x.max(1))
     near(result[:, 3], np.maximum(x, y).max(1))
-
-
-def test_iota_and_affine_select_follow_their_pattern():
-    def body(out):
-        index = nl.ndarray((4, 2, 3), nl.int32, nl.sbuf)
-        nisa.iota(dst=index, pattern=[[10, 2], [1, 3]], offset=5, channel_multiplier=100)
-        nisa.tensor_copy(dst=out, src=index)
-
-    p, w, x = np.mgrid[0:4, 0:2, 0:3]
-    assert (execute(body, shape=(4, 2, 3)) == 5 + 100 * p + 10 * w + x).all()
-
-    def triangle(out, tile):
-        nisa.affine_select(
-            dst=out, pattern=[[-1, 6]], channel_multiplier=1, on_true_tile=tile, on_false_value=-9.0,
-            cmp_op=nl.greater,
-        )  # fmt: skip
-
-    x = normal(6, 6)
-    assert (execute(triangle, x, shape=(6, 6)) == np.where(np.tri(6, k=-1) > 0, x, np.float32(-9))).all()
 
 
 def test_range_select_needs_trn2_and_exponential_trn3():

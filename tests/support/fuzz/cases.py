@@ -1,6 +1,6 @@
 """Draws random cases of every operation: hypothesis chooses sizes, forms and options, and shrinks what fails.
 
-Tensors are those of parity's cases, whose seed is drawn, changed by what `Changes` names. What is left out:
+Tensors are those of parity's cases, whose seed is drawn. What is left out:
 
 - keys longer than 1 without normalization: 1 - beta |k|^2 leaves [-1, 1], and the state grows without bound;
 - heads of one feature that the operation normalizes, unless the norm is tiny: a unit vector of one feature
@@ -11,21 +11,21 @@ Tensors are those of parity's cases, whose seed is drawn, changed by what `Chang
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from delta_trn.backends import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.checks import dtype_name
 from delta_trn.backends.dispatch import BACKENDS
-from delta_trn.backends.parity import layer_cases, mixer_cases, residual_cases, rule_cases
+from delta_trn.backends.parity import layer_cases, mixer_cases, rule, rule_cases
+from delta_trn.backends.parity.cases import Operation
 from delta_trn.backends.parity.layer_cases import LayerCase
 from delta_trn.backends.parity.mixer_cases import MixerCase
-from delta_trn.backends.parity.residual_cases import ResidualCase
-from delta_trn.backends.parity.rule_cases import BOTH, DECAYS, Case
+from delta_trn.backends.parity.rule_cases import BOTH, DECAYS, PER_HEAD, Case
 
 # what a case of an operation is checked for besides the judge; see `checks`
 CHECKS: Mapping[str, tuple[str, ...]] = {
@@ -46,103 +46,79 @@ WORK, STATES = {False: 2e7, True: 1.5e6}, {False: 2e5, True: 2e4}
 
 @dataclass(frozen=True)
 class RandomCase:
-    """Holds one case: a call, the gradients of its outputs, and what is checked.
+    """Holds one case: its tensors, with any strides, and what is checked.
 
-    tensors     the arguments that are tensors, by name; with any strides
-    options     the other arguments
+    case        the case of parity whose operation is called and whose formula judges
     douts       the gradients of the outputs in the loss
     wanted      the tensors that require gradients; empty: the call runs without gradients
     check       the property that is checked besides the judge
-    terms       how many float32 terms a result has added up
-    layer       the case whose formula judges an operation of a layer
     device      the type of device on which the backend runs; the tensors here are on the CPU
-    words       what it was made of, for people
     """
 
-    op: str
+    case: Any
     dtype: torch.dtype
     tensors: Mapping[str, Tensor]
-    options: Mapping[str, Any]
     douts: Mapping[str, Tensor]
     wanted: tuple[str, ...]
-    check: str
-    terms: int
-    layer: LayerCase | MixerCase | None = None
+    check: str = "judge"
     device: str = "cpu"
-    words: str = ""
 
     def __repr__(self) -> str:
-        shapes = " ".join(f"{name}{list(x.shape)}" for name, x in self.tensors.items())
-        return (
-            f"{self.op} {dtype_name(self.dtype)} [{self.check}] {shapes}; {self.words}; wanted {self.wanted}"
-        )
+        shapes = " ".join(f"{n}{list(x.shape)}{list(x.stride())}" for n, x in self.tensors.items())
+        return f"{dtype_name(self.dtype)} [{self.check}] {self.case!r} {shapes} wanted {self.wanted}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))  # hypothesis would print every number
 
-    def floats(self) -> list[str]:
+    @property
+    def operation(self) -> Operation:
+        return OPERATIONS[self.case.op]
+
+    def floats(self) -> tuple[str, ...]:
         """Returns the names of the tensors that can have a gradient."""
-        return [name for name, x in self.tensors.items() if x.is_floating_point()]
+        return tuple(name for name, x in self.tensors.items() if x.is_floating_point())
 
 
-@dataclass(frozen=True)
-class Changes:
-    """Says how the tensors of a case of the rule differ from parity's.
-
-    factors     tensor -> what it is multiplied by
-    dtypes      tensor -> its dtype, where an operation takes several
-    pairs       every second key is the one before
-    resting     every third token writes nothing
-    given       of projected gates: the one that is given, g or beta
-    """
-
-    factors: Mapping[str, float]
-    dtypes: Mapping[str, torch.dtype]
-    pairs: bool = False
-    resting: bool = False
-    given: str = ""
-    bias: bool = True
+def _run_rule(case: Case, x: Mapping[str, Tensor], backend: str) -> dict[str, Tensor]:
+    """Calls the rule, or for one token the operation for it, with a state that is always there."""
+    options = case.options() | {"backend": backend}
+    if case.op == "gated_delta_rule":
+        o, state = gated_delta_rule(**x, output_final_state="final_state" in case.loss, **options)
+        return {"o": o} if state is None else {"o": o, "final_state": state}
+    whole = (*PER_HEAD, "initial_state")
+    token = {name: y[:, 0] for name, y in x.items() if name not in whole}
+    gates = {name: x[name] for name in PER_HEAD if name in x}
+    o, state = gated_delta_rule_step(**token, **gates, state=x["initial_state"], **options)
+    return {"o": o[:, None], "final_state": state}
 
 
-PLAIN = Changes({}, {})
+def _rule_formula(case: Case, x: Mapping[str, Tensor], rounding: Any, chunk: int | None) -> dict[str, Tensor]:
+    results = rule.formula(case, x, rounding, chunk)
+    return results if "final_state" in case.loss else {"o": results["o"]}
 
 
-def rule_case(case: Case, dtype: torch.dtype, changes: Changes = PLAIN, check: str = "judge") -> RandomCase:
-    """Returns a case of the rule, or of one token of it, with the gradients of all that it has."""
-    inputs = rule_cases.inputs(case, dtype)
-    x, options = inputs.tensors(), {n: y for n, y in inputs.arguments().items() if y is not None}
-    for name in ("A_log", "dt_bias", "cu_seqlens"):
-        options.pop(name, None)
-    douts = {n: x.pop(key) for n, key in (("o", "do"), ("final_state", "dstate")) if key in x}
+RULE = Operation(
+    rule_cases.inputs, _rule_formula, _run_rule, lambda case, name: rule.terms(case),
+    lambda case, name, y: rule.parts(case, name) if y.numel() else None, rounded=True,
+)  # fmt: skip
+OPERATIONS: Mapping[str, Operation] = {
+    "gated_delta_rule": RULE,
+    "gated_delta_rule_step": RULE,
+    "gated_delta_layer": mixer_cases.OPERATION,
+    **layer_cases.OPERATIONS,
+}
+
+
+def rule_case(
+    case: Case, dtype: torch.dtype, factors: Mapping[str, float] | None = None, check: str = "judge"
+) -> RandomCase:
+    """Returns a case of the rule with the gradients of all that it has; `factors` multiply its tensors."""
+    x = rule_cases.inputs(case, dtype).tensors()
     if case.norm == "unit":  # rounding must leave no key longer than 1: with beta = 2 the state would grow
         x["k"] = x["k"] * (1 - 2 * torch.finfo(dtype).eps)
-    if changes.pairs:
-        x["k"][:, 1::2] = x["k"][:, : case.T - 1 : 2]
-    if changes.given == "g":
-        del options["use_gate_in_kernel"], x["A_log"], x["dt_bias"]
-        x["g"] = -x["g"].abs() / 40
-    elif changes.given == "beta":
-        del options["use_beta_sigmoid_in_kernel"]
-        options.pop("allow_neg_eigval")
-        x["beta"] = x["beta"].abs() / 40
-    elif not changes.bias:
-        x.pop("dt_bias", None)
-    if changes.resting:
-        x["beta"][:, ::3] = -100.0 if case.gates and changes.given != "beta" else 0.0
-    x = {n: y.to(changes.dtypes.get(n, y.dtype)) * changes.factors.get(n, 1) for n, y in x.items()}
-    options |= {} if case.scale is None else {"scale": case.scale}
-    if case.op == "gated_delta_rule_step":
-        whole = ("A_log", "dt_bias", "initial_state")
-        x = {name: y if name in whole else y[:, 0] for name, y in x.items()}
-        x["state"] = x.pop("initial_state")
-        douts = {("state" if n == "final_state" else n): y[:, 0] if n == "o" else y for n, y in douts.items()}
-    else:
-        options["output_final_state"] = "final_state" in douts or check in ("cut", "steps")
-    changed = {f.name: getattr(case, f.name) for f in fields(case) if getattr(case, f.name) != f.default}
-    words = f"{changed} {changes if changes != PLAIN else ''}"
-    terms = case.K + case.V + min(case.T, 64)
-    wanted = tuple(name for name in x if name != "cu_seqlens")
-    return RandomCase(case.op, dtype, x, options, douts, wanted, check, terms, words=words)
+    x = {name: y * (factors or {}).get(name, 1) for name, y in x.items()}
+    douts = {n: x.pop(key) for n, key in (("o", "do"), ("final_state", "dstate")) if key in x}
+    return RandomCase(case, dtype, x, douts, tuple(n for n in x if n != "cu_seqlens"), check)
 
 
 class Draw:
@@ -158,7 +134,7 @@ class Draw:
         return self.draw(st.integers(low, high))
 
     def chance(self, one_in: int) -> bool:
-        return self.draw(st.sampled_from((False,) * (one_in - 1) + (True,)))
+        return self.pick(*(False,) * (one_in - 1), True)
 
     def head(self, most: int) -> int:
         return min(self.pick(self.pick(*HEADS), self.integer(1, 72), self.integer(1, most)), most)
@@ -168,101 +144,68 @@ class Draw:
 
     def lengths(self, T: int, most: int) -> tuple[int, ...]:
         """Cuts T tokens into at most so many sequences: a few, many, whole chunks; some may be empty."""
-        style = self.pick("few", "few", "chunks", "many", "ones")
-        if style == "ones":
-            places = list(range(1, T))
-        elif style == "chunks":
-            places = [64 * n for n in range(1, T // 64 + 1)]
-        elif style == "many":
-            places = (
-                np.random.default_rng(self.integer(0, 99)).integers(0, T + 1, self.integer(20, 300)).tolist()
-            )
-        else:
-            places = self.draw(st.lists(st.one_of(st.integers(0, T), st.sampled_from((0, T))), max_size=5))
+        few = self.draw(st.lists(st.one_of(st.integers(0, T), st.sampled_from((0, T))), max_size=5))
+        step = self.integer(1, 8)
+        places = self.pick(few, few, range(64, T + 1, 64), [n for m in range(0, T, step) for n in (m, m)])
         places = sorted(places)[: most - 1]
         return tuple(b - a for a, b in zip([0, *places], [*places, T], strict=True))
 
-
-def draw_sizes(d: Draw, check: str, small: bool) -> dict[str, Any]:
-    """Returns B, T, H, K, V, HV and lengths, cut until the case is affordable."""
-    B, H, group = d.pick(1, 1, 1, 2, 3, 4), d.pick(1, 2, 3, 4, 6), d.pick(1, 1, 1, 2, 3, 4, 8)
-    T, K, V = d.time(small), d.head(256), d.head(512)
-    packed = check == "alone" or (check not in ("cut", "rows", "steps") and d.chance(5))
-    B, HV = 1 if packed else max(B, 2) if check == "rows" else B, H * group
-    while WORK[small] < B * T * HV * (K * V + 64.0 * (K + V)):
-        if B > 2:
-            B -= 1
-        elif HV > 4:
-            H, HV = 1, min(group, 4)
-        elif T > 100 and max(K, V) <= 64:
-            T = 64 + T // 4
-        elif max(K, V) > 40:
-            K, V = (n if n <= 40 else n // 2 for n in (K, V))
-        elif HV > 1:
-            H, HV = 1, HV // 2
-        else:
-            T //= 2
-    most = max(4, int(STATES[small] / (HV * K * V)))
-    lengths = d.lengths(T, most) if packed else None
-    return {"B": B, "T": T, "H": H, "K": K, "V": V, "HV": HV, "lengths": lengths}
+    def sizes(self, check: str, small: bool) -> dict[str, Any]:
+        """Returns B, T, H, K, V, HV and lengths, cut until the case is affordable."""
+        B, H, group = self.pick(1, 1, 1, 2, 3, 4), self.pick(1, 2, 3, 4, 6), self.pick(1, 1, 1, 2, 3, 4, 8)
+        T, K, V = self.time(small), self.head(256), self.head(512)
+        packed = check == "alone" or (check not in ("cut", "rows", "steps") and self.chance(5))
+        B, HV = 1 if packed else max(B, 2) if check == "rows" else B, H * group
+        while WORK[small] < B * T * HV * (K * V + 64.0 * (K + V)):
+            if B > 2:
+                B -= 1
+            elif HV > 4:
+                H, HV = 1, min(group, 4)
+            elif T > 100 and max(K, V) <= 64:
+                T = 64 + T // 4
+            elif max(K, V) > 40:
+                K, V = (n if n <= 40 else n // 2 for n in (K, V))
+            elif HV > 1:
+                H, HV = 1, HV // 2
+            else:
+                T //= 2
+        most = max(4, int(STATES[small] / (HV * K * V)))
+        lengths = self.lengths(T, most) if packed else None
+        return {"B": B, "T": T, "H": H, "K": K, "V": V, "HV": HV, "lengths": lengths}
 
 
 def _draw_rule(d: Draw, name: str, op: str, dtype: torch.dtype, check: str, small: bool) -> RandomCase:
     step, half = op == "gated_delta_rule_step", dtype == torch.float16
-    s = draw_sizes(d, "rows" if step else check, small)
+    s = d.sizes("rows" if step else check, small)
     if step:
         s["T"] = 1
     elif d.chance(12):
-        s["T" if d.chance(2) else "B"] = 0
-        s["lengths"] = None
+        s |= {"T" if d.chance(2) else "B": 0, "lengths": None}
     norm = d.pick("unit", "unit", "random", "random", "zero", "tiny", "huge")
-    if s["K"] == 1 and norm != "tiny":
-        norm = "unit"
-    full = torch.promote_types(dtype, torch.float32)
+    norm = "unit" if s["K"] == 1 and norm != "tiny" else norm
     gates = d.pick(None, None, "plain", "wide")
     values = d.pick(1.0, 1.0, 1.0, *((30.0, 1e-3) if half else (1e4, 1e-4, 1e-30)))
+    both = step or check in ("cut", "steps")
     case = Case(
         name, **s, reason="", op=op, norm=norm, values=values, gates=gates,
         decay=d.pick(*DECAYS, "reset"), beta=d.pick(None, None, None, 1.0, 2.0, 0.0, 1e-6),
         reflect=d.chance(3), keys=d.pick("random", "random", "random", "equal", "near", "alike"),
         scale=d.pick(None, None, s["K"] ** 0.5, 1.0, 0.0, -0.3, 1e-4 if half else 1e-20),
-        state=step or d.chance(2), loss=BOTH if step else d.pick(("o",), BOTH, ("final_state",)),
+        state=step or d.chance(2), loss=BOTH if both else d.pick(("o",), BOTH, ("final_state",)),
     )  # fmt: skip
-    factors: dict[str, float] = {}
+    factors = {"g": d.pick(1.0, 1.0, 5.0), "A_log": d.pick(1.0, 1.0, 1.0, 30.0)}  # decays that overflow
     if norm in ("tiny", "huge") and not half:  # to 1e-25 and 1e13
         factor = d.pick(1.0, 1e-21 if norm == "tiny" else 1e9)
         factors |= {"q": factor, "k": factor}
     if case.state and not case.lengths:
         factors["initial_state"] = d.pick(1.0, 1.0, values, 1e-10 * values, 30.0 if half else 1e4)
-    factors["g"] = d.pick(1.0, 1.0, 5.0)
-    gate = d.pick(full, dtype)
-    dtypes = {"g": gate, "beta": gate}
-    if gates:
-        parameter = d.pick(full, full, torch.float32, torch.bfloat16)
-        dtypes |= {"A_log": parameter, "dt_bias": parameter}
-        factors["A_log"] = d.pick(1.0, 1.0, 1.0, 30.0)  # decays that overflow
-    changes = Changes(
-        factors,
-        dtypes,
-        d.chance(10),
-        d.chance(10),
-        d.pick("", "", "g", "beta") if gates else "",
-        not d.chance(3),
-    )
-    return rule_case(case, dtype, changes, check)
-
-
-def _draw_residual(d: Draw, name: str, op: str, dtype: torch.dtype, check: str, small: bool) -> RandomCase:
-    D = d.pick(d.head(256), d.integer(1, 2000))
-    norm = d.pick(1.0, 0.0, 1e-5, 1e-3, 30.0, 30.0 if dtype == torch.float16 else 1e4)
-    norm = min(norm, 1e-5) if D == 1 else norm
-    case = ResidualCase(
-        name, d.pick(1, 3, 40, 129) if D < 500 else d.integer(1, 8), D, d.integer(1, 8), "",
-        beta=d.pick(None, None, 0.0, 1.0, 2.0), k_eps=d.pick(1e-5, None) if norm == 1.0 else 1e-5, norm=norm,
-    )  # fmt: skip
-    x = residual_cases.inputs(case, dtype)
-    douts, terms = {"out": x.pop("dout")}, case.D + case.DV + residual_cases.STEPS
-    return RandomCase(op, dtype, x, {"k_eps": case.k_eps}, douts, tuple(x), check, terms, words=str(case))
+    x = rule_case(case, dtype, factors, check)
+    full = torch.promote_types(dtype, torch.float32)
+    gate, parameter = d.pick(full, dtype), d.pick(full, full, torch.float32, torch.bfloat16)
+    dtypes = dict.fromkeys(("g", "beta"), gate) | dict.fromkeys(PER_HEAD, parameter)
+    dropped = "dt_bias" if d.chance(3) else ""
+    tensors = {n: y.to(dtypes.get(n, y.dtype)) for n, y in x.tensors.items() if n != dropped}
+    return replace(x, tensors=tensors)
 
 
 def _draw_layer(d: Draw, name: str, op: str, dtype: torch.dtype, check: str, small: bool) -> RandomCase:
@@ -277,49 +220,41 @@ def _draw_layer(d: Draw, name: str, op: str, dtype: torch.dtype, check: str, sma
         vocabulary = d.pick(d.integer(1, 400), d.integer(1000, 6000))
         shape = (d.integer(1, 40), d.head(256), vocabulary)
         form = {"size": d.pick(1.0, 1.0, 30.0), "ignored": d.pick(0, 2, 3, 1)}
+    elif op == "delta_residual":
+        D = d.pick(d.head(256), d.integer(1, 2000))
+        shape = (d.pick(1, 3, 40, 129) if D < 500 else d.integer(1, 8), D, d.integer(1, 8))
+        norm = d.pick(1.0, 0.0, 1e-5, 1e-3, 30.0, 30.0 if dtype == torch.float16 else 1e4)
+        norm = min(norm, 1e-5) if D == 1 else norm
+        k_eps = d.pick(1e-5, None) if norm == 1.0 else 1e-5
+        form = {"beta": d.pick(None, None, 0.0, 1.0, 2.0), "k_eps": k_eps, "norm": norm}
     else:
         shape = (d.integer(1, 130), max(2, d.pick(d.head(512), d.integer(513, 2100))))
         form["plain"] = form["plain"] and op == "gated_rms_norm"
-    case = LayerCase(name, op, shape, "", **form)
-    x = layer_cases.inputs(case, dtype)
-    douts = {key[1:]: x.pop(key) for key in list(x) if key in ("dy", "dtotal", "dloss")}
-    options: dict[str, Any] = {} if op == "linear_cross_entropy" else {"eps": layer_cases.EPS}
-    if op == "short_convolution":
-        options = {"activation": "linear" if case.plain else "silu"}
-    terms = layer_cases.STEPS + (shape[0] * shape[1] if op == "short_convolution" else sum(shape))
-    wanted = tuple(n for n, y in x.items() if y.is_floating_point())
-    return RandomCase(op, dtype, x, options, douts, wanted, check, terms, case, words=str(case))
+    x = layer_cases.inputs(LayerCase(name, op, shape, "", **form), dtype)
+    return RandomCase(x.case, dtype, x.tensors, x.douts, (), check)
 
 
 def _draw_mixer(d: Draw, name: str, op: str, dtype: torch.dtype, check: str, small: bool) -> RandomCase:
-    s = draw_sizes(d, check, small)
-    wide = d.chance(10)  # more than a kernel takes at once
-    s["K"], s["V"] = (
-        max(2, s["K"] if wide else min(s["K"], 128)),
-        max(2, s["V"] if wide else min(s["V"], 256)),
-    )
+    s = d.sizes(check, small)
+    most = (256, 512) if d.chance(10) else (128, 256)  # more than a kernel takes at once, or what it takes
+    s["K"], s["V"] = (min(max(2, s[size]), limit) for size, limit in zip("KV", most, strict=True))
     packed, half = s["lengths"] is not None, dtype == torch.float16
     sizes = (1.0, 1.0, 1e-3) + (() if half else (0.0,)) + ((30.0,) if s["K"] >= 32 else ())
+    both = check == "cut" or (not packed and d.chance(2))
     case = MixerCase(
         name, **s, reason="", W=d.pick(4, 4, 4, 2, 3, 1, 5), size=d.pick(*sizes),
         keys=d.pick("random", "random", "equal", "near", "random" if half else "zero"),
         b=d.pick(None, None, None, 12.0, 6.0, -4.0),
         decay=d.pick("plain", "plain", "none", "strong", "reset"),
         scale=d.pick(None, 1.0), reflect=d.chance(2), bounds=d.chance(2), before=not packed and d.chance(2),
-        loss=mixer_cases.BOTH if check == "cut" or (not packed and d.chance(2)) else ("y",),
-        short=d.chance(3) and not half, bias=not d.chance(3),
+        loss=mixer_cases.BOTH if both else ("y",), short=d.chance(3) and not half, bias=not d.chance(3),
     )  # fmt: skip
     x = mixer_cases.inputs(case, dtype)
-    wanted = tuple(n for n, y in x.tensors.items() if y.is_floating_point())
-    terms = layer_cases.STEPS + case.K + case.V + case.B * case.T
-    return RandomCase(
-        op, dtype, x.tensors, case.options(), x.douts, wanted, check, terms, case, words=str(case)
-    )
+    return RandomCase(case, dtype, x.tensors, x.douts, (), check)
 
 
 DRAWN = {
-    "gated_delta_rule": _draw_rule, "gated_delta_rule_step": _draw_rule, "delta_residual": _draw_residual,
-    "gated_delta_layer": _draw_mixer,
+    "gated_delta_layer": _draw_mixer, "gated_delta_rule": _draw_rule, "gated_delta_rule_step": _draw_rule,
 }  # fmt: skip
 
 
@@ -329,14 +264,8 @@ def with_strides(style: str, x: Tensor) -> Tensor:
         return x
     if style == "turned":
         return x.transpose(0, -1).contiguous().transpose(0, -1)
-    if style == "sliced":
-        wide = x.new_zeros((*x.shape[:-1], x.shape[-1] + 3))
-        wide[..., 1:-2] = x
-        return wide[..., 1:-2]
     if style == "stepped":
-        wide = x.new_zeros((*x.shape[:-1], 2 * x.shape[-1]))
-        wide[..., ::2] = x
-        return wide[..., ::2]
+        return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
@@ -345,19 +274,22 @@ def random_cases(draw: st.DrawFn, backend: str, op: str, check: str, device: str
     """Draws a case in a dtype of the backend; a small one where `device` is emulated."""
     d, dtypes = Draw(draw), BACKENDS[backend].rows[op].dtypes
     dtype = d.pick(*(x for x in (torch.float32, torch.bfloat16, torch.float16, torch.float64) if x in dtypes))
-    seed = f"{op} {d.integer(0, 10**6)}"
-    small = device in BACKENDS[backend].emulated
-    case = DRAWN.get(op, _draw_layer)(d, seed, op, dtype, check, small)
-    styles = [d.pick("dense", "dense", "dense", "turned", "sliced", "stepped", "offset") for _ in range(3)]
+    seed, small = f"{op} {d.integer(0, 10**6)}", device in BACKENDS[backend].emulated
+    drawn = {
+        "gated_delta_layer": _draw_mixer,
+        "gated_delta_rule": _draw_rule,
+        "gated_delta_rule_step": _draw_rule,
+    }
+    case = drawn.get(op, _draw_layer)(d, seed, op, dtype, check, small)
+    styles = [d.pick("dense", "dense", "dense", "turned", "stepped", "offset") for _ in range(3)]
     tensors = {n: with_strides(styles[i % 3], x) for i, (n, x) in enumerate(case.tensors.items())}
     douts = {n: with_strides(styles[0], x) for n, x in case.douts.items()}
     if d.chance(10):  # the gradient of a sum
         douts = {n: x.flatten()[0].expand(x.shape) if x.numel() else x for n, x in douts.items()}
-    wanted = tuple(case.floats())
+    wanted = case.floats()
     if check == "steps" or (op == "gated_delta_rule_step" and d.chance(2)):
         wanted = ()
     elif check == "wanted" or d.chance(5):
         kept = d.integer(0, 2 ** len(wanted) - 1)
         wanted = tuple(name for i, name in enumerate(wanted) if kept >> i & 1)
-    words = f"{case.words} strides {styles}"
-    return replace(case, tensors=tensors, douts=douts, wanted=wanted, device=device, words=words)
+    return replace(case, tensors=tensors, douts=douts, wanted=wanted, device=device)

@@ -9,7 +9,8 @@
     steps       so are the last tokens decoded one by one
     wanted      a gradient is the same bits whichever others are wanted; the others are None
 
-Samples of the baseline are computed until they explain the result, and all of them before a result fails.
+The judge and the samples are by the formula of parity's case; samples are computed until they explain the
+result, and all of them before a result fails.
 Some things are judged more leniently than in parity's grid:
 
 - a part or an element may be MANY times as far off, because a hundred thousand cases have ten billion;
@@ -26,46 +27,26 @@ finite must be finite and no more: on the way to it every sample left float16's 
 
 import itertools
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from delta_trn.backends import gated_delta_layer, layers
-from delta_trn.backends.delta_residual import delta_residual
-from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
+from delta_trn.backends.parity.baseline import CHUNK, Noise, Rounding
 from delta_trn.backends.parity.judge import FACTOR, Reference, Spread, Verdict, absolute, chance_factor
 from tests.support.fuzz.cases import RandomCase
-from tests.support.fuzz.expected import (
-    CHUNK,
-    SHARED,
-    Failure,
-    Tensors,
-    dtype_of,
-    judge,
-    parts,
-    samples,
-    split,
-    with_gradients,
-)
 
+Tensors = Mapping[str, Tensor]
 Call = Callable[[RandomCase, Tensors, str], dict[str, Tensor]]
 GATES = ("g", "beta", "a", "b")
+SHARED = ("A_log", "dt_bias", "weight", "gain")  # all rows have these in common
+CHUNKS = (16, 32, 64, 128)
 MANY = 4.0
 
 
-_PUBLIC: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "gated_delta_rule": (gated_delta_rule, ("o", "final_state")),
-    "gated_delta_rule_step": (gated_delta_rule_step, ("o", "state")),
-    "gated_delta_layer": (gated_delta_layer, ("y", "final_state")),
-    "delta_residual": (delta_residual, ("out",)),
-    "short_convolution": (layers.short_convolution, ("y",)),
-    "gated_rms_norm": (layers.gated_rms_norm, ("y",)),
-    "add_rms_norm": (layers.add_rms_norm, ("y", "total")),
-    "linear_cross_entropy": (layers.linear_cross_entropy, ("loss",)),
-}
+class Failure(AssertionError):
+    """A property does not hold; the message says which, and by how much."""
 
 
 def check(case: RandomCase, backend: str) -> float:
@@ -77,40 +58,111 @@ def check(case: RandomCase, backend: str) -> float:
     return max(worst, property_(case, backend, results, criterion) if property_ else 0.0)
 
 
+def judge(case: RandomCase) -> dict[str, Tensor]:
+    """Returns the outputs and the wanted gradients in float64."""
+
+    def cast(tensors: Tensors) -> dict[str, Tensor]:
+        return {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
+
+    exact = replace(case, dtype=torch.float64, tensors=cast(case.tensors), douts=cast(case.douts))
+    return by_formula(exact, Rounding(torch.float64), None)
+
+
+def samples(case: RandomCase) -> Iterator[dict[str, Tensor]]:
+    """Yields results of plain PyTorch at the case's precision, rounded to the nearest and then at random.
+
+    In float32 the rule's literal recurrence is one more.
+    """
+    yield by_formula(case, Rounding(case.dtype), CHUNK)
+    if case.dtype == torch.float32 and case.case.op == "gated_delta_rule":
+        yield by_formula(case, Rounding(case.dtype), None)
+    noise = Noise(0)
+    for chunk in 3 * CHUNKS:
+        yield by_formula(case, Rounding(case.dtype, noise), chunk)
+
+
+def by_formula(case: RandomCase, rounding: Rounding, chunk: int | None) -> dict[str, Tensor]:
+    """Returns the outputs and the wanted gradients by the formula of the case's operation."""
+    leaves = {
+        name: x.detach().clone().requires_grad_(name in case.wanted) for name, x in case.tensors.items()
+    }
+    return with_gradients(case, leaves, case.operation.formula(case.case, leaves, rounding, chunk))
+
+
+def with_gradients(case: RandomCase, leaves: Tensors, outputs: Tensors) -> dict[str, Tensor]:
+    """Returns the outputs, and the gradients of the wanted leaves, zeros where a leaf has none."""
+    results = {name: y.detach() for name, y in outputs.items()}
+    pairs = [(outputs[name], dy) for name, dy in case.douts.items() if name in outputs]
+    for y, dy in pairs:
+        if y.shape != dy.shape:
+            raise Failure(f"an output is {list(y.shape)}, expected {list(dy.shape)}")
+    pairs = [(y, dy.to(y)) for y, dy in pairs if y.requires_grad]
+    if pairs:
+        torch.autograd.backward(*zip(*pairs, strict=True))  # type: ignore[arg-type]
+    for name, x in leaves.items():
+        if name in case.wanted:
+            results[f"d{name}"] = torch.zeros_like(x) if x.grad is None else x.grad
+        elif x.grad is not None:
+            raise Failure(f"{name} requires no gradient and got one")
+    return results
+
+
+def dtype_of(case: RandomCase, name: str) -> torch.dtype:
+    """Returns the dtype that the operation promises for an output or a gradient."""
+    tensor = name[1:] if name[1:] in case.tensors else name[1:].rpartition("_")[0]  # of dx_q: x
+    if name[0] == "d" and tensor in case.tensors:
+        return case.tensors[tensor].dtype
+    full = name in ("final_state", "loss")
+    return torch.promote_types(case.dtype, torch.float32) if full else case.dtype
+
+
 class Criterion:
     """Judges results of one case; takes samples of the baseline when it needs them."""
 
     def __init__(self, case: RandomCase) -> None:
-        self.case, exact, self.samples = case, split(case, judge(case)), samples(case)
+        self.case, self.samples = case, samples(case)
+        exact, operation = self.split(judge(case)), case.operation
         for name, y in exact.items():
             if not y.isfinite().all():
                 raise Failure(f"{name} of the judge is not finite: the case is wrong, not the backend")
         # what is multiplied: neither exponents nor what is normalized first
-        normalized = ("q", "k") if case.options.get("use_qk_l2norm_in_kernel") else ()
+        normalized = ("q", "k") if getattr(case.case, "normalized_inside", False) else ()
         factors = [x for name, x in case.tensors.items() if name not in (*GATES, *SHARED[:2], *normalized)]
         factors = [x for x in (*factors, *case.douts.values()) if x.numel()]
         largest = max((x.abs().max().item() for x in factors), default=0.0)
+        terms = {name: operation.terms(case.case, name) for name in exact}
         spreads = {
-            name: Spread(y, parts(case, name, y), absolute(dtype_of(case, name), largest, case.terms))
+            name: Spread(
+                y, operation.parts(case.case, name, y), absolute(dtype_of(case, name), largest, terms[name])
+            )
             for name, y in exact.items()
         }
-        rounded = case.dtype if case.op.startswith("gated_delta_") else None
-        self.reference = Reference(case.op, case.check, case.dtype, exact, spreads, case.terms, rounded)
+        rounded = case.dtype if operation.rounded else None
+        self.references = {
+            name: Reference(case.case.op, case.check, case.dtype, exact, spreads, n, rounded)
+            for name, n in terms.items()
+        }
+        self.judge, self.spreads = exact, spreads
         self.add_sample()
+
+    def split(self, results: Tensors) -> dict[str, Tensor]:
+        """Returns results with those of a layer's convolution as three tensors: q, k and v differ in size."""
+        case, pairs = self.case, results.items()
+        return {n: x for name, y in pairs for n, x in case.operation.split(case.case, name, y).items()}
 
     def add_sample(self) -> bool:
         """Adds the next sample of the baseline; returns whether there was one."""
         results = next(self.samples, None)
         if results is None:
             return False
-        for name, y in split(self.case, results).items():
-            self.reference.spreads[name].add([y])
+        for name, y in self.split(results).items():
+            self.spreads[name].add([y])
         return True
 
     def require(self, what: str, results: Tensors) -> float:
         """Returns the largest error over what is allowed. Raises Failure where one is above."""
-        names, results = [], split(self.case, results)
-        for name, exact in self.reference.judge.items():
+        names, results = [], self.split(results)
+        for name, exact in self.judge.items():
             if name not in results:
                 raise Failure(f"{what}: no {name}")
             y = results[name]
@@ -125,11 +177,11 @@ class Criterion:
                 raise Failure(f"{what}: {name} is not finite")
             names.append(name)
         while True:
-            verdicts = self.reference.verdicts("the backend", results, names)
+            verdicts = [self.references[name].verdicts("the backend", results, [name])[0] for name in names]
             ratios = {verdict: self.ratio(what, verdict) for verdict in verdicts}
             if all(ratio <= 1.0 for ratio in ratios.values()) or not self.add_sample():
                 break
-        ratios = {verdict: x for verdict, x in ratios.items() if self.reference.spreads[verdict.tensor].count}
+        ratios = {verdict: x for verdict, x in ratios.items() if self.spreads[verdict.tensor].count}
         for verdict, ratio in ratios.items():
             if not ratio <= 1.0:
                 raise Failure(f"{what}: {str(verdict).removeprefix('the backend ')}")
@@ -138,11 +190,16 @@ class Criterion:
     def ratio(self, what: str, verdict: Verdict) -> float:
         """Returns the largest error of one tensor over what is allowed."""
         whole = replace(verdict, part=0.0, element=0.0).ratio
-        whole *= FACTOR / chance_factor(self.reference.spreads[verdict.tensor].effective_parts())
-        if self.case.op == "linear_cross_entropy" or self.case.dtype == torch.float64:
+        whole *= FACTOR / chance_factor(self.spreads[verdict.tensor].effective_parts())
+        if self.case.case.op == "linear_cross_entropy" or self.case.dtype == torch.float64:
             return whole
         element = verdict.element if what == "judge" else 0.0
         return max(whole, verdict.part / MANY, element / MANY)
+
+
+def run(case: RandomCase, x: Tensors, backend: str) -> dict[str, Tensor]:
+    """Calls the public operation."""
+    return case.operation.run(case.case, x, backend)
 
 
 def outcome(case: RandomCase, backend: str, call: Call | None = None) -> dict[str, Tensor]:
@@ -155,17 +212,6 @@ def outcome(case: RandomCase, backend: str, call: Call | None = None) -> dict[st
         outputs = (call or run)(case, leaves, backend)
     results = with_gradients(case, leaves, outputs)
     return {name: y.cpu() for name, y in results.items()}
-
-
-def run(case: RandomCase, x: Tensors, backend: str) -> dict[str, Tensor]:
-    """Calls the public operation."""
-    operation, names = _PUBLIC[case.op]
-    if case.op == "gated_delta_layer":  # `position` says the same
-        x = {name: y for name, y in x.items() if name != "cu_seqlens"}
-    defaults = {"gate": None} if case.op == "gated_rms_norm" else {}
-    outputs = operation(**{**defaults, **x, **case.options}, backend=backend)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return {name: y for name, y in zip(names, outputs, strict=True) if y is not None}
 
 
 def _require_same_bits(what: str, results: Tensors, expected: Tensors) -> float:
@@ -183,7 +229,7 @@ def _again(case: RandomCase, backend: str, results: Tensors, criterion: Criterio
 def _wanted(case: RandomCase, backend: str, results: Tensors, criterion: Criterion) -> float:
     """Asks for other gradients than the case: for all, or where it asks for all, for every other one."""
     names = case.floats()
-    others = tuple(names if len(case.wanted) < len(names) else names[::2])
+    others = names if len(case.wanted) < len(names) else names[::2]
     every = outcome(replace(case, wanted=others), backend) if others else results
     return _require_same_bits("wanted", every, {name: y for name, y in results.items() if name in every})
 
@@ -225,8 +271,8 @@ def _rows(case: RandomCase, backend: str, results: Tensors, criterion: Criterion
 
 
 def _alone(case: RandomCase, backend: str, results: Tensors, criterion: Criterion) -> float:
-    """Computes each sequence by itself; of many, the two halves of the packing."""
-    bounds = _packed(case)
+    """Computes each sequence by itself; of many, the first and the last ones as two packings."""
+    bounds, op = _packed(case), case.case.op
     if bounds is None:
         return 0.0
     cuts = list(range(len(bounds))) if len(bounds) <= 8 else [0, len(bounds) // 2, len(bounds) - 1]
@@ -234,19 +280,15 @@ def _alone(case: RandomCase, backend: str, results: Tensors, criterion: Criterio
     def call(case: RandomCase, x: Tensors, backend: str) -> dict[str, Tensor]:
         pieces = []
         for first, last in itertools.pairwise(cuts):
-            tokens, part = slice(bounds[first], bounds[last]), {}
-            for name, y in x.items():
-                if name == "initial_state":
-                    part[name] = y[first:last]
-                elif name not in (*SHARED, "cu_seqlens", "position"):
-                    part[name] = y[:, tokens]
-                elif name in SHARED:
-                    part[name] = y
+            tokens = slice(bounds[first], bounds[last])
+            part = _part({n: y for n, y in x.items() if n not in ("cu_seqlens", "position")}, tokens)
+            if "initial_state" in x:
+                part["initial_state"] = x["initial_state"][first:last]
             if last > first + 1 and "cu_seqlens" in x:
                 part["cu_seqlens"] = x["cu_seqlens"][first : last + 1] - bounds[first]
             if last > first + 1 and "position" in x:
                 part["position"] = x["position"][tokens]
-            if case.op == "gated_delta_rule" or tokens.stop > tokens.start:
+            if op == "gated_delta_rule" or tokens.stop > tokens.start:
                 pieces.append(run(case, part, backend))
         axes = {"final_state": 0}
         return {name: torch.cat([part[name] for part in pieces], axes.get(name, 1)) for name in pieces[0]}
@@ -254,7 +296,7 @@ def _alone(case: RandomCase, backend: str, results: Tensors, criterion: Criterio
     alone = outcome(case, backend, call)
     whole_chunks = len(bounds) <= 8 and all(b % CHUNK == 0 for b in bounds[:-1])
     # states of other sizes begin anywhere in a cache line, and BLAS chooses its kernels by that, too
-    aligned = case.op == "gated_delta_rule" and not any(case.tensors[x].shape[-1] % 4 for x in ("k", "v"))
+    aligned = op == "gated_delta_rule" and case.case.K % 4 == case.case.V % 4 == 0
     if backend == "chunked" and whole_chunks and aligned:
         same = {name: y for name, y in results.items() if name[1:] not in SHARED}
         _require_same_bits("alone, on chunk boundaries", alone, same)
@@ -267,7 +309,7 @@ def _cut(case: RandomCase, backend: str, results: Tensors, criterion: Criterion)
     T = x.shape[1]
     if T < 2 or "cu_seqlens" in case.tensors or "position" in case.tensors:
         return 0.0
-    at = 1 + zlib.crc32(case.words.encode()) % (T - 1)
+    at = 1 + zlib.crc32(case.case.name.encode()) % (T - 1)
     first, rest = slice(0, at), slice(at, T)
 
     def call(case: RandomCase, x: Tensors, backend: str) -> dict[str, Tensor]:
@@ -293,20 +335,17 @@ def _steps(case: RandomCase, backend: str, results: Tensors, criterion: Criterio
     start = max(0, T - 4)
 
     def call(case: RandomCase, x: Tensors, backend: str) -> dict[str, Tensor]:
-        v, k, outputs = x["v"], x["k"], []
-        state = x.get("initial_state")
+        v, k, outputs, state = x["v"], x["k"], [], x.get("initial_state")
         if start:
             y = run(case, _part(x, slice(0, start)), backend)
             outputs, state = [y["o"]], y["final_state"]
         elif state is None:
             full = torch.promote_types(case.dtype, torch.float32)
             state = v.new_zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype=full)
-        options = {name: y for name, y in case.options.items() if name != "output_final_state"}
-        one = replace(case, op="gated_delta_rule_step", options=options)
+        one = replace(case, case=replace(case.case, op="gated_delta_rule_step"))
         for t in range(start, T):
-            token = {n: y if n in SHARED else y[:, t] for n, y in x.items() if n != "initial_state"}
-            y = run(one, {**token, "state": state}, backend)
-            outputs, state = [*outputs, y["o"][:, None]], y["state"]
+            y = run(one, {**_part(x, slice(t, t + 1)), "initial_state": state}, backend)
+            outputs, state = [*outputs, y["o"]], y["final_state"]
         return {"o": torch.cat(outputs, 1), "final_state": state}
 
     return criterion.require("steps", outcome(case, backend, call))

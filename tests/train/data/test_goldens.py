@@ -45,20 +45,21 @@ def tokenizer_file(path):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(path))
+    path.with_name("tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     return str(path)
 
 
 GOLDENS = {
     ("sections.txt", "bytes"): "15e5fe4f8ee9604c",
-    ("book.txt", "bytes"): "1676e37ac54522e1",
+    ("book.txt", "bytes"): "396961174e7ebd5d",
     ("rows.jsonl", "bytes"): "3353c2aa4cf298c6",
     ("rows.parquet", "bytes"): "3353c2aa4cf298c6",
     ("sections.txt", "bytebpe"): "0b2d9d6ad53bad6d",
-    ("book.txt", "bytebpe"): "f1c7a5a252a0765b",
+    ("book.txt", "bytebpe"): "80ab1161a26d5b5f",
     ("rows.jsonl", "bytebpe"): "264d862c5e5292af",
     ("rows.parquet", "bytebpe"): "264d862c5e5292af",
     ("sections.txt", "file"): "84eeecca9d31d807",
-    ("book.txt", "file"): "3af17c597da3ed98",
+    ("book.txt", "file"): "2ee1cd86f360220f",
     ("rows.jsonl", "file"): "2c118917038b15fb",
     ("rows.parquet", "file"): "2c118917038b15fb",
 }
@@ -86,11 +87,12 @@ def test_shards_have_the_golden_bytes(tmp_path, name, tokenizer):
 
 
 @pytest.mark.parametrize("name", ["sections.txt", "book.txt", "rows.jsonl"])
-@pytest.mark.parametrize("kind", PACKERS)
-def test_shards_of_a_packed_file_have_the_golden_bytes_of_the_file_in_it(tmp_path, name, kind):
-    packed = pack(write(tmp_path / name), kind)
-    out = prepare_text(packed, tmp_path / "out", tokenizer="bytes", shard_tokens=5000, val_fraction=0.2)
-    assert digest(out) == GOLDENS[name, "bytes"]
+def test_shards_of_a_packed_file_have_the_golden_bytes_of_the_file_in_it(tmp_path, name):
+    path = write(tmp_path / name)
+    for kind in PACKERS:
+        out = tmp_path / kind
+        prepare_text(pack(path, kind), out, tokenizer="bytes", shard_tokens=5000, val_fraction=0.2)
+        assert digest(out) == GOLDENS[name, "bytes"], kind
 
 
 def test_a_table_of_the_same_texts_has_the_golden_bytes_of_the_rows(tmp_path):

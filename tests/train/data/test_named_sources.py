@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from delta_trn.train.data.holdout import HoldOut
-from delta_trn.train.data.sources import find_source, python_stdlib, site_packages
+from delta_trn.train.data.sources import FileSource, find_source, python_stdlib, site_packages
 from delta_trn.train.settings.errors import SourceError
 from delta_trn.train.settings.schema import DataSection
 
@@ -22,79 +21,25 @@ def test_the_standard_library_is_megabytes_of_source_without_tests_and_tables():
     assert source.settings() == python_stdlib().settings()
 
 
-def test_a_standard_library_without_source_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("delta_trn.train.data.sources.sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(SourceError, match=r"0 source files .* pass a folder of text"):
-        python_stdlib()
-
-
-def module(topic: str) -> str:
-    return "".join(f"{topic}_{n} = compute_the_value_of({topic!r}, {n})\n" for n in range(20))
-
-
-@pytest.fixture
-def packages(tmp_path, monkeypatch):
-    """A standard library of 120 modules, and packages beside it; returns the packages' folder."""
-    library, folder = tmp_path / "python", tmp_path / "python" / "site-packages"
-    for n in range(120):
-        (library / f"part{n % 3}").mkdir(parents=True, exist_ok=True)
-        (library / f"part{n % 3}" / f"m{n}.py").write_text(module(f"library_{n}"))
-    files = {
-        "b/own.py": module("own"),
-        "a/first.py": module("first"),
-        "a/tests/case.py": module("case"),
-        "c/copy_of_first.py": module("first"),
-        "c/empty.py": "",
-        "c/vendored.py": module("library_7"),
-        "c/changed.py": module("library_8").replace("8, 1", "8, 999")
-        + "one_more_line = of_this_package_alone()\n",
-        "c/uses_some.py": module("library_9")[:200] + module("uses"),
-        "c/data.txt": "no module",
-        "c/__pycache__/cached.py": module("cached"),
-        "c/.hidden/hidden.py": module("hidden"),
-        "delta_trn/models.py": module("ours"),
-        "delta_trn-0.1.dist-info/made.py": module("made"),
-        "__editable___delta_trn_finder.py": module("finder"),
-    }
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    (folder / "b" / "latin1.py").write_bytes("# déjà vu, not in UTF-8\n".encode("latin-1"))
-    paths = {"stdlib": str(library), "purelib": str(folder), "platlib": str(folder)}
-    monkeypatch.setattr("delta_trn.train.data.sources.sysconfig.get_paths", lambda: paths)
-    return folder
-
-
-def test_site_packages_are_the_modules_of_installed_packages_each_once_and_in_order(packages):
+def test_site_packages_are_the_modules_of_installed_packages_in_order(tmp_path, monkeypatch):
+    mine = [f"a/m{n:03d}.py" for n in range(120)]
+    others = ["c/data.txt", "c/__pycache__/m.py", "c/.hidden/m.py", "delta_trn/m.py", "__editable___d.py"]
+    for name in mine + others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "a" / "m000.py").write_bytes("# déjà vu, not in UTF-8\n".encode("latin-1"))
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
     source = find_source(DataSection(source="site-packages"))
-    assert source.names == (
-        "a/first.py", "a/tests/case.py", "b/latin1.py", "b/own.py", "c/uses_some.py"
-    )  # fmt: skip
+    assert isinstance(source, FileSource)
     skipped: Counter[str] = Counter()
-    texts = [(packages / name).read_text() for name in source.names if "latin1" not in name]
-    assert list(source.documents(skipped)) == texts
-    assert skipped == {
-        "copies of other files, or empty": 2,
-        "copies of the standard library's files": 2,
-        "files that are not UTF-8": 1,
-    }
-    assert source.settings() == find_source(DataSection(source="site-packages")).settings()
-    (packages / "a" / "new.py").write_text(module("new"))
-    assert source.settings() != find_source(DataSection(source="site-packages")).settings()
+    assert list(source.documents(skipped)) == mine[1:]
+    assert skipped == {"files that are not text in UTF-8": 1}
+    (tmp_path / "a" / "new.py").write_text("new")
+    assert source.settings() != site_packages().settings()
 
 
-def test_no_file_that_the_standard_library_holds_out_is_in_site_packages(packages):
-    held_out = HoldOut(0, 0.05, python_stdlib(), None, None)
-    texts = [x for x in python_stdlib().documents(Counter()) if held_out.split_of(x) == "val"]
-    before = site_packages().names
-    for n, text in enumerate(texts):
-        (packages / "c" / f"copy{n}.py").write_text(text)
-        (packages / "c" / f"changed{n}.py").write_text("# adapted\n" + text.replace(" = ", "  = ", 3))
-    assert texts and site_packages().names == before
-
-
-def test_an_installation_without_packages_is_refused(packages):
-    for path in packages.rglob("*.py"):
-        path.unlink()
-    with pytest.raises(SourceError, match="holds no source file of a package; pass a folder of text"):
-        site_packages()
+@pytest.mark.parametrize("named", [python_stdlib, site_packages])
+def test_an_installation_without_source_files_is_refused(tmp_path, monkeypatch, named):
+    monkeypatch.setattr("sysconfig.get_paths", lambda: dict.fromkeys(("stdlib", "purelib"), str(tmp_path)))
+    with pytest.raises(SourceError, match=r"0 source files .* pass a folder of text"):
+        named()

@@ -57,7 +57,9 @@ def save_again(arguments: list[str], log: str) -> None:
     out, step, *changes = arguments
     with resume(Path(out), parse(changes), None, print) as run:
         assert run.state.step == int(step)
-        Saver(asynchronous=False).save(run)
+        saver = Saver(run)
+        saver._saved = 0  # though this step has a checkpoint
+        saver.save()
 
 
 def load_tensors(folder: Path) -> dict[str, Tensor]:

@@ -102,10 +102,9 @@ def die_while_writing(arguments: list[str], log: str) -> None:
     tiny_run.run_and_exit(arguments, log)
 
 
-@pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.slow)])
-def test_a_checkpoint_interrupted_by_sigkill_is_not_visible(data, sharded, tmp_path, asynchronous):
+def test_a_checkpoint_interrupted_by_sigkill_is_not_visible(data, sharded, tmp_path):
     out, logs = tmp_path / "run", tmp_path / "logs"
-    arguments = [*tiny_run.keys(data, out, **SHARDED), f"checkpoint.asynchronous={asynchronous}"]
+    arguments = tiny_run.keys(data, out, **SHARDED)
     codes = team_run.join(team_run.start(2, ["run", "tiny", *arguments], logs, die_while_writing), logs)
     assert codes == [2, -signal.SIGKILL], team_run.read_logs(logs)
     assert "another of the 2 processes has ended" in (logs / "rank-0").read_text()
@@ -160,7 +159,7 @@ def test_a_stopped_process_ends_the_other_after_the_timeout(data, tmp_path):
         processes[0].join(timeout=120)
         output = (logs / "rank-0").read_text()
         assert processes[0].exitcode == 2, output
-        assert "did not answer for distribution.timeout_minutes=0.5" in output and " in train." in output
+        assert "did not answer for distribution.timeout_minutes=0.5" in output
     finally:
         for process in processes:
             process.kill()
@@ -317,13 +316,7 @@ def test_a_run_of_two_processes_survives_ten_random_kills(data, tmp_path, seed):
     changes |= {"evaluation__every": 10, "distribution__timeout_minutes": 2}
     team_run.train(2, ["run", "tiny", *tiny_run.keys(data, tmp_path / "whole", **changes)], tmp_path / "logs")
     out = tmp_path / "run"
-    words = [
-        "run",
-        "--or-resume",
-        "tiny",
-        *tiny_run.keys(data, out, **changes),
-        "checkpoint.asynchronous=true",
-    ]
+    words = ["run", "--or-resume", "tiny", *tiny_run.keys(data, out, **changes)]
     killed = 0
     for n, target in enumerate(sorted(rng.uniform(-1, 38) for _ in range(10))):
         logs = tmp_path / f"logs-{n}"

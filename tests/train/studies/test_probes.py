@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from delta_trn.backends import gated_delta_rule
 from delta_trn.models.parameters import scaled_parameters
 from delta_trn.models.sequence import Sequences
 from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.data import Batch
 from delta_trn.train.studies.fits import Line, line
 from delta_trn.train.studies.probe_plots import PANELS, PLACES, load_probes
-from delta_trn.train.studies.probes import GROUPS, Probes, group_of, normalized, recall, rms
-from delta_trn.train.watch.metrics import read
+from delta_trn.train.studies.probes import GROUPS, Probes, group_of, normalized, observed, recall, rms
 from tests.support.tiny_models import model, tokens
 from tests.support.tiny_run import final_state, keys, read_metrics, run_command, train
 
@@ -121,6 +121,24 @@ class TestFormulas:
         assert group_of("model.blocks.0.mixer_residual.beta.weight") == "residual"
 
 
+def test_observing_a_model_leaves_outputs_unchanged_and_sees_its_tensors():
+    m, ids = model(num_v_heads=8, num_hidden_layers=5, attention_layers=[1]), tokens(2, 20)
+    plain = m(ids, use_cache=False).logits
+    with observed(m) as view:
+        seen = m(ids, use_cache=False).logits
+    assert torch.equal(plain, seen) and torch.equal(m(ids, use_cache=False).logits, seen)
+    assert set(view.mixers) == {0, 3, 4}
+    for mixer in view.mixers.values():
+        q, k, v = mixer.split()
+        g, beta = mixer.gates()
+        arguments = (normalized(q), normalized(k), v, g, beta)
+        o, state = gated_delta_rule(
+            *arguments, scale=mixer.mixer.scale, output_final_state=True, backend="recurrent"
+        )
+        assert torch.allclose(o, mixer.o, rtol=1e-9, atol=1e-12)
+        assert torch.allclose(state, mixer.state(), rtol=1e-9, atol=1e-12)
+
+
 class TestTraining:
     def test_probes_leave_training_unchanged_to_the_last_bit(self, data: Path, tmp_path: Path):
         for name, probing in (("with", "true"), ("without", "false")):
@@ -134,49 +152,38 @@ class TestTraining:
             row.pop("probes", None)
         assert kept == plain
 
-    def test_every_evaluation_has_probes_with_the_last_update(self, data: Path, tmp_path: Path):
-        train("run", "tiny", *keys(data, tmp_path / "run", log__probes="true", steps=8))
-        rows = read(tmp_path / "run" / "metrics.jsonl")
-        probes = {row["step"]: row["probes"] for row in rows if "probes" in row}
-        assert set(probes) == {6, 8}
-        for values in probes.values():
-            assert all(math.isfinite(v) for v in values.values())
-            assert values["groups/main_proj/update"] > 0 and values["layers/1/grad_q"] > 0
-
-    def test_plot_draws_probes_of_one_run_and_compares_several(self, data: Path, tmp_path: Path):
+    def test_every_quantity_of_the_papers_appendices_is_measured_and_drawn(self, data: Path, tmp_path: Path):
+        """These are appendices C and D of arXiv:2606.04048, under their names in metrics.jsonl."""
         runs = [tmp_path / str(width) for width in (16, 32)]
         for run in runs:
-            changes = {"log.probes": "true", "steps": 6, "model.width": run.name, "sample.tokens": 0}
+            changes = {"log.probes": "true", "steps": 8, "model.width": run.name, "sample.tokens": 0}
             train("run", "tiny", *keys(data, run, **changes))
-        out = train("plot", runs[0])
-        assert f"{runs[0] / 'probes.png'}" in out
+        probes = load_probes(RunFolder(runs[0]))
+        assert probes is not None and [step for step, _ in probes.series] == [6, 8]
+        for _, values in probes.series:
+            assert all(math.isfinite(v) for v in values.values())
+            assert values["groups/main_proj/update"] > 0 and values["layers/1/grad_q"] > 0
+        drawn = {name for name, _ in PANELS}
+        sizes, gradients = {"q", "k"}, {"grad_q", "grad_k", "grad_hidden"}
+        gates = {"beta_mean", "beta_strong", "gate_decay_std", "gate_beta_std"}
+        assert sizes | gradients | gates <= drawn and {name for name, _ in PLACES} == {"qk", "Sk"}
+        assert probes.names("layers/") == ["0", "1"]
+        for layer in ("layers/0", "layers/1"):
+            for name in drawn:
+                steps, values = probes.curve(f"{layer}/{name}")
+                assert steps == [6, 8] and math.isfinite(values[0]), name
+            assert probes.names(f"{layer}/qk/") == ["0", "2", "4", "6", "8", "10", "12", "14", "15"]
+            assert probes.names(f"{layer}/Sk/") == ["2", "4", "6", "8", "10", "12", "14"]
+        assert f"{runs[0] / 'probes.png'}" in train("plot", runs[0])
         alone = (runs[0] / "probes.png").read_bytes()
         assert alone.startswith(b"\x89PNG")
         train("plot", *runs)
         assert (runs[0] / "probes.png").read_bytes() != alone
 
-    def test_probes_cover_every_quantity_of_the_papers_appendices(self, data: Path, tmp_path: Path):
-        """These are appendices C and D of arXiv:2606.04048, under their names in metrics.jsonl."""
-        run = tmp_path / "run"
-        train("run", "tiny", *keys(data, run, log__probes="true", steps=6, sample__tokens=0))
-        probes = load_probes(RunFolder(run))
-        assert probes is not None
-        drawn = {name for name, _ in PANELS}
-        sizes, gradients = {"q", "k"}, {"grad_q", "grad_k", "grad_hidden"}
-        gates = {"beta_mean", "beta_strong", "gate_decay_std", "gate_beta_std"}
-        assert sizes | gradients | gates <= drawn and {name for name, _ in PLACES} == {"qk", "Sk"}
-        for layer in probes.layers():
-            for name in drawn:
-                steps, values = probes.over_steps(layer, name)
-                assert steps == [6] and math.isfinite(values[0]), name
-            assert probes.places(layer, "qk") == [0, 2, 4, 6, 8, 10, 12, 14, 15]
-            assert probes.places(layer, "Sk") == [2, 4, 6, 8, 10, 12, 14]
-
     def test_plotting_runs_without_probes_says_how_to_get_them(self, data: Path, tmp_path: Path):
-        for name in "ab":
-            train("run", "tiny", *keys(data, tmp_path / name, steps=2, sample__tokens=0))
+        train("run", "tiny", *keys(data, tmp_path / "a", steps=2, sample__tokens=0))
         assert "probes.png" not in train("plot", tmp_path / "a")
-        status, _, err = run_command("plot", tmp_path / "a", tmp_path / "b")
+        status, _, err = run_command("plot", tmp_path / "a", tmp_path / "a")
         assert status == 2 and "train with log.probes=true" in err
 
 

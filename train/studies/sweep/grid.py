@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from delta_trn.models.mup import OPTIMIZERS
 from delta_trn.train.recipes import recipe
@@ -64,39 +65,28 @@ class Trial:
 class Sweep:
     """All trials of a sweep.
 
-    recipe, axes, changes   what was asked, in the words of the command line
-    arms                    what is compared beside the axes; one without a name if nothing is
+    asked   the recipe, axes and changes in the words of the command line, and arms as they were read: what
+            is compared beside the axes, or one without a name
     """
 
-    recipe: str
-    axes: Mapping[str, str]
-    changes: Mapping[str, str]
-    arms: Arms
+    asked: dict[str, Any]
     trials: tuple[Trial, ...]
-
-    def as_dict(self) -> dict[str, object]:
-        """Returns what was asked, in the words it was asked in; arms as they were read."""
-        axes = {key: value for key, value in self.axes.items() if key != "arms"}
-        arms = {name: dict(changes) for name, changes in self.arms.items()}
-        return {"recipe": self.recipe, "axes": axes, "changes": dict(self.changes), "arms": arms}
 
     def require_same(self, folder: Path) -> None:
         """Raises RunFolderError if the folder has results of something else than longer or shorter axes."""
         if not (folder / "sweep.json").exists():
             return
-        before, now = json.loads((folder / "sweep.json").read_text()), self.as_dict()
-        arms: dict[str, object] = before.get("arms", {"": {}})
-        same = all(before[key] == now[key] for key in ("recipe", "changes")) and all(
-            arms[name] == dict(self.arms[name]) for name in arms.keys() & self.arms.keys()
-        )
-        if not same:
+        before = json.loads((folder / "sweep.json").read_text())
+        same = all(before[key] == self.asked[key] for key in ("recipe", "changes"))
+        arms = before.get("arms", {"": {}})
+        if not same or any(self.asked["arms"].get(name, arms[name]) != arms[name] for name in arms):
             raise RunFolderError(
                 f"{folder} has results of another recipe, keys or arms: {json.dumps(before)}; "
                 "choose another out=DIR"
             )
 
 
-def define(name: str, options: Mapping[str, str], arms: Arms | None = None) -> Sweep:
+def define(name: str, options: Mapping[str, str]) -> Sweep:
     """Builds the sweep of a recipe from `options`, which mix axes with keys of the configuration.
 
     Raises UsageError or ConfigError, before anything runs, if some trial could not be made.
@@ -118,14 +108,21 @@ def define(name: str, options: Mapping[str, str], arms: Arms | None = None) -> S
     widths = sorted(whole_numbers("widths", axes.get("widths", str(start.model.width))))
     tables = _words("parametrizations", axes.get("parametrizations", start.parametrization))
     seeds = whole_numbers("seeds", axes.get("seeds", "0"), least=0)
-    if "arms" in axes:
-        arms = parse_arms(axes["arms"])
-    arms = arms or {"": {}}
+    arms = parse_arms(axes["arms"]) if "arms" in axes else {"": {}}
     unique: dict[Place, Trial] = {}
     # the seed varies slowest: a sweep that is cut short has measured something completely
     for seed, optimizer, width, arm, table in product(seeds, optimizers, widths, arms, tables):
         for lr in rates[optimizer]:
-            trial = _trial(start, changes, arm, arms[arm], table, optimizer, width, lr, seed)
+            own = {
+                "parametrization": table, "optimizer.name": optimizer, "optimizer.lr": repr(lr),
+                "model.width": str(width), "seed": str(seed),
+            }  # fmt: skip
+            config = _config(start, changes, own, arms[arm])
+            kind = config.parametrization  # an arm may set it
+            if config.model.width == config.model.base_width:
+                # every table says the same at m = 1: one run serves all of them
+                kind, config = ANY, config.model_copy(update={"parametrization": "sp"})
+            trial = Trial(arm, kind, optimizer, width, lr, seed, config)
             unique.setdefault(trial.place, trial)
     trials = tuple(unique.values())
     require_effect_somewhere([trial.config for trial in trials], changes)
@@ -133,47 +130,23 @@ def define(name: str, options: Mapping[str, str], arms: Arms | None = None) -> S
     if "schedule.min_lr" in changes and number(changes["schedule.min_lr"]) > least:
         floor = changes["schedule.min_lr"]
         raise UsageError(f"schedule.min_lr={floor} is above the lowest rate, {least:g}; give that or less")
-    return Sweep(name, axes, changes, arms, trials)
+    axes.pop("arms", None)
+    return Sweep({"recipe": name, "axes": axes, "changes": changes, "arms": arms}, trials)
 
 
-def _trial(
-    start: RunConfig,
-    changes: Mapping[str, str],
-    arm: str,
-    of_arm: Mapping[str, str],
-    table: str,
-    optimizer: str,
-    width: int,
-    lr: float,
-    seed: int,
-) -> Trial:
-    common = {**QUIET, **changes, "optimizer.name": optimizer}
-    if optimizer == "sgd" != start.optimizer.name:
+def _config(
+    start: RunConfig, changes: Mapping[str, str], own: Mapping[str, str], arm: Mapping[str, str]
+) -> RunConfig:
+    """Returns the configuration of a trial: what all have, its place on the axes, and its arm's keys."""
+    common = {**QUIET, **changes}
+    if own["optimizer.name"] == "sgd" != start.optimizer.name:
         # SGD adds decay to the gradient, where it means something else; the paper's SGD has none
         common.setdefault("optimizer.weight_decay", "0")
-    own = {
-        "parametrization": table,
-        "optimizer.lr": repr(lr),
-        "model.width": str(width),
-        "seed": str(seed),
-        **of_arm,
-    }
-    config = change(start, {**common, **own})
-    require_effect(config, of_arm)
+    config = change(start, {**common, **own, **arm})
+    require_effect(config, arm)
     # at a rate below the recipe's floor the schedule is constant: it must not rise
     low = repr(min(config.schedule.min_lr, config.optimizer.lr))
-    config = change(config, {"evaluation.every": str(config.steps), "schedule.min_lr": low})
-    table = config.parametrization  # an arm may set it
-    if config.model.width == config.model.base_width:
-        # every table says the same at m = 1: one run serves all of them
-        table, config = ANY, config.model_copy(update={"parametrization": "sp"})
-    return Trial(arm, table, optimizer, width, lr, seed, config)
-
-
-def load(folder: Path, options: Mapping[str, str]) -> Sweep:
-    """Reads the sweep of a folder from its sweep.json, with some options changed."""
-    asked = json.loads((folder / "sweep.json").read_text())
-    return define(asked["recipe"], {**asked["axes"], **asked["changes"], **options}, asked.get("arms"))
+    return change(config, {"evaluation.every": str(config.steps), "schedule.min_lr": low})
 
 
 def parse_arms(text: str) -> Arms:

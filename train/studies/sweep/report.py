@@ -20,11 +20,6 @@ OCTAVES = 1.5
 NEAREST = 5
 # Octaves beside the narrowest width's best rate at which the table of costs looks.
 BESIDE = (-1.0, 0.0, 1.0)
-NORMALIZED = (
-    "this is normalized SGD and no control for muP. Clipping gives every step that it shortens (here in "
-    "{least:.0%} to {most:.0%} of a run's steps) the same length at every width, which is nearly what muP "
-    "asks for"
-)
 Losses = Mapping[int, float]  # seed -> held-out loss, infinity where it diverged
 
 
@@ -87,25 +82,18 @@ class Report:
 
     costs   (width, octaves) -> nats lost at a rate so many octaves beside the best one of the narrowest
             width, against the width's own best rate; only where that rate was tried
-    remark  what a reader must know of this series, or nothing
     """
 
     name: str
     curves: tuple[Curve, ...]
     sides: tuple[Side, ...]
     costs: Mapping[tuple[int, float], Difference]
-    remark: str = ""
-
-    @property
-    def verdict(self) -> str:
-        """Returns what each side does, in one line."""
-        return ", ".join(f"{side.name} {side.verdict}" for side in self.sides)
 
 
 def reports(lines: Iterable[Result]) -> list[Report]:
     """Reports every series: an arm, a parametrization and an optimizer.
 
-    A line of the base width, where all parametrizations are one, belongs to every series of its arm.
+    A result of the base width, where all parametrizations are one, belongs to every series of its arm.
     """
     groups: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
     for line in lines:
@@ -113,27 +101,17 @@ def reports(lines: Iterable[Result]) -> list[Report]:
     rows = []
     for (arm, table, optimizer), own in groups.items():
         shared = groups.get((arm, ANY, optimizer), [])
-        named = [key for key in groups if key[::2] == (arm, optimizer) and key[1] != ANY]
-        if table == ANY and named:
+        if table == ANY and any(key[::2] == (arm, optimizer) and key[1] != ANY for key in groups):
             continue
-        of_series = own if table == ANY else [*shared, *own]
+        by_width: dict[int, list[Result]] = defaultdict(list)
+        for line in own if table == ANY else [*shared, *own]:
+            by_width[line["width"]].append(line)
+        curves = [_curve_of(width, by_width[width]) for width in sorted(by_width)]
+        sides = (drift("flank", curves), drift("wall", curves)) if len(curves) > 1 else ()
         # an arm may be a parametrization and carry its name
-        parts = dict.fromkeys((arm, "" if table == ANY else table, optimizer))
-        rows.append(_report(" ".join(filter(None, parts)), (table, optimizer), of_series))
+        name = dict.fromkeys((arm, "" if table == ANY else table, optimizer))
+        rows.append(Report(" ".join(filter(None, name)), tuple(curves), sides, costs(curves)))
     return sorted(rows, key=lambda row: row.name)
-
-
-def _report(name: str, kind: tuple[str, str], lines: Sequence[Result]) -> Report:
-    by_width: dict[int, list[Result]] = defaultdict(list)
-    for line in lines:
-        by_width[line["width"]].append(line)
-    curves = tuple(_curve_of(width, by_width[width]) for width in sorted(by_width))
-    remark = ""
-    shares = [line["clipped"] for line in lines if "clipped" in line]
-    if kind == ("sp", "sgd") and shares:
-        name, remark = f"{name} (normalized)", NORMALIZED.format(least=min(shares), most=max(shares))
-    sides = (drift("flank", curves), drift("wall", curves)) if len(curves) > 1 else ()
-    return Report(name, curves, sides, costs(curves), remark)
 
 
 def _curve_of(width: int, lines: Sequence[Result]) -> Curve:
@@ -216,7 +194,10 @@ def table(rows: Sequence[Report]) -> str:
         " optimum, log2 rate | nats lost at half the narrowest's best rate | at it | at twice it |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    best = _best_of_widths(rows)
+    every = [c for report in rows for c in report.curves]
+    best = {
+        w: min((c for c in every if c.width == w), key=lambda c: c.lowest) for w in {c.width for c in every}
+    }
     for report in rows:
         for c in report.curves:
             tried, loss, above = "-", "diverged", None
@@ -227,7 +208,7 @@ def table(rows: Sequence[Report]) -> str:
                 above = None if c is others else difference(c.losses(c.best), others.losses(others.best))
             at = "-" if c.optimum is None else f"{c.optimum:.2f}"
             lost = [str(report.costs.get((c.width, octaves), "-")) for octaves in BESIDE]
-            cells = (
+            cells = [
                 report.name,
                 str(c.width),
                 f"{c.parameters:,}",
@@ -236,7 +217,7 @@ def table(rows: Sequence[Report]) -> str:
                 str(above or "-"),
                 at,
                 *lost,
-            )
+            ]
             lines.append(f"| {' | '.join(cells)} |")
     if any(report.sides for report in rows):
         lines += [
@@ -246,16 +227,7 @@ def table(rows: Sequence[Report]) -> str:
             "|---|---|---|---|---|---|",
             *(f"| {report.name} | {_side_cells(s)} |" for report in rows for s in report.sides),
         ]
-    lines += [f"\n{r.name}: {r.remark}." for r in rows if r.remark]
     return "\n".join(lines)
-
-
-def _best_of_widths(rows: Sequence[Report]) -> dict[int, Curve]:
-    best: dict[int, Curve] = {}
-    for c in (c for report in rows for c in report.curves):
-        if c.width not in best or c.lowest < best[c.width].lowest:
-            best[c.width] = c
-    return best
 
 
 def _side_cells(s: Side) -> str:

@@ -1,24 +1,25 @@
 """Makes the trials of a sweep in processes of this machine, several at a time.
 
 Each trial is a run in a folder of its own and in a process of its own: one that fails or is killed stops no
-other, and resumes from its newest checkpoint. A thread waits for each process. (A ProcessPoolExecutor ends
-all of its workers when one of them is killed.)
+other, and resumes from its newest checkpoint. (An executor of concurrent.futures ends all of its processes
+when one of them is killed.)
 """
 
 import json
+import math
 import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from delta_trn.train.files import disk_errors, write_file
@@ -27,6 +28,7 @@ from delta_trn.train.settings.errors import Diverged, TrainError
 from delta_trn.train.settings.schema import RunConfig, validated
 from delta_trn.train.studies.sweep.grid import Sweep, Trial
 from delta_trn.train.studies.sweep.results import SAFE, Results
+from delta_trn.train.watch.display import duration
 
 SECONDS_TO_SAVE = 60.0
 
@@ -67,88 +69,67 @@ def execute(
     in one folder would make the same trials.
     """
     _CONTEXT.set_forkserver_preload(_PRELOADED)
-    runner = _Runner(folder, jobs, devices, threads)
-    results, failed = Results(folder), 0
+    results = Results(folder)
     known = results.read()
-    open_ones = [trial for trial in sweep.trials if trial.place not in known]
-    done = len(sweep.trials) - len(open_ones)
-    with StopRequest(max_minutes) as stop, ThreadPoolExecutor(jobs) as pool:
-        waiting: dict[Future[str | None], Trial] = {
-            pool.submit(runner.make, trial): trial for trial in open_ones
-        }
-        while waiting:
-            ended, _ = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
-            for future in ended:
-                trial = waiting.pop(future)
-                result = _load_result(runner.folder_of(trial))
+    waiting = [trial for trial in sweep.trials if trial.place not in known]
+    asked, made, failed = len(waiting), 0, 0
+    free = [devices[i % len(devices)] if devices else None for i in range(jobs)]
+    running: dict[int, tuple[BaseProcess, Trial, str | None]] = {}  # by what `wait` waits for
+    begun, deadline = time.monotonic(), math.inf
+    with StopRequest(max_minutes) as stop:
+        while running or (waiting and stop.reason is None):
+            while waiting and free and stop.reason is None:
+                trial, device = waiting.pop(0), free.pop(0)
+                process = _start(trial, _place(folder, trial), device, threads)
+                running[process.sentinel] = process, trial, device
+            for sentinel in wait(list(running), timeout=0.5):
+                process, trial, device = running.pop(sentinel)  # type: ignore[index] - of processes
+                process.join()
+                free.append(device)
+                result = _load_result(_place(folder, trial))
                 if result is not None:
                     results.add({"key": trial.key, **trial.coordinates(), **result})
-                    done += 1
+                    made += 1
+                    count = len(sweep.trials) - asked + made
                     loss = "diverged" if result["loss"] is None else f"{result['loss']:.4f}"
-                    tell(f"{done}/{len(sweep.trials)}  {trial}  {loss}  ({result['seconds']:.0f} s)")
-                elif (reason := future.result()) is not None:
+                    left = duration((time.monotonic() - begun) / made * (asked - made - failed))
+                    seconds = f"{result['seconds']:.0f} s, {left} left"
+                    tell(f"{count}/{len(sweep.trials)}  {trial}  {loss}  ({seconds})")
+                elif stop.reason is None:
                     failed += 1
-                    tell(f"failed  {trial}: {reason}")
-            if stop.reason is not None:
-                runner.stop()
+                    tell(f"failed  {trial}: {_reason(_place(folder, trial), process)}")
+            if stop.reason is not None and deadline == math.inf:
+                deadline = time.monotonic() + SECONDS_TO_SAVE
+                for process, *_ in running.values():
+                    process.terminate()  # it saves a checkpoint and ends
+            elif time.monotonic() > deadline:
+                for process, *_ in running.values():
+                    process.kill()
     return Ended(stop.reason, stop.signal, failed)
 
 
-class _Runner:
-    """Makes trials, each in a process, on the devices that are free."""
-
-    def __init__(self, folder: Path, jobs: int, devices: Sequence[str], threads: int):
-        self.folder, self.threads = folder, threads
-        self.free: SimpleQueue[str | None] = SimpleQueue()
-        for i in range(jobs):
-            self.free.put(devices[i % len(devices)] if devices else None)
-        self.lock, self.stopping = threading.Lock(), False
-        self.running: set[BaseProcess] = set()
-
-    def folder_of(self, trial: Trial) -> Path:
-        return self.folder / "trials" / trial.key
-
-    def make(self, trial: Trial) -> str | None:
-        """Makes a trial and waits for its end. Returns why there is no result; None if it was stopped."""
-        place, device = self.folder_of(trial), self.free.get()
-        config = trial.config.model_copy(update={} if device is None else {"device": device})
-        try:
-            with self.lock:
-                if self.stopping:
-                    return None
-                with disk_errors(place, SAFE):
-                    place.mkdir(parents=True, exist_ok=True)
-                arguments = (config.model_dump_json(), str(place), self.threads)
-                process = _CONTEXT.Process(target=_main, args=arguments)
-                process.start()
-                self.running.add(process)
-            process.join()
-            with self.lock:  # `stop` walks over them
-                self.running.discard(process)
-        finally:
-            self.free.put(device)
-        if self.stopping:
-            return None
-        log = _log(place)
-        lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-        reason = lines[-1] if lines else f"exit status {process.exitcode}"
-        return f"{reason} (the whole output: {log})"
-
-    def stop(self) -> None:
-        """Asks every running trial, once, to save a checkpoint and end; kills those that do not."""
-        with self.lock:
-            if self.stopping:
-                return
-            self.stopping = True
-            for process in self.running:
-                process.terminate()
-                killer = threading.Timer(SECONDS_TO_SAVE, process.kill)
-                killer.daemon = True
-                killer.start()
+def _place(folder: Path, trial: Trial) -> Path:
+    return folder / "trials" / trial.key
 
 
 def _log(place: Path) -> Path:
     return place.with_name(f"{place.name}.txt")
+
+
+def _start(trial: Trial, place: Path, device: str | None, threads: int) -> BaseProcess:
+    with disk_errors(place, SAFE):
+        place.mkdir(parents=True, exist_ok=True)
+    config = trial.config.model_copy(update={} if device is None else {"device": device})
+    process = _CONTEXT.Process(target=_main, args=(config.model_dump_json(), str(place), threads))
+    process.start()
+    return process
+
+
+def _reason(place: Path, process: BaseProcess) -> str:
+    """Returns why a trial has no result: the last line of its output."""
+    log = _log(place)
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return f"{lines[-1] if lines else f'exit status {process.exitcode}'} (the whole output: {log})"
 
 
 def _main(config: str, place: str, threads: int) -> None:
@@ -158,9 +139,8 @@ def _main(config: str, place: str, threads: int) -> None:
     descriptor = os.open(_log(Path(place)), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for the rest of the process
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    _end_with_parent()
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     try:
         status = run_trial(validated(json.loads(config)), Path(place))
@@ -171,7 +151,6 @@ def _main(config: str, place: str, threads: int) -> None:
         traceback.print_exc()
         status = 1
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(status)
 
 
@@ -179,12 +158,8 @@ def _end_with_parent() -> None:
     """Ends this process when its parent is killed, so that the folder is free for the next runner."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    parent.join()
+    os._exit(1)
 
 
 def run_trial(config: RunConfig, folder: Path) -> int:
@@ -192,13 +167,13 @@ def run_trial(config: RunConfig, folder: Path) -> int:
 
     loss        nats per token on the held-out crops after the last step; null if it diverged
     train_loss  mean over the last tenth of the steps
-    clipped     share of the steps whose gradient was longer than optimizer.clip
     seconds     of training, over all processes that had a part in it
 
     Returns the exit status: 0 with a result, otherwise 128 + the signal that stopped it.
     """
     from delta_trn.train.run.loop import train
     from delta_trn.train.run.setup import resume, start
+    from delta_trn.train.studies.probes import ProbeObserver
     from delta_trn.train.watch.display import Display
     from delta_trn.train.watch.metrics import read
 
@@ -210,8 +185,9 @@ def run_trial(config: RunConfig, folder: Path) -> int:
     else:
         opened = start(config)
     with opened as run:
+        observers = [ProbeObserver(run)] if config.log.probes else []
         try:
-            outcome = train(run, Display(config.steps, run.state.step, show=False))
+            outcome = train(run, Display(config.steps, run.state.step, show=False), observers)
             if outcome.stopped:
                 return 128 + (outcome.signal or signal.SIGTERM)
             diverged = None
@@ -219,10 +195,8 @@ def run_trial(config: RunConfig, folder: Path) -> int:
             diverged = str(error)
         lines = list(read(run.folder.metrics.path))
         held_out = [line["loss"] for line in lines if line["split"] == "val" and line["step"] == config.steps]
-        training = [line for line in lines if line["split"] == "train"]
-        norms = [line["grad_norm"] for line in training if line["grad_norm"] is not None]
-        clip = config.optimizer.clip
-        tail = [line["loss"] for line in training if line["step"] > 0.9 * config.steps]
+        after = 0.9 * config.steps
+        tail = [line["loss"] for line in lines if line["split"] == "train" and line["step"] > after]
         result = {
             "loss": None if diverged else held_out[-1],
             "train_loss": None if diverged else sum(tail) / len(tail),
@@ -230,7 +204,6 @@ def run_trial(config: RunConfig, folder: Path) -> int:
             "tokens": run.state.tokens,
             "seconds": round(run.state.seconds, 2),
             "diverged": diverged,
-            **({} if clip is None or not norms else {"clipped": sum(n > clip for n in norms) / len(norms)}),
             "parameters": sum(p.numel() for p in run.model.parameters()),
             "fingerprint": config.fingerprint(),
             "data": run.origin.data[:16],

@@ -1,7 +1,6 @@
-"""Collectives over groups of ranks, which gloo makes of its own; `calls` counts them."""
+"""Collectives, by gloo; `calls` counts them."""
 
 from collections import Counter
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -9,13 +8,6 @@ from torch import Tensor
 
 REDUCE_SUM = "sum"
 calls: Counter[str] = Counter()
-
-
-@cache
-def _group(groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
-    """Returns this process's group. All processes make all groups, in one order."""
-    made = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in groups}
-    return next((group for ranks, group in made.items() if dist.get_rank() in ranks), None)
 
 
 def all_reduce(
@@ -26,16 +18,15 @@ def all_reduce(
     pin_layout: bool = True,
 ) -> Tensor | list[Tensor]:
     """Returns a new tensor for a tensor, and changes those of a list."""
-    assert reduce_type == REDUCE_SUM
+    assert reduce_type == REDUCE_SUM and groups is None
     calls["all_reduce"] += 1
-    group = _group(tuple(map(tuple, groups))) if groups else None
     if isinstance(inputs, Tensor):
         total = inputs.clone()
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(total)
         return total * scale
     with torch.no_grad():
         for x in inputs:
-            dist.all_reduce(x, group=group)
+            dist.all_reduce(x)
             x.mul_(scale)
     return inputs
 
