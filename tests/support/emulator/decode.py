@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 WINDOW = 1024  # of machine.h
-FIELDS = "op line guard negated args list count written writes read reads value"
+FIELDS = "op line guard negated args list count writes unused value"
 INSTRUCTION = np.dtype(
     [(name, "i8" if name == "value" else "i4", 8 if name == "args" else ()) for name in FIELDS.split()],
     align=True,
 )
+CONSTANT = np.dtype([("value", "u8"), ("slot", "i4"), ("wide", "i4")])
 # These registers are the first slots, see run_block in emulator.cpp.
 SPECIAL = [f"%{name}.{axis}" for name in ("tid", "ctaid", "ntid", "nctaid") for axis in "xyz"]
 SPECIAL += ["%laneid", "%warpid"]
@@ -39,7 +40,7 @@ def size_of(kind: str) -> int:
 class Kernel:
     """A decoded kernel.
 
-    constants   slot, value and whether it has 64 bits, of each; parameters are the first, without a value
+    constants   value, slot, and whether it has 64 bits; the first are the parameters, without a value
     """
 
     name: str
@@ -63,7 +64,6 @@ class Decoder:
         # register -> slot, bytes
         self.scopes = [{name: (slot, 4) for slot, name in enumerate(SPECIAL)}]
         self.constants: dict[tuple[int, bool], int] = {}
-        self.symbols: dict[str, int] = {}
         self.rows: list[tuple] = []
         self.pool: list[int] = []
         self.labels: dict[str, int] = {}
@@ -103,8 +103,6 @@ class Decoder:
             if (known[1] == 8) != (size == 8):
                 raise self.refuse(f"{text} of {known[1]} bytes in place of {size}")
             return known[0]
-        if text in self.symbols:
-            return self.constant(self.symbols[text], size)
         if match := re.fullmatch(rf"0[fFdD]([0-9A-Fa-f]{{{2 * size}}})", text):
             return self.constant(int(match[1], 16), size)
         if not re.fullmatch(r"-?(0x[0-9A-Fa-f]+|\d+)U?", text):
@@ -122,19 +120,17 @@ class Decoder:
         return match[1], int(match[2] or "0", 0)
 
     def emit(
-        self, name: str, args: Sequence[int] = (), registers: Sequence[int] = (), value: int = 0,
-        writes: Sequence[int] = (), reads: Sequence[int] = (),
+        self, name: str, args: Sequence[int] = (), registers: Sequence[int] = (), writes: int = 0,
+        value: int = 0,
     ) -> None:  # fmt: skip
-        """Appends an instruction."""
+        """Appends an instruction; the first `writes` of the registers are written, the others read."""
         op, _ = self.find(name)
         if op < 0:
             raise self.refuse(name)
-        places = []
-        for group in (registers, [x for x in writes if x >= 0], [x for x in reads if x >= 0]):
-            places += [len(self.pool), len(group)]
-            self.pool += group
         filled = (*args, *[-1] * (8 - len(args)))
-        self.rows.append((op, self.line, *self.guard, filled, *places, value))
+        list_ = len(self.pool), len(registers), writes, 0
+        self.rows.append((op, self.line, *self.guard, filled, *list_, value))
+        self.pool += registers
 
     def statement(self, text: str) -> None:
         """Decodes one instruction with its guard."""
@@ -169,7 +165,7 @@ class Decoder:
         if op < 0 or len(sizes) != len(a):
             raise self.refuse(".".join(parts))
         slots = [self.operand(x, int(size)) for x, size in zip(a, sizes, strict=True)]
-        self.emit(name, slots, writes=slots[:1], reads=slots[1:])
+        self.emit(name, slots, slots, 1)
 
     def _cvt(self, parts: list[str], a: list[str]) -> None:
         """A register may be wider than the type that is converted: then its lower half is taken first."""
@@ -177,7 +173,7 @@ class Decoder:
         if known and known[1] == 8 and size_of(parts[-1]) < 8:
             half = self.allot(False)
             self.scopes[-1][f"lower half {half}"] = (half, 4)
-            self.emit("cvt.u32.u64", [half, known[0]], writes=[half], reads=[known[0]])
+            self.emit("cvt.u32.u64", [half, known[0]], [half, known[0]], 1)
             a = [a[0], f"lower half {half}"]
         self.lanes(parts, a)
 
@@ -209,8 +205,7 @@ class Decoder:
         size = size_of(parts[-1])
         slots = self.vector(registers, size)
         args = [self.operand(base, 8 if space == {"global"} else 4), size]
-        loads, reads = (slots, args[:1]) if head == "ld" else ([], [args[0], *slots])
-        return self.emit(f"{head}.{space.pop()}", args, slots, offset, loads, reads)
+        return self.emit(f"{head}.{space.pop()}", args, slots, len(slots) * (head == "ld"), offset)
 
     _ld = _st = _access
 
@@ -223,7 +218,7 @@ class Decoder:
             return self.emit("cp.async.wait_group", value=int(a[0], 0) if a else -1)
         (to, to_offset), (of, of_offset) = self.address(a[0]), self.address(a[1])
         slots = [self.operand(to, 4), self.operand(of, 8), self.operand(a[3], 4) if len(a) > 3 else -1]
-        return self.emit("cp.async", [*slots, to_offset, of_offset], value=int(a[2], 0), reads=slots)
+        return self.emit("cp.async", [*slots, to_offset, of_offset], slots, value=int(a[2], 0))
 
     def _wgmma(self, parts: list[str], a: list[str]) -> None:
         if parts[1] in ("fence", "commit_group", "wait_group"):
@@ -238,16 +233,15 @@ class Decoder:
         turned = [int(x) for x in a[6:]]  # A's flag is there only where A is in shared memory
         flags = 0 if not turned else turned[-1] << 1 | (turned[0] if len(turned) > 1 else 0)
         args = [*slots, PRODUCT_TYPES[parts[6]], int(shape[1]), flags]
-        return self.emit("wgmma", args, [*total, *left], int(shape[2]), total, [*left, *slots])
+        return self.emit("wgmma", args, [*total, *left], len(total), int(shape[2]))
 
     def _mma(self, parts: list[str], a: list[str]) -> None:
         shape = next((m for m in map(re.compile(r"m16n8k(\d+)").fullmatch, parts) if m), None)
         types = parts[-4:]
         if not shape or types[0] != "f32" or types[1] not in PRODUCT_TYPES or types[3] != "f32":
             raise self.refuse(".".join(parts))
-        d, *given = (self.vector(x, 4) for x in a)
-        sources = [slot for vector in given for slot in vector]
-        self.emit("mma", [PRODUCT_TYPES[types[1]]], [*d, *sources], int(shape[1]), d, sources)
+        slots = [slot for x in a for slot in self.vector(x, 4)]
+        self.emit("mma", [PRODUCT_TYPES[types[1]]], slots, 4, int(shape[1]))
 
     def _matrices(self, parts: list[str], a: list[str]) -> None:
         if "m8n8" not in parts or parts[-1] != "b16":
@@ -256,8 +250,7 @@ class Decoder:
         registers, place = a if loads else a[::-1]
         base, offset = self.address(place)
         where, slots = self.operand(base, 4), self.vector(registers, 4)
-        reads = [where] if loads else [where, *slots]
-        self.emit(parts[0], [where, int("trans" in parts)], slots, offset, slots if loads else (), reads)
+        self.emit(parts[0], [where, int("trans" in parts)], slots, len(slots) * loads, offset)
 
     _ldmatrix = _stmatrix = _matrices
 
@@ -265,7 +258,7 @@ class Decoder:
         to, _, inside = a[0].partition("|")
         slots = [self.operand(x, 4) for x in (to, *a[1:5], inside or "_")]
         mode = ("idx", "up", "down", "bfly").index(parts[2])
-        self.emit("shfl", slots, value=mode, writes=[slots[0], slots[5]], reads=slots[1:5])
+        self.emit("shfl", slots, [slots[0], slots[5], *slots[1:5]], 2, mode)
 
 
 def decode(text: str, find: Callable[[str], tuple[int, str]]) -> Kernel:
@@ -273,7 +266,7 @@ def decode(text: str, find: Callable[[str], tuple[int, str]]) -> Kernel:
     d = Decoder(find)
     head, name, declared, body = re.split(r"\.entry\s+(\w+)\s*\(([^)]*)\)", text, maxsplit=1)
     for symbol in re.findall(r"\.extern \.shared .*? (\w+)\[\]", head):
-        d.symbols[symbol] = WINDOW
+        d.scopes[0][symbol] = (d.constant(WINDOW, 4), 4)
     params = re.findall(r"\.param\s+\.\w+\s+(?:\.ptr\s+\S+\s+\.align\s+\d+\s+)?(\w+)", declared)
     for param in params:
         d.scopes[0][param] = (d.allot(True), 8)
@@ -301,8 +294,7 @@ def decode(text: str, find: Callable[[str], tuple[int, str]]) -> Kernel:
     code = np.array(d.rows, INSTRUCTION)
     for i, label in d.jumps:
         code[i]["value"] = d.labels[label]
-    known = [(d.scopes[0][param][0], 0, 1) for param in params] + [
-        (slot, *key) for key, slot in d.constants.items()
-    ]
-    constants = np.array(known, [("slot", "i4"), ("value", "u8"), ("wide", "i4")])
+    known = [(0, d.scopes[0][param][0], 1) for param in params]
+    known += [(value, slot, wide) for (value, wide), slot in d.constants.items()]
+    constants = np.array(known, CONSTANT)
     return Kernel(name, code, np.array(d.pool, np.int32), constants, d.slots)

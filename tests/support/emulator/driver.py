@@ -10,19 +10,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from triton import knobs
 from triton.backends import backends
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 
 from delta_trn.backends import compiler, dispatch
-from tests.support.emulator.decode import Unsupported, decode
+from tests.support.emulator.decode import decode
 
 SHARED_BYTES = 232448  # of a block, at most, as on an H100
 FLOATS = {"fp16": "<e", "fp32": "<f", "fp64": "<d"}
@@ -91,8 +90,7 @@ class Function:
     def __init__(self, text: str, shared: int) -> None:
         self.text, self.shared = text, shared
         self.kernel = k = decode(text, find)
-        constants = [np.ascontiguousarray(k.constants[name]) for name in ("value", "slot", "wide")]
-        arrays = [array.ctypes.data_as(ctypes.c_void_p) for array in (k.code, k.pool, *constants)]
+        arrays = [array.ctypes.data_as(ctypes.c_void_p) for array in (k.code, k.pool, k.constants)]
         sizes = len(k.code), len(k.pool), len(k.constants), k.slots
         self.program = ctypes.c_void_p(library().functions.emulator_program(*arrays, *sizes))
 
@@ -146,37 +144,23 @@ class _Launcher:
         function((x, y, z), metadata[0], *zip(*kept, strict=True))
 
 
-class _Driver(DriverBase):
-    """The emulator as Triton's device, and what Triton's compiler asks about it."""
+def _load(name: str, binary: bytes, shared: int, device: int) -> tuple:
+    return None, Function(binary.decode(), shared), 0, 0, 1024
 
-    launcher_cls = _Launcher
 
-    def __init__(self) -> None:
-        self.utils = self
-        self.get_current_device = self.get_current_stream = lambda *device: 0
-        self.set_current_device = lambda device: None
-
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
-        return None, Function(binary.decode(), shared), 0, 0, 1024
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": 132, "warpSize": 32}
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return False
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return ty
-
-    def get_benchmarker(self) -> Any:
-        raise Unsupported("the emulator has no clock")
+# the emulator as Triton's device: what Triton's compiler asks about it
+DEVICE = SimpleNamespace(
+    launcher_cls=_Launcher,
+    utils=SimpleNamespace(
+        load_binary=_load, get_device_properties=lambda device: {"max_shared_mem": SHARED_BYTES}
+    ),
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device: 0,
+    set_current_device=lambda device: None,
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    get_active_torch_device=lambda: torch.device("cpu"),
+    map_python_to_cpp_type=lambda kind: kind,
+)
 
 
 class _Backend(CUDABackend):
@@ -198,5 +182,5 @@ def install() -> None:
     """Makes the emulator the device that Triton runs on, in this process. Before a kernel is imported."""
     assert not knobs.runtime.interpret, "TRITON_INTERPRET=1 makes kernels Python functions"
     backends["nvidia"] = replace(backends["nvidia"], compiler=_Backend)
-    driver.set_active(_Driver())
+    driver.set_active(DEVICE)
     dispatch.TRITON_DEVICES.add("cpu")

@@ -16,14 +16,14 @@ static void merge(std::vector<Strand> &strands) {
 
 // Nobody else may read or write the accumulators of products under way; what is written needs a fence before products.
 static void check_registers(Warp &w, const Instruction &x) {
-    const s32 *pool = w.launch->program->pool.data();
-    for (int k = 0; w.pending_count && k < x.reads + x.writes; k++)
-        if (w.pending[k < x.reads ? pool[x.read + k] : pool[x.written + k - x.reads]]) {
+    const s32 *list = w.launch->program->pool.data() + x.list;
+    for (int k = 0; k < x.count; k++) {
+        if (list[k] < 0) continue;
+        if (w.pending[list[k]])
             w.launch->report("race with wgmma", x.line, "a register of a product is %s before it is waited for",
-                             k < x.reads ? "read" : "written");
-            break;
-        }
-    for (int k = 0; k < x.writes; k++) w.dirty[pool[x.written + k]] = 1;
+                             k < x.writes ? "written" : "read");
+        w.dirty[list[k]] |= k < x.writes;
+    }
 }
 
 static void arrive(Warp &w, const Instruction &x, bool all) {
@@ -118,11 +118,12 @@ static void start(Launch &l, Block &b, const u64 *params, s32 count) {
         w.registers.assign(LANES * static_cast<size_t>(p.slots), 0xdeadbeefu);
         if (l.options.check) w.pending.resize(p.slots), w.dirty.resize(p.slots);
         for (s32 c = 0; c < s32(p.constants.size()); c++) {
-            const u64 value = c < count ? params[c] : p.constants[c];
-            if (p.constant_wide[c])
-                std::fill_n(w.slot<u64>(p.constant_slots[c]), LANES, value);
+            const Constant &x = p.constants[c];
+            const u64 value = c < count ? params[c] : x.value;
+            if (x.wide)
+                std::fill_n(w.slot<u64>(x.slot), LANES, value);
             else
-                std::fill_n(w.slot<u32>(p.constant_slots[c]), LANES, u32(value));
+                std::fill_n(w.slot<u32>(x.slot), LANES, u32(value));
         }
     }
 }
@@ -137,7 +138,6 @@ static void run_block(Launch &l, Block &b, std::vector<s32> &order) {
         w.copies = {}, w.products = {};
         std::fill(w.pending.begin(), w.pending.end(), 0), std::fill(w.dirty.begin(), w.dirty.end(), 0);
         std::fill(w.fenced, w.fenced + MOST_WARPS, 0);
-        w.pending_count = 0;
         for (u32 i = 0; i < LANES; i++) {  // the special registers, as decode.py's SPECIAL
             const u32 values[] = {LANES * w.id + i, 0, 0, b.index[0], b.index[1], b.index[2], u32(LANES * l.warps), 1, 1,
                                   l.grid[0], l.grid[1], l.grid[2], i, u32(w.id)};
@@ -165,10 +165,9 @@ int emulator_operation(const char *name, char *sizes, int length) {
 }
 
 // Keeps a program for launches; it is never freed, as Triton keeps kernels.
-Program *emulator_program(const Instruction *code, const s32 *pool, const u64 *constants, const s32 *constant_slots,
-                          const s32 *constant_wide, s32 instructions, s32 pooled, s32 count, s32 slots) {
-    return new Program{{code, code + instructions}, {pool, pool + pooled}, {constant_slots, constant_slots + count},
-                       {constant_wide, constant_wide + count}, {constants, constants + count}, slots};
+Program *emulator_program(const Instruction *code, const s32 *pool, const Constant *constants, s32 instructions,
+                          s32 pooled, s32 count, s32 slots) {
+    return new Program{{code, code + instructions}, {pool, pool + pooled}, {constants, constants + count}, slots};
 }
 
 // Runs a grid. Reports, a line "kind, PTX line, text, times" each, go to `text`. params: the first constants.

@@ -29,19 +29,21 @@ constexpr u32 WINDOW = 1024;      // the address of a block's first byte of shar
 // One decoded instruction, as decode.py's INSTRUCTION. Registers are numbers of slots; -1 stands for none.
 struct Instruction {
     s32 op, line;
-    s32 guard, negated;    // the predicate that lanes need
-    s32 args[8];           // what an operation needs, see there
-    s32 list, count;       // more registers, in Program::pool
-    s32 written, writes;   // registers that it writes, in the pool, for the checks
-    s32 read, reads;       // and those that it reads
+    s32 guard, negated;  // the predicate that lanes need
+    s32 args[8];         // what an operation needs, see there
+    s32 list, count;     // registers, in Program::pool
+    s32 writes, unused;  // the first of them are written, the others read
     s64 value;
 };
 
+struct Constant {
+    u64 value;
+    s32 slot, wide;
+};
 struct Program {
     std::vector<Instruction> code;
     std::vector<s32> pool;
-    std::vector<s32> constant_slots, constant_wide;
-    std::vector<u64> constants;
+    std::vector<Constant> constants;
     s32 slots;
 };
 
@@ -109,7 +111,6 @@ struct Warp {
     Queue<Copy> copies;
     Queue<Product> products;
     std::vector<u8> pending, dirty;  // registers that products will write; those written since wgmma.fence
-    s32 pending_count;
     u32 fenced[MOST_WARPS];  // until when the writes of each warp are known to this one's tensor core
 
     template <class T> T *slot(s32 number) {

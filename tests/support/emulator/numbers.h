@@ -50,10 +50,6 @@ struct Predicate {
 };
 
 static float tf32(u32 b) { return bits_as<float>(b & 0xffffe000u); }  // tensor cores ignore the low bits
-static u32 round_to_tf32(float x) {
-    const u32 b = bits_as<u32>(x);
-    return (b & 0x7f800000) == 0x7f800000 ? b : (b + 0x1000) & 0xffffe000u;
-}
 
 // D [M, N] += A [M, K] B [K, N]
 static void multiply(float *D, const float *A, const float *B, int M, int N, int K) {

@@ -109,11 +109,7 @@ static void multiply_now(Warp &w, const Product &p) {
 
 // Marks the accumulators of a product that is under way: nobody else may touch them.
 static void mark_pending(Warp &w, const Product &p) {
-    for (int j = 0; j < p.x->args[4] / 2; j++) {
-        u8 &flag = w.pending[w.launch->program->pool[p.x->list + j]];
-        w.pending_count += !flag;
-        flag = 1;
-    }
+    for (int j = 0; j < p.x->args[4] / 2; j++) w.pending[w.launch->program->pool[p.x->list + j]] = 1;
 }
 
 static void check_issue(Warp &w, const Product &p) {
@@ -174,7 +170,6 @@ static void wgmma_wait(Warp &w, const Instruction &x) {
     });
     if (!options.check) return;
     std::fill(w.pending.begin(), w.pending.end(), 0);
-    w.pending_count = 0;
     for (auto &group : w.products.groups)
         for (const Product &p : group) mark_pending(w, p);
     for (const Product &p : w.products.issued) mark_pending(w, p);
