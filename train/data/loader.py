@@ -17,7 +17,6 @@ fold chains SplitMix64 (Steele, Lea and Flood, OOPSLA 2014):
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -274,7 +273,8 @@ class _Tokens:
     def read(self, shard: int, start: int, out: np.ndarray) -> None:
         """Copies tokens [start, start + len(out)) of one shard."""
         tokens = self.shards[shard][start : start + len(out)]
-        check_ids(tokens, self.dataset.vocab_size, self._path(shard), start)
+        file = self.dataset.split(self.split).shards[shard].file
+        check_ids(tokens, self.dataset.vocab_size, self.dataset.path / file, start)
         out[:] = tokens
 
     def read_across(self, order: np.ndarray, start: int, out: np.ndarray) -> None:
@@ -288,9 +288,6 @@ class _Tokens:
             take = min(len(out) - filled, int(self.lengths[shard]) - offset)
             self.read(shard, offset, out[filled : filled + take])
             filled, place, offset = filled + take, place + 1, 0
-
-    def _path(self, shard: int) -> Path:
-        return self.dataset.path / self.dataset.split(self.split).shards[shard].file
 
 
 class _Crops:

@@ -53,7 +53,9 @@ def prepare(data: DataSection, *, show: bool = True) -> Path:
         "max_documents": data.max_documents,
         "max_tokens": data.max_tokens,
     }
-    folder = Path(data.folder).expanduser() if data.folder else _default_folder(source, data, settings)
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    usual = f"data/{source.name}-{Path(data.tokenizer).stem}-{digest}"
+    folder = Path(data.folder or usual).expanduser()
     if is_complete(folder, settings):
         return folder
     with hold_folder(folder):
@@ -116,7 +118,8 @@ class _Preparation:
             self.bar.begin("tokenizing", 0.0)
             self._write(self._documents(self.skipped), tokenizer, split_of, writers, data.max_tokens)
             self._require_both()
-            write_file(self.place / "meta.json", self._meta(tokenizer, writers).to_json())
+            meta = self._meta(tokenizer, writers)
+            write_file(self.place / "meta.json", meta.model_dump_json(indent=2) + "\n")
 
     def _documents(self, skipped: Counter[str]) -> Iterator[str]:
         return islice(self.source.documents(skipped), self.data.max_documents)
@@ -229,12 +232,6 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
             batch, length = [], 0
     if batch:
         yield batch
-
-
-def _default_folder(source: Source, data: DataSection, settings: dict[str, Any]) -> Path:
-    kind = Path(data.tokenizer).stem
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    return Path("data") / f"{source.name}-{kind}-{digest}"
 
 
 def is_complete(folder: Path, settings: dict[str, Any]) -> bool:

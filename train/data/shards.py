@@ -25,6 +25,7 @@ MAGIC = 20240520
 VERSION = 1
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
+LAYOUT = {"magic": MAGIC, "version": VERSION, "header_ints": HEADER_INTS, "header_bytes": HEADER_BYTES}
 Split = Literal["train", "val"]
 FIRST_SHARD: dict[Split, int] = {"val": 0, "train": 1}  # the number of a split's first shard
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}

@@ -26,14 +26,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from delta_trn.train.data.readers import (
-    PACKED,
-    has_rows,
-    read_dataset,
-    read_rows,
-    read_text,
-    stream,
-)
+from delta_trn.train.data.readers import PACKED, has_rows, read_dataset, read_rows, read_text, stream
 from delta_trn.train.data.tokenizer import HUB_SECONDS
 from delta_trn.train.settings.errors import SourceError
 from delta_trn.train.settings.schema import NAMED_SOURCES, DataSection

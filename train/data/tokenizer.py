@@ -20,7 +20,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from delta_trn.train.files import write_file
 from delta_trn.train.settings.errors import TokenizerError
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")  # of a saved tokenizer
 BOS, EOS, PAD = "<|bos|>", "<|endoftext|>", "<|pad|>"
 GPT2_REPOSITORY = "openai-community/gpt2"
 HUB_SECONDS = 5.0  # in which the Hub answers, if it does
@@ -146,9 +145,8 @@ def train_byte_bpe(documents: Iterator[str], vocab_size: int) -> TextTokenizer:
 
 def plain_bytes(vocab_size: int | None = None) -> TextTokenizer:
     """Returns the tokenizer with one token per byte: id = byte, then BOS 256, EOS 257, PAD 258."""
-    tokenizer = _byte_level(
-        models.BPE(vocab={char: byte for byte, char in enumerate(byte_alphabet())}, merges=[])
-    )
+    vocab = {char: byte for byte, char in enumerate(byte_alphabet())}
+    tokenizer = _byte_level(models.BPE(vocab=vocab, merges=[]))
     tokenizer.add_special_tokens([BOS, EOS, PAD])
     return _finish(tokenizer, 256, 257, 258, vocab_size)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from delta_trn.train.data import evaluation_batches, make_loader, open_dataset
-from delta_trn.train.data.loader import Stream, fold, mix64
+from delta_trn.train.data.loader import mix64
 from delta_trn.train.settings.errors import PositionMismatch, ShardError
 from tests.support.corpus import prepare_text, write_jsonl
 
@@ -63,16 +63,10 @@ def test_places_start_again_at_every_document_and_at_every_row(dataset, kind):
 
 @both
 def test_targets_are_the_tokens_that_follow_the_inputs(dataset, kind):
-    everything = np.concatenate(dataset.shards("train")).tobytes()
     for inputs, targets in take(loader(dataset, kind), 10):
         for x in (inputs, targets):
-            assert (
-                x.shape == (4, T) and x.dtype == torch.int64 and x.device.type == "cpu" and x.is_contiguous()
-            )
+            assert x.shape == (4, T) and x.dtype == torch.int64 and x.is_contiguous()
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
-        for row in torch.cat([inputs, targets[:, -1:]], dim=1):
-            if kind == "random_crop":
-                assert row.numpy().astype("<u2").tobytes() in everything
 
 
 @both
@@ -96,33 +90,20 @@ def test_a_loader_continues_where_its_state_was_taken(dataset, kind, stop):
 
 
 @both
-def test_every_rank_has_the_same_state_and_other_samples(dataset, kind):
-    ranks = [loader(dataset, kind, rank=rank, world=3) for rank in range(3)]
-    batches = [take(rank, 5) for rank in ranks]
-    assert ranks[0].state_dict() == ranks[1].state_dict() == ranks[2].state_dict()
-    assert not same(batches[0], batches[1]) and not same(batches[1], batches[2])
-
-
-@both
 def test_a_loader_refuses_a_position_of_other_data(dataset, kind, tmp_path):
     state = loader(dataset, kind).state_dict()
-    cases = {
-        "seed": (dataset, {"seed": 8}),
-        "sequence": (dataset, {"sequence": 8}),
-        "kind": (dataset, {"kind": {"random_crop": "stream", "stream": "random_crop"}[kind]}),
-    }
     source = write_jsonl(tmp_path / "c.jsonl", (f"other {i}" * 20 for i in range(50)))
     other = open_dataset(prepare_text(source, tmp_path / "out"))
-    cases["dataset"] = (other, {})
-    for key, (data, options) in cases.items():
+    cases = {
+        "seed": loader(dataset, kind, seed=8),
+        "sequence": loader(dataset, kind, sequence=8),
+        "kind": loader(dataset, {"random_crop": "stream", "stream": "random_crop"}[kind]),
+        "dataset": loader(other, kind),
+        "split": make_loader(dataset, "val", kind=kind, batch=1, sequence=T, seed=7),
+    }
+    for key, another in cases.items():
         with pytest.raises(PositionMismatch, match=rf"{key} was .*, is .*begin a new run"):
-            loader(data, options.pop("kind", kind), **options).load_state_dict(state)
-
-
-def test_a_loader_refuses_the_position_of_another_split(dataset):
-    state = make_loader(dataset, "val", batch=1, sequence=T, seed=7).state_dict()
-    with pytest.raises(PositionMismatch, match="split was 'val', is 'train'"):
-        loader(dataset, "random_crop").load_state_dict(state)
+            another.load_state_dict(state)
 
 
 # -- random crops ------------------------------------------------------------------------------------------
@@ -189,16 +170,6 @@ def test_a_loader_continues_exactly_on_another_number_of_ranks(dataset, kind):
         loader(dataset, kind, batch=7).load_state_dict({**one.state_dict(), "samples": 24})
 
 
-def test_random_crops_draw_every_start_equally_often(dataset):
-    starts = sum(len(tokens) - T for tokens in dataset.shards("train"))
-    draws = 64 * starts
-    places = fold(1, 7, np.arange(draws, dtype=np.uint64)) % np.uint64(starts)
-    counts = np.bincount(places.astype(np.int64), minlength=starts)
-    # chi-squared over `starts` cells has mean starts and deviation sqrt(2 starts); five of them
-    chi2 = float(((counts - 64.0) ** 2 / 64.0).sum())
-    assert abs(chi2 - starts) < 5 * (2 * starts) ** 0.5
-
-
 # -- the stream --------------------------------------------------------------------------------------------
 
 
@@ -227,23 +198,6 @@ def test_every_token_is_a_target_once_per_epoch(dataset, world):
     assert total - 1 - T < windows[:, 1:].numel() <= total - 1
 
 
-def test_a_stream_that_drops_a_target_between_batches_is_caught(dataset):
-    """The fault of advancing by B*T+1 tokens, planted."""
-
-    class Dropping(Stream):
-        def _windows(self, first):
-            batch, step = first // self.batch, self.batch * self.sequence + 1
-            window = np.empty((1, self.batch * self.sequence + 1), np.int64)
-            self._tokens.read_across(self._shards_of(0), batch * step, window[0])
-            return np.stack([window[0, i * T : i * T + T + 1] for i in range(self.batch)])
-
-    faulty = Dropping(dataset, "train", 4, T, 7, 0, 1, False)
-    sound = loader(dataset, "stream")
-    tokens = in_order(dataset, sound)
-    assert is_whole(windows_of(sound, 10), tokens)
-    assert not is_whole(windows_of(faulty, 10), tokens)
-
-
 def test_epochs_of_a_stream_have_different_orders_and_the_same_tokens(dataset):
     ours = loader(dataset, "stream")
     orders = [ours._shards_of(epoch).tolist() for epoch in range(6)]
@@ -260,13 +214,6 @@ def test_a_batch_may_begin_in_one_epoch_and_end_in_the_next(dataset):
     windows = windows_of(ours, count // batch + 1)
     assert is_whole(windows[:count], in_order(dataset, ours, 0))
     assert is_whole(windows[count:], in_order(dataset, ours, 1))
-
-
-def test_a_stream_continues_with_another_micro_batch(dataset):
-    first, second = loader(dataset, "stream", batch=6), loader(dataset, "stream", batch=3)
-    take(first, 2)
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(windows_of(second, 2), windows_of(first, 1))
 
 
 # -- evaluation --------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import pytest
 
 from delta_trn.train.data import open_dataset, preparation
 from delta_trn.train.data.entropies import documents
-from delta_trn.train.data.shards import HEADER_BYTES, map_tokens
 from delta_trn.train.files import hold_folder
 from delta_trn.train.settings.errors import DataError, DiskFull, SettingsDiffer, ShardError, SourceError
 from tests.support.corpus import prepare_text, write_jsonl
@@ -78,8 +77,15 @@ def test_every_document_is_in_one_split_whole_and_in_order(source, tmp_path):
     assert dataset.meta.skipped == {"empty documents": 2}
 
 
-def test_counts_in_meta_are_those_of_the_files(source, tmp_path):
-    dataset = open_dataset(run(source, tmp_path / "out"))
+def test_a_shard_is_read_by_the_published_layout_and_counted(source, tmp_path):
+    out = run(source, tmp_path / "out")
+    names = sorted(path.name for path in out.glob("*.bin"))
+    assert names[0] == "corpus_train_000001.bin" and names[-1].startswith("corpus_val_") and len(names) > 3
+    raw = (out / names[0]).read_bytes()
+    header, tokens = np.frombuffer(raw[:1024], "<i4"), np.frombuffer(raw[1024:], "<u2")
+    assert header[:3].tolist() == [20240520, 1, len(tokens)] and not header[3:].any()
+    assert tokens[0] == 256 and tokens[-1] == 257
+    dataset = open_dataset(out)
     for split in ("train", "val"):
         meta, found = dataset.split(split), split_texts(dataset, split)
         assert meta.documents == len(found)
@@ -89,34 +95,19 @@ def test_counts_in_meta_are_those_of_the_files(source, tmp_path):
     dataset.check_tokens()
 
 
-def test_a_shard_is_read_by_the_published_layout(source, tmp_path):
-    out = run(source, tmp_path / "out")
-    names = sorted(path.name for path in out.glob("*.bin"))
-    assert names[0] == "corpus_train_000001.bin" and names[-1].startswith("corpus_val_") and len(names) > 3
-    raw = (out / names[0]).read_bytes()
-    header = np.frombuffer(raw[:1024], "<i4")
-    assert header[:2].tolist() == [20240520, 1] and not header[3:].any()
-    tokens = np.frombuffer(raw[1024:], "<u2")
-    assert len(tokens) == header[2] and tokens[0] == 256 and tokens[-1] == 257
-
-
-def test_documents_never_straddle_shards(source, tmp_path):
-    dataset = open_dataset(run(source, tmp_path / "out"))
+def test_documents_never_straddle_shards(tmp_path):
+    long = "x" * 3 * SHARD  # has a shard of its own
+    dataset = open_dataset(
+        run(corpus(tmp_path / "c.jsonl", [*texts(30), long, *texts(60)]), tmp_path / "out")
+    )
     shards = dataset.shards("train")
-    assert len(shards) > 5
+    assert len(shards) > 5 and 3 * SHARD + 2 in [len(x) for x in shards + dataset.shards("val")]
     for tokens in shards:
         assert tokens[0] == dataset.meta.bos_id and tokens[-1] == dataset.meta.eos_id
-        assert len(tokens) <= SHARD
+        assert len(tokens) <= SHARD or len(tokens) == 3 * SHARD + 2
     for first, second in pairwise(shards):
         next_document = int(np.flatnonzero(second == dataset.meta.eos_id)[0]) + 1
         assert len(first) + next_document > SHARD  # it did not fit
-
-
-def test_a_document_longer_than_a_shard_has_one_of_its_own(tmp_path):
-    lines = [*texts(30), "x" * 3 * SHARD, *texts(30)]
-    dataset = open_dataset(run(corpus(tmp_path / "c.jsonl", lines), tmp_path / "out"))
-    split = "train" if "x" * 3 * SHARD in split_texts(dataset, "train") else "val"
-    assert 3 * SHARD + 2 in [len(tokens) for tokens in dataset.shards(split)]
 
 
 def test_a_vocabulary_over_16_bits_takes_uint32(source, tmp_path):
@@ -258,11 +249,11 @@ OPTIONS = {"tokenizer": "bytebpe", "vocab_size": 300}
 def undisturbed(tmp_path_factory):
     """The bytes a run writes that nobody kills, in one block."""
     root = tmp_path_factory.mktemp("undisturbed")
-    return files(run(corpus(root / "corpus.jsonl", texts(60)), root / "out", **OPTIONS))
+    return files(run(corpus(root / "corpus.jsonl", texts(30)), root / "out", **OPTIONS))
 
 
 def test_a_preparation_killed_at_any_moment_leaves_nothing_that_counts(tmp_path, undisturbed):
-    source, out = corpus(tmp_path / "corpus.jsonl", texts(60)), tmp_path / "out"
+    source, out = corpus(tmp_path / "corpus.jsonl", texts(30)), tmp_path / "out"
     call = 1
     while killed_before(call, lambda: run(source, out, **OPTIONS)):
         for shard in out.glob("*.bin"):
@@ -277,53 +268,22 @@ def test_a_preparation_killed_at_any_moment_leaves_nothing_that_counts(tmp_path,
         assert files(run(source, out, **OPTIONS)) == undisturbed, f"killed before call {call}"
         shutil.rmtree(out)
         call += 1
-    assert call > 25
+    assert call > 15
     assert files(out) == undisturbed
+
+
+def test_a_preparation_that_another_process_made_meanwhile_is_taken(source, tmp_path, monkeypatch):
+    def made_meanwhile(folder):
+        monkeypatch.setattr(preparation, "hold_folder", hold_folder)
+        run(source, folder)
+        monkeypatch.setattr(preparation, "_Preparation", None)  # calling it would raise
+        return hold_folder(folder)
+
+    monkeypatch.setattr(preparation, "hold_folder", made_meanwhile)
+    open_dataset(run(source, tmp_path / "out"))
 
 
 SCRIPT = """
-import sys, time
-from delta_trn.train.data import preparation
-from tests.support.corpus import prepare_text
-batches = preparation._batches
-def slowly(documents):
-    for batch in batches(documents):
-        time.sleep(0.01)
-        yield batch
-preparation._batches, preparation.BATCH_DOCUMENTS = slowly, 3
-prepare_text(sys.argv[1], sys.argv[2], tokenizer="bytebpe", vocab_size=300, shard_tokens=2000)
-"""
-
-
-def run_at_once(out, count, script, *arguments):
-    """Runs processes that hold the folder `out`, let go together: it is held until all have met it.
-
-    Returns their exit statuses, and what they print to stderr behind that.
-    """
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with hold_folder(out):
-        processes = [
-            subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-            for _ in range(count)
-        ]
-        for process in processes:
-            assert any(f"(pid {os.getpid()})" in line for line in process.stderr or ()), "it did not wait"
-    ends = [process.communicate(timeout=200)[1] for process in processes]
-    return [process.returncode for process in processes], ends
-
-
-def test_two_processes_at_once_make_one_preparation(tmp_path, undisturbed):
-    source, out = corpus(tmp_path / "corpus.jsonl", texts(60)), tmp_path / "out"
-    out.mkdir()
-    statuses, ends = run_at_once(out, 2, SCRIPT, source, out)
-    assert statuses == [0, 0], ends
-    assert files(out) == undisturbed
-
-
-def test_a_folder_that_its_holder_takes_away_is_held_by_those_who_waited(tmp_path):
-    """The holder leaves no empty folder behind; those who wait then make it again, one after another."""
-    script = """
 import os, sys, time
 from pathlib import Path
 from delta_trn.train.files import hold_folder
@@ -333,9 +293,21 @@ with hold_folder(out):
     time.sleep(0.1)
     inside.rmdir()
 """
+
+
+def test_a_folder_that_its_holder_takes_away_is_held_by_those_who_waited(tmp_path):
+    """The holder leaves no empty folder behind; those who wait then make it again, one after another."""
     out = tmp_path / "out"
-    statuses, ends = run_at_once(out, 3, script, out, tmp_path / "inside")
-    assert statuses == [0, 0, 0], ends
+    command = [sys.executable, "-c", SCRIPT, str(out), str(tmp_path / "inside")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with hold_folder(out):
+        processes = [
+            subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(3)
+        ]
+        for process in processes:
+            assert any(f"(pid {os.getpid()})" in line for line in process.stderr or ()), "it did not wait"
+    ends = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], ends
 
 
 # -- a disk that is full -----------------------------------------------------------------------------------
@@ -366,8 +338,3 @@ def test_prepare_says_that_a_folder_may_not_be_written(source, tmp_path, monkeyp
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(DiskFull, match=r"may not write .*/out \(permission denied\); .*choose another"):
         run(source, tmp_path / "out")
-
-
-def test_an_empty_shard_maps_to_no_tokens(tmp_path):
-    (tmp_path / "x.bin").write_bytes(bytes(HEADER_BYTES))
-    assert len(map_tokens(tmp_path / "x.bin", "uint16")) == 0
