@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
+from delta_trn.backends.dispatch import TRITON_DEVICES
 from delta_trn.backends.parity.rule import verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME, select
 from delta_trn.triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd
@@ -18,16 +19,20 @@ from delta_trn.triton_kernels.launch import adjusted, config
 
 SCANS = ("scan", "reverse")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COMPILED = DEVICE == "cuda" or DEVICE in TRITON_DEVICES
+SLOW = pytest.mark.slow if DEVICE == "cpu" else ()
 
 
 def judge(name, dtype=torch.float32):
     return {verdict.tensor: verdict for verdict in verdicts(BY_NAME[name], dtype, "triton", DEVICE)}
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter knows no warps")
+@pytest.mark.skipif(not COMPILED, reason="the interpreter knows no warps")
 @pytest.mark.parametrize("warps", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [case.name for case in select()])
+@pytest.mark.parametrize(
+    "name", [pytest.param(case.name, marks=() if case.name == "gva_2" else SLOW) for case in select()]
+)
 def test_parity_holds_in_layouts_of_two_four_and_eight_warps(name, dtype, warps):
     """A product's layout follows the number of warps: Triton before 3.7.1 was wrong at 4 and right at 2."""
 
@@ -49,10 +54,9 @@ def test_parity_holds_in_the_wide_scans_of_many_heads():
     assert not failures, "\n".join(failures)
 
 
-# In the interpreter each of the first cases is judged in one dtype; the rest is slow there.
+# Without a GPU each of the first cases is judged in one dtype; the rest is slow there.
 TURNED = {"seam_65": torch.float32, "reset_packed": torch.float16, "odd": torch.bfloat16,
           "norm_huge": torch.float16, "values_tiny": torch.bfloat16}  # fmt: skip
-SLOW = pytest.mark.slow if DEVICE == "cpu" else ()
 
 
 @pytest.mark.parametrize(
