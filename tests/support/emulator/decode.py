@@ -150,7 +150,7 @@ class Decoder:
         elif parts[0] in ("bar", "barrier") and "sync" in parts and parts[1] != "warp":
             self.emit("bar", [self.operand(x, 4) for x in a])
         elif opcode in IGNORED or parts[0] == "griddepcontrol":
-            self.emit("nop")
+            return
         elif opcode.startswith("fence.proxy.async"):
             self.emit("fence.proxy.async")
         elif special:

@@ -78,11 +78,6 @@ static void run(Warp &w) {
                 arrive(w, x, w.strands.empty());
                 w.strands.push_back(s);
                 return;
-            case TRAP:
-                l.report("trap", x.line, "reached");
-                l.stopped = true;
-                return;
-            case NOTHING: break;
             default:
                 if (l.options.check && x.op != product) check_registers(w, x);
                 table[x.op].run(w, x);
@@ -146,10 +141,8 @@ static void run_block(Launch &l, Block &b, std::vector<s32> &order) {
     }
     while (!std::all_of(b.warps.begin(), b.warps.end(), [](Warp &w) { return w.ended; })) {
         if (l.options.order == 2) std::shuffle(order.begin(), order.end(), l.random);
-        for (s32 i : order) {
+        for (s32 i : order)
             if (Warp &w = b.warps[i]; !w.ended && !w.waits) run(w);
-            if (l.stopped) return;
-        }
         release(b);
     }
 }
@@ -187,7 +180,7 @@ void emulator_launch(const Program *program, const u32 *grid, s32 warps, u32 sha
     start(l, b, params, count);
     for (b.index[2] = 0; b.index[2] < grid[2]; b.index[2]++)
         for (b.index[1] = 0; b.index[1] < grid[1]; b.index[1]++)
-            for (b.index[0] = 0; b.index[0] < grid[0] && !l.stopped; b.index[0]++) run_block(l, b, order);
+            for (b.index[0] = 0; b.index[0] < grid[0]; b.index[0]++) run_block(l, b, order);
     std::string all;
     for (auto &[key, entry] : l.reports) all += entry.text + "\t" + std::to_string(entry.count) + "\n";
     snprintf(text, length, "%s", all.c_str());

@@ -152,7 +152,6 @@ struct Launch {
     std::map<std::string, Report> reports;
     u32 now = 1;
     std::minstd_rand random;
-    bool stopped = false;
     s32 last_range = 0;
 
     // Reports a kind of fault once for each line, and counts it.

@@ -235,10 +235,10 @@ static void shuffle(Warp &w, const Instruction &x) {
     }
 }
 
-enum { BRANCH, RETURN, BARRIER, TRAP, NOTHING };  // the first of the table: `run` does them itself
+enum { BRANCH, RETURN, BARRIER };  // the first of the table: `run` does them itself
 
 static bool fill_table() {
-    for (const char *name : {"bra", "ret", "bar", "trap", "nop"}) add(name, nullptr);
+    for (const char *name : {"bra", "ret", "bar"}) add(name, nullptr);
     type = "16", integers<u16, s16, u32>();
     type = "32", integers<u32, s32, u64>();
     type = "64", integers<u64, s64, u64>();

@@ -27,7 +27,7 @@ struct Operand {
         swizzle = mode ? (8 >> (mode - 1)) - 1 : 0;
         if (!mode && transposed) std::swap(leading, stride);
     }
-    // Calls f(byte of shared memory, row, k) for every 16 bytes, which lie side by side.
+    // Calls f(address in shared memory, row, k) for every 16 bytes, which lie side by side.
     template <class F> void visit(F f) const {
         const int count = 16 / size, along = transposed ? rows : K, across = transposed ? K : rows;
         for (int a = 0; a < across; a++)
@@ -35,7 +35,7 @@ struct Operand {
                 const u32 minor = a + (transposed ? 0 : first), major = (b + (transposed ? first : 0)) * size;
                 u32 address = start + major / span * leading + minor / 8 * stride + minor % 8 * span + major % span;
                 address ^= (address >> 7 & swizzle) << 4;
-                f(address - WINDOW, transposed ? b : a, transposed ? a : b);
+                f(address, transposed ? b : a, transposed ? a : b);
             }
     }
 };
@@ -47,27 +47,20 @@ static Operand right(const Product &p) {
     return Operand(p.descriptors[1], 0, p.x->args[4], int(p.x->value), p.x->args[3], p.x->args[5] >> 1);
 }
 
-static bool is_outside(const Warp &w, u32 place) {
-    return place >= 1u << 20 || place + 16 > w.launch->shared_bytes;
-}
-
 static void note_operand(Warp &w, const Operand &x, s32 line) {
-    x.visit([&](u32 place, int, int) {
-        if (!is_outside(w, place)) note_shared(w, place, 16, Access::product, line);
+    x.visit([&](u32 address, int, int) {
+        if (lies_in_shared(w, address, 16, line)) note_shared(w, address - WINDOW, 16, Access::product, line);
     });
 }
 
 // Copies an operand to out[row * by_row + k * by_k].
 static void gather(Warp &w, const Operand &x, float *out, int by_row, int by_k, s32 line) {
     const int count = 16 / x.size, step = x.transposed ? by_row : by_k;
-    x.visit([&](u32 place, int row, int k) {
+    x.visit([&](u32 address, int row, int k) {
+        const bool inside = lies_in_shared(w, address, 16, line);
+        const u8 *from = &w.block->shared[inside ? address - WINDOW : 0];
         float *to = out + row * by_row + k * by_k;
-        const bool outside = is_outside(w, place);
-        if (outside)
-            w.launch->report("out of bounds", line, "wgmma reads byte %d of %u of shared memory", s32(place),
-                             w.launch->shared_bytes);
-        const u8 *from = &w.block->shared[outside ? 0 : place];
-        for (int e = 0; e < count; e++) to[e * step] = outside ? NAN : element(from + e * x.size, x.type);
+        for (int e = 0; e < count; e++) to[e * step] = inside ? element(from + e * x.size, x.type) : NAN;
     });
 }
 
@@ -147,13 +140,11 @@ static void wgmma_commit(Warp &w, const Instruction &) { w.products.commit(); }
 
 // Nobody may have written to an operand since the product was issued: it may have been read until now.
 static void check_end(Warp &w, const Product &p, const Operand &x) {
-    x.visit([&](u32 place, int, int) {
-        if (is_outside(w, place)) return;
-        for (u32 k = place / 2; k < place / 2 + 8; k++) {
-            Cell &c = w.block->cells[k];
+    x.visit([&](u32 address, int, int) {
+        for (u32 k = 0; k < 8 && lies_in_shared(w, address, 16, p.x->line); k++) {
+            Cell &c = w.block->cells[(address - WINDOW) / 2 + k];
             if (c.written > p.issued || c.writing >= 0)
-                w.launch->report("race with wgmma", p.x->line,
-                                 "shared byte %u is written by warp %d before the product is waited for", 2 * k,
+                w.launch->report("race with wgmma", p.x->line, "warp %d writes shared memory before the product is waited for",
                                  c.writing >= 0 ? c.writing : __builtin_ctz(c.writers));
             c.readers = (c.read >= w.block->began ? c.readers : 0) | 1u << w.id;
             c.read = w.launch->now;
