@@ -16,6 +16,7 @@
 #   make compile-triton TRITON=3.9.0  a part of it with another Triton, beside the installed one
 #   make test-lm-eval  lm-eval on an exported model: the command of docs/export.md (0.3 GB beside .venv)
 #   make test-trl   TRL and PEFT on our models and patched ones: the script of docs/fine-tuning.md (10 MB beside .venv)
+#   make test-fresh the built wheel with the newest release of all that it needs, as pip installs it today (6 GB)
 #   make test-xla   train on torch-xla's CPU device, with torch 2.9 in an environment of its own (8 GB)
 #   make neuron     on a Trn1: an environment of our own over AWS's, which stays as it is
 #   make test-transformers  our models and patched ones with the newest transformers, beside the installed one
@@ -28,6 +29,7 @@ XLA    := .venv-xla
 NEWEST := .venv/newest
 EVAL   := .venv-lm-eval
 TRL    := .venv-trl
+FRESH  := .venv-fresh
 NEURON := .venv-neuron
 # the environment of AWS's image; it is read and not changed
 AWS    ?= /opt/aws_neuronx_venv_pytorch_2_9
@@ -38,7 +40,7 @@ TRITON ?= 3.9.0
 # Triton on a CPU needs its interpreter; on a GPU it must not be in it
 INTERPRET = TRITON_INTERPRET=$$($(RUN) -c 'import torch; print(int(not torch.cuda.is_available()))')
 
-.PHONY: train test test-slow test-cpus test-lm-eval test-trl test-xla test-transformers compile lint bench measure measure-trn1 \
+.PHONY: train test test-slow test-cpus test-lm-eval test-trl test-fresh test-xla test-transformers compile lint bench measure measure-trn1 \
 	compile-triton fuzz neuron
 
 train: $(READY)
@@ -79,6 +81,9 @@ test-lm-eval: $(EVAL)/.ready
 
 test-trl: $(TRL)/.ready
 	OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest tests/models/ecosystem/test_trl.py --timeout=600
+
+test-fresh: $(FRESH)/.ready
+	$(FRESH)/bin/python tests/project/fresh_wheel.py
 
 # once as torch_xla is, and once without its functionalization, as torch-neuronx sets it up on Trn1
 test-xla: $(XLA)/.ready
@@ -182,4 +187,13 @@ $(TRL)/.ready: $(READY) .ci/trl.txt
 	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
 	$(RUN) -c '$(BEHIND)' > $$($(TRL)/bin/python -c '$(PACKAGES)')/venv.pth
 	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -r .ci/trl.txt
+	touch $@
+
+# Made anew each time: the wheel is of the checkout as it is, and its packages are those of today, of no constraints.
+.PHONY: $(FRESH)/.ready
+$(FRESH)/.ready:
+	rm -rf $(FRESH)
+	$(PYTHON) -m venv $(FRESH)
+	$(FRESH)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(FRESH)/wheel .
+	$(FRESH)/bin/python -m pip install --quiet --disable-pip-version-check $(FRESH)/wheel/*.whl
 	touch $@

@@ -59,6 +59,35 @@ def require_tensors(tensors: Mapping[str, object]) -> None:
             raise TypeError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
 
 
+def require_shapes(
+    letters: Mapping[str, str], tensors: Mapping[str, object], known: Mapping[str, int] = {}
+) -> dict[str, int]:
+    """Returns the sizes of the dimensions, which `letters` name for each tensor.
+
+    Raises TypeError for what is no tensor, and ValueError where a size is neither the one that is `known` nor
+    that of an earlier tensor.
+    """
+    sizes, origin = dict(known), {}
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
+        words = letters[name].split()
+        if x.dim() != len(words):
+            expected = in_brackets(words)
+            raise ValueError(f"{name} {shape_of(x)} has {x.dim()} dimensions, expected {expected}")
+        for letter, size in zip(words, x.shape, strict=True):
+            if letter not in sizes:
+                sizes[letter], origin[letter] = size, (name, x)
+            elif sizes[letter] != size:
+                other, y = origin.get(letter, (None, x))
+                where = "" if other is None else f" of {other} {shape_of(y)}"
+                raise ValueError(
+                    f"{name} {shape_of(x)} is {in_brackets(words)} with {letter}={size}, "
+                    f"but {letter}{where} is {sizes[letter]}"
+                )
+    return sizes
+
+
 def require_one_device(x: Tensor, of: str, tensors: Mapping[str, Tensor | None]) -> None:
     """Raises ValueError for tensors on another device than x, which is called `of`."""
     for name, y in tensors.items():
@@ -121,8 +150,8 @@ def shape_of(x: Tensor) -> str:
     return in_brackets(x.shape)
 
 
-def in_brackets(sizes: Sequence[int]) -> str:
-    """Returns sizes as text, such as [2, 3, 4]."""
+def in_brackets(sizes: Sequence[object]) -> str:
+    """Returns sizes or their names as text, such as [2, 3, 4]."""
     return f"[{', '.join(map(str, sizes))}]"
 
 

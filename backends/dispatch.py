@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -122,32 +121,17 @@ class Selection:
     allow: tuple[str, ...] = ()
 
 
-class _Selected(threading.local):
-    """A thread's own selection. A ContextVar would say the same, but torch.compile cannot guard on one."""
-
-    value: Selection | None = None
-
-
-_thread = _Selected()
-_main_thread = Selection()
+_selected = Selection()
 
 
 def selection() -> Selection:
-    """Returns the selection that holds in this thread."""
-    own = _thread.value
-    return _main_thread if own is None else own
+    """Returns the selection that holds in this process."""
+    return _selected
 
 
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
-def _select(value: Selection | None) -> None:
-    global _main_thread
-    if _in_main_thread():
-        _main_thread = value or Selection()
-    else:
-        _thread.value = value
+def _select(value: Selection) -> None:
+    global _selected
+    _selected = value
 
 
 class default_backend:
@@ -158,8 +142,8 @@ class default_backend:
     allow   backends that may run what `name`, or the device's own backend, cannot: PyTorch's on an XLA device
             without NKI, or for the operations for which a backend has no kernel
 
-    Holds in this thread. The main thread's default also holds in threads that set none: autograd may run a
-    checkpointed layer in a thread of its own. Raises BackendRefusal for an unknown name.
+    Holds in the process, in all its threads: autograd may run a checkpointed layer in a thread of its own.
+    Raises BackendRefusal for an unknown name.
 
         >>> from delta_trn import default_backend
         >>> with default_backend("recurrent", allow=["chunked"]):
@@ -171,7 +155,7 @@ class default_backend:
         for wanted in (*allow, *([] if name is None else [name])):
             _known(wanted)
         self.selection = Selection(name, allow)
-        self.previous: list[Selection | None] = [_main_thread if _in_main_thread() else _thread.value]
+        self.previous = [_selected]
         _select(self.selection)
 
     def __enter__(self) -> None:

@@ -139,11 +139,6 @@ def checkpoint() -> Callable[..., Any]:
     return partial(function, use_reentrant=True, preserve_rng_state=False)
 
 
-def is_neuron(device: torch.device) -> bool:
-    """Returns whether an XLA device is a NeuronCore: torch_neuronx puts its plugin into torch_xla."""
-    return device.type == "xla" and find_spec("torch_neuronx") is not None
-
-
 def reset_peak_memory(device: torch.device) -> None:
     """Starts a new measurement of peak memory: on CUDA, and on Linux for this process."""
     if device.type == "cuda":

@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from delta_trn.backends import machine
 from delta_trn.backends.dispatch import OPERATIONS, adapter, chosen_name, selection
@@ -229,6 +228,12 @@ class Operator:
         """Returns a gradient, or None, for each tensor of a call."""
         return [None if i is None else gradients[i] for i in self.places]
 
+    def refuse_second_derivative(self, *arguments: Any) -> None:
+        """Raises RuntimeError, since backward has no backward of its own."""
+        raise RuntimeError(
+            f"{self.name} has no second derivative; drop create_graph=True, or write it in PyTorch operations"
+        )
+
     def _define(self, types: Mapping[str, str]) -> None:
         """Defines the custom operators."""
         inputs = [f"{type_} {word}" for word, type_ in types.items()]
@@ -254,7 +259,7 @@ class Operator:
             f"({', '.join(['Tensor'] * len(self.gradients))})",
         )
         self.backward.register_fake(self._fake_backward)
-        self.backward.register_autograd(_refuse_second_derivative)
+        self.backward.register_autograd(self.refuse_second_derivative)
 
     def _forward(self, *arguments: Any) -> tuple[Any, ...]:
         *flat, save, backend = arguments
@@ -333,12 +338,6 @@ def _present(x: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if x is None else x.contiguous()
 
 
-def _refuse_second_derivative(ctx: Any, *gradients: Tensor) -> None:
-    raise RuntimeError(
-        "trying to differentiate twice: drop create_graph=True, or write it in PyTorch operations"
-    )
-
-
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator, backend: str, *flat: Any) -> tuple[Tensor | None, ...]:
@@ -354,9 +353,10 @@ class _Eager(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *douts: Tensor | None) -> Any:  # type: ignore[override]
         operator: Operator = ctx.operator
+        if torch.is_grad_enabled():
+            operator.refuse_second_derivative()
         kept = ctx.saved_tensors  # read once: under checkpointing the first look recomputes them
         n = len(operator.tensors)
         call = operator.call(*kept[:n], *ctx.options)

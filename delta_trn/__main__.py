@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from delta_trn.train.__main__ import COMMANDS
 from delta_trn.train.__main__ import main as run_command
 
-# Commands of the packages below training.
+# Commands of the packages below training, each with its module.
 TOOLS = {
-    "backends": ("delta_trn.backends.__main__", "", "which backend runs which operation here, and why not"),
+    "backends": ("", "which backend runs which operation here, and why not", "delta_trn.backends.__main__"),
     "parity": (
-        "delta_trn.backends.parity.__main__",
         "[--backend NAME]",
         "the error of every backend against a float64 judge",
+        "delta_trn.backends.parity.__main__",
     ),
     "bench": (
-        "delta_trn.backends.bench.__main__",
         "[--backend NAME]",
         "speed, memory and floors, behind a green parity",
+        "delta_trn.backends.bench.__main__",
     ),
     "simulator": (
-        "delta_trn.nki_kernels.simulator.__main__",
         "report KERNEL SHAPE ...",
         "estimates of NKI kernels, without a chip",
+        "delta_trn.nki_kernels.simulator.__main__",
     ),
 }
 

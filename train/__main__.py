@@ -13,57 +13,40 @@ from delta_trn.train.settings.errors import TrainError
 
 # The first torch whose writer of Hugging Face checkpoints lets each process write its parts as tested here.
 OLDEST_TORCH = (2, 9)
-# Module, usage, and what it does in one line.
-Command = tuple[str, str, str]
+# Usage, and what it does in one line. The module is the one of that name in train/commands, unless a third
+# entry names another.
+Command = tuple[str, ...]
 COMMANDS: dict[str, Command] = {
-    "run": ("delta_trn.train.commands.run", "RECIPE [key=value ...]", "train from the start"),
-    "resume": (
-        "delta_trn.train.commands.resume",
-        "RUN_DIR [key=value ...]",
-        "continue from the newest whole checkpoint",
-    ),
-    "generate": ("delta_trn.train.commands.generate", "RUN_DIR --prompt TEXT", "continue a text"),
+    "run": ("RECIPE [key=value ...]", "train from the start"),
+    "resume": ("RUN_DIR [key=value ...]", "continue from the newest whole checkpoint"),
+    "generate": ("RUN_DIR --prompt TEXT", "continue a text"),
     "export": (
-        "delta_trn.train.commands.export",
         "RUN_DIR --to DIR [--remote-code]",
         "write a model for transformers: weights, tokenizer, model card, code",
     ),
-    "plot": (
-        "delta_trn.train.commands.plot",
-        "RUN_DIR ...",
-        "draw a run's pictures again, also while it goes on",
-    ),
-    "parameters": (
-        "delta_trn.train.commands.parameters",
-        "RECIPE [key=value ...]",
-        "what every parameter gets from the muP table",
-    ),
+    "plot": ("RUN_DIR ...", "draw a run's pictures again, also while it goes on"),
+    "parameters": ("RECIPE [key=value ...]", "what every parameter gets from the muP table"),
     "sweep": (
-        "delta_trn.train.commands.sweep",
         "RECIPE widths=... lrs=... [key=value ...]",
         "the best learning rate of every width, and how far it moves",
     ),
     "coord-check": (
-        "delta_trn.train.commands.coord_check",
         "RECIPE|--module PKG:F [widths=64,128,...]",
         "whether what a model computes and learns depends on its width",
     ),
     "throughput": (
-        "delta_trn.train.commands.throughput",
         "RECIPE|--family all [--peer fla] [key=value ...]",
         "tokens/s and memory of a step, beside a peer's operator",
     ),
     "warmup": (
-        "delta_trn.train.commands.warmup",
         "RECIPE|RUN_DIR [key=value ...]",
-        "compile every graph of a run before it, and write down that it is done",
+        "compile every graph of a run before it",
     ),
     "convert": (
-        "delta_trn.train.commands.convert",
         "FROM --to DIR [--format fla]",
         "weights of flash-linear-attention or of the paper's code to ours, and back",
     ),
-    "data": ("delta_trn.train.commands.data", "prepare SOURCE | info DIR", "text to token shards"),
+    "data": ("prepare SOURCE | info DIR", "text to token shards"),
 }
 
 # What training on one's own text takes. `--help` lists these, `--help-all` the others, too.
@@ -85,9 +68,10 @@ def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command]
             near = get_close_matches(command, commands, n=1)
             hint = f"did you mean {near[0]}? known" if near else "known"
             raise TrainError(f"unknown command {command!r}; {hint}: {', '.join(commands)}")
-        if commands[command][0].startswith("delta_trn.train."):
+        module = f"delta_trn.train.commands.{command.replace('-', '_')}"
+        if command in COMMANDS:
             _require_torch()
-        return import_module(commands[command][0]).main(rest)
+        return import_module((*commands[command], module)[2]).main(rest)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -126,10 +110,10 @@ def _overview(commands: Mapping[str, Command], *, every: bool) -> str:
     from delta_trn.train.recipes import RECIPES, summary
 
     shown = {name: command for name, command in commands.items() if every or name in USUAL}
-    usages = {name: f"{name} {usage}" for name, (_, usage, _) in shown.items()}
+    usages = {name: f"{name} {usage}" for name, (usage, *_) in shown.items()}
     width = max(map(len, usages.values()))
     lines = ["delta-trn COMMAND ...", "", "commands"]
-    lines += [f"  {usages[name]:{width}}  {line}" for name, (_, _, line) in shown.items()]
+    lines += [f"  {usages[name]:{width}}  {line}" for name, (_, line, *_) in shown.items()]
     if rest := [name for name in commands if name not in shown]:
         lines += [f"  `--help-all` explains the others: {', '.join(rest)}"]
     lines += ["", "recipes"]

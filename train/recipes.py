@@ -118,7 +118,7 @@ def transfer() -> RunConfig:
             width=64, base_width=64, layers=2, heads=2, intermediate_multiple=16, mixer_output_init=0.0
         ),
         optimizer=OptimizerSection(lr=2**-6, weight_decay=0.1),
-        # a floor would be the highest rate of a sweep's lowest curves
+        # no floor: it would be above the peak rate at the low end of a sweep
         schedule=ScheduleSection(warmup=30, min_lr=0.0),
         batch=BatchSection(sequences=8, length=128),
         data=DataSection(source="python-stdlib", tokenizer="bytebpe", vocab_size=1024),

@@ -10,15 +10,14 @@ from __future__ import annotations
 from torch import Tensor, int32, int64
 
 from delta_trn.backends.checks import (
-    in_brackets,
     is_checking,
     refuse_where,
     require_dtypes,
     require_finite,
     require_one_device,
+    require_shapes,
     require_short_keys,
     require_strengths,
-    require_tensors,
     shape_of,
 )
 from delta_trn.backends.gated_delta_rule.contract import RESET, Rule, Step, make_gates, state_dtype
@@ -40,25 +39,18 @@ def arguments(
             f"cp_context is a {type(cp_context).__name__}; no sequence is divided over processes here: pass "
             "None, and train with distribution.context=N"
         )
-    _shapes_agree(("B", "T"), q=q, k=k, v=v, g=g, beta=beta)
-    require_dtypes(q, "q", {"k": k, "v": v}, {"g": g, "beta": beta})
-    require_one_device(q, "q", {"k": k, "v": v, "g": g, "beta": beta})
-    sequences = q.shape[0]
+    sizes = _tensors("B T ", q, k, v, g, beta)
+    sequences = sizes["B"]
     if cu_seqlens is not None:
         _packed_shapes(q, cu_seqlens)
         sequences = cu_seqlens.shape[0] - 1
     if initial_state is not None:
-        _state(
-            "initial_state", initial_state, q, (sequences, v.shape[2], q.shape[3], v.shape[3]), "N, HV, K, V"
-        )
+        _state("initial_state", initial_state, q, sizes | {"N": sequences}, "N HV K V")
 
 
 def step_arguments(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:
     """Raises TypeError or ValueError unless shapes, dtypes and devices fit `gated_delta_rule_step`."""
-    _shapes_agree(("B",), q=q, k=k, v=v, g=g, beta=beta)
-    require_dtypes(q, "q", {"k": k, "v": v}, {"g": g, "beta": beta})
-    require_one_device(q, "q", {"k": k, "v": v, "g": g, "beta": beta})
-    _state("state", state, q, (q.shape[0], v.shape[1], q.shape[2], v.shape[2]), "B, HV, K, V")
+    _state("state", state, q, _tensors("B ", q, k, v, g, beta), "B HV K V")
 
 
 def gate_arguments(
@@ -85,46 +77,28 @@ def gate_arguments(
             "pass that too, or 2 sigmoid(z) as beta"
         )
     for name, x in parameters.items():
-        require_tensors({name: x})
-        if tuple(x.shape) != (HV,):
-            raise ValueError(f"{name} {shape_of(x)} is not [HV] = {in_brackets((HV,))}")
+        require_shapes({name: "HV"}, {name: x}, {"HV": HV})
         if not x.is_floating_point():
             raise TypeError(f"{name} is {x.dtype}; pass a floating point tensor")
     require_one_device(q, "q", parameters)
     return (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
 
 
-def _shapes_agree(lead: tuple[str, ...], **tensors: Tensor) -> None:
-    """Raises ValueError unless ranks and sizes agree; `lead` names the dimensions before the heads."""
-    last = {"q": ("H", "K"), "k": ("H", "K"), "v": ("HV", "V"), "g": ("HV",), "beta": ("HV",)}
-    require_tensors(tensors)
-    for name, x in tensors.items():
-        letters = lead + last[name]
-        if x.dim() != len(letters):
-            raise ValueError(
-                f"{name} {shape_of(x)} has {x.dim()} dimensions, expected [{', '.join(letters)}]"
-            )
-    q, k, v, n = tensors["q"], tensors["k"], tensors["v"], len(lead)
-    if q.shape != k.shape:
-        raise ValueError(f"q {shape_of(q)} and k {shape_of(k)} differ; both are [{', '.join(lead)}, H, K]")
-    for name in ("v", "g", "beta"):
-        x = tensors[name]
-        if x.shape[:n] != q.shape[:n]:
-            raise ValueError(
-                f"{name} {shape_of(x)} and q {shape_of(q)} differ in {' or '.join(lead)}; "
-                "all tensors cover the same tokens"
-            )
-        if x.shape[n] != v.shape[n]:
-            raise ValueError(
-                f"{name} {shape_of(x)} has {x.shape[n]} heads, v {shape_of(v)} has {v.shape[n]}; both are HV"
-            )
-    H, HV, K, V = q.shape[n], v.shape[n], q.shape[-1], v.shape[-1]
+def _tensors(lead: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> dict[str, int]:
+    """Returns the sizes of the tensors that all calls have; `lead` names the dimensions before the heads."""
+    last = {"q": "H K", "k": "H K", "v": "HV V", "g": "HV", "beta": "HV"}
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    sizes = require_shapes({name: lead + words for name, words in last.items()}, tensors)
+    H, HV, K, V = (sizes[letter] for letter in ("H", "HV", "K", "V"))
     if min(H, HV, K, V) == 0:
         raise ValueError(
             f"H={H}, HV={HV}, K={K}, V={V} in q {shape_of(q)}, v {shape_of(v)}; all must be at least 1"
         )
     if HV % H:
         raise ValueError(f"HV={HV} is not a multiple of H={H}; value head j reads query head j // (HV / H)")
+    require_dtypes(q, "q", {"k": k, "v": v}, {"g": g, "beta": beta})
+    require_one_device(q, "q", {"k": k, "v": v, "g": g, "beta": beta})
+    return sizes
 
 
 def _packed_shapes(q: Tensor, cu_seqlens: Tensor) -> None:
@@ -140,21 +114,17 @@ def _packed_shapes(q: Tensor, cu_seqlens: Tensor) -> None:
         raise ValueError(
             f"B={q.shape[0]} with cu_seqlens; packed sequences lie end to end in one row: reshape to B=1"
         )
-    if cu_seqlens.device != q.device:
-        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, q is on {q.device}; move it to q's device")
+    require_one_device(q, "q", {"cu_seqlens": cu_seqlens})
 
 
-def _state(name: str, state: Tensor, q: Tensor, wanted: tuple[int, ...], letters: str) -> None:
-    require_tensors({name: state})
-    if tuple(state.shape) != wanted:
-        raise ValueError(f"{name} {shape_of(state)} is not [{letters}] = {in_brackets(wanted)}")
+def _state(name: str, state: Tensor, q: Tensor, sizes: dict[str, int], letters: str) -> None:
+    require_shapes({name: letters}, {name: state}, sizes)
     dtype = state_dtype(q.dtype)
     if state.dtype != dtype:
         raise TypeError(
             f"{name} is {state.dtype}; with {q.dtype} q it is {dtype}: states keep full precision"
         )
-    if state.device != q.device:
-        raise ValueError(f"{name} is on {state.device}, q is on {q.device}; move it to q's device")
+    require_one_device(q, "q", {name: state})
 
 
 def values(call: Rule | Step) -> None:

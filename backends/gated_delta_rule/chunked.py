@@ -16,7 +16,7 @@ their writes do. Sums are float32, float64 for float64 inputs; those of g are fl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,21 +91,44 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
 
 def compute(call: Rule) -> tuple[Tensor, Tensor]:
     """Returns o [B, T, HV, V] and the state after the last token [N, HV, K, V], chunk after chunk."""
-    (K, V), HV, dtype = (call.q.shape[3], call.v.shape[3]), call.v.shape[2], state_dtype(call.q.dtype)
-    C, rows = chunk_size(K, V), Rows.of(call)
-    groups = HV // call.q.shape[2]
+    if call.cu_seqlens is not None:
+        return compute_packed(call)
+    (B, T, H, K), (HV, V), dtype = call.q.shape, call.v.shape[2:], state_dtype(call.q.dtype)
+    C, groups = chunk_size(K, V), HV // H
     q, k = (_keys(x, dtype, call.l2norm).repeat_interleave(groups, 2) for x in (call.q, call.k))
     # g is a sum in float64: where decays of -20 and -0.01 meet, differences of float32 sums cost o too much
     tensors = (q, k, call.v.to(dtype), call.g.double().clamp(min=RESET)[..., None], call.beta[..., None])
-    chunks = [rows.split(x, C) for x in tensors]
-    S = call.initial_state
-    if S is None:
-        S = q.new_zeros((call.sequences, HV, K, V))
-    outputs = []
+    chunks = [_split(x, C) for x in tensors]
+    S = q.new_zeros((B, HV, K, V)) if call.initial_state is None else call.initial_state
+    outputs = [call.v.new_zeros((B, HV, 0, V), dtype=dtype)]
     for q, k, v, g, beta in zip(*chunks, strict=True):
         o, S = compute_chunk(q, k, v, g[..., 0], beta.to(dtype), S)
         outputs.append(o)
-    return (call.scale * rows.join(outputs)).to(call.v.dtype), S
+    o = torch.cat(outputs, 2).transpose(1, 2)[:, :T]
+    return (call.scale * o).to(call.v.dtype), S
+
+
+def compute_packed(call: Rule) -> tuple[Tensor, Tensor]:
+    """Returns the same of packed sequences, one after the other; an empty one hands its state on."""
+    assert call.cu_seqlens is not None
+    bounds, parts = call.cu_seqlens.tolist(), []
+    for n in range(call.sequences):
+        tokens = slice(bounds[n], bounds[n + 1])
+        alone = {name: getattr(call, name)[:, tokens] for name in ("q", "k", "v", "g", "beta")}
+        first = None if call.initial_state is None else call.initial_state[n : n + 1]
+        parts.append(compute(replace(call, **alone, initial_state=first, cu_seqlens=None)))
+    outputs, states = zip(*parts, strict=True)
+    return torch.cat(outputs, 1), torch.cat(states)
+
+
+def _split(x: Tensor, C: int) -> tuple[Tensor, ...]:
+    """Returns the chunks [B, HV, C, ...] of x [B, T, HV, ...], with zeros behind the last token.
+
+    They are contiguous, since PyTorch's exponentials of other tensors end in other bits.
+    """
+    x = pad(x, (0, 0, 0, 0, 0, -x.shape[1] % C))
+    x = x.unflatten(1, (x.shape[1] // C, C))
+    return x.permute(1, 0, 3, 2, 4).contiguous().unbind()
 
 
 def compute_chunk(
@@ -179,40 +202,3 @@ def _keys(x: Tensor, dtype: torch.dtype, normalize: bool) -> Tensor:
     """Returns queries or keys in `dtype`; a norm is divided by, since its cube would leave float32."""
     x = x.to(dtype)
     return x / (x.square().sum(-1, keepdim=True) + L2NORM_EPS).sqrt() if normalize else x
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Gives each of N sequences a row of T tokens of its own; `places` is None where it has one already.
-
-    places      the row and the column of each packed token
-    """
-
-    N: int
-    T: int
-    places: tuple[Tensor, Tensor] | None = None
-
-    @classmethod
-    def of(cls, call: Rule) -> Rows:
-        B, T = call.q.shape[:2]
-        bounds = call.cu_seqlens
-        if bounds is None:
-            return cls(B, T)
-        tokens = torch.arange(T, device=bounds.device)
-        row = torch.searchsorted(bounds, tokens, right=True) - 1
-        return cls(call.sequences, int(bounds.diff().max()), (row, tokens - bounds[row]))
-
-    def split(self, x: Tensor, C: int) -> tuple[Tensor, ...]:
-        """Returns the chunks [N, HV, C, ...] of x [B, T, HV, ...]; places without a token are 0.
-
-        They are contiguous, since PyTorch's exponentials of other tensors end in other bits.
-        """
-        if self.places is not None:
-            x = x.new_zeros((self.N, self.T, *x.shape[2:])).index_put(self.places, x[0])
-        x = pad(x, (0, 0, 0, 0, 0, -self.T % C)).unflatten(1, (-1, C))
-        return x.permute(1, 0, 3, 2, 4).contiguous().unbind()
-
-    def join(self, chunks: list[Tensor]) -> Tensor:
-        """Returns [B, T, HV, ...] of chunks [N, HV, C, ...]."""
-        x = torch.cat(chunks, 2).transpose(1, 2)
-        return x[:, : self.T] if self.places is None else x[self.places][None]

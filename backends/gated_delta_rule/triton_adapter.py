@@ -7,7 +7,7 @@ lengths become tables by tensor operations, so every call may be captured in a C
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,12 +34,9 @@ from delta_trn.triton_kernels.launch import adds_pairs, config
 from delta_trn.triton_kernels.launch import adjusted as adjusted
 
 MAKES_GATES = True  # of a layer's projections, in the kernels
-# Whether forward keeps S and U (the states at chunk starts and what each chunk writes) for backward. True
-# spends (2 K / C + 2) V bytes of bfloat16 per token and value head and spares backward one scan; False
-# recomputes them; "auto" keeps them up to KEPT_BYTES per call.
-KEEP_STATES: Literal["auto", True, False] = "auto"
-# None: a 128th of the device's memory, 1.2 GB of an H200. The paper's width-2048 model at 30 x 1024 tokens
-# keeps 0.94 GB per layer, which spares backward a scan that takes a fifth of its time.
+# How many bytes of S and U, the states at chunk starts and what chunks write, forward keeps for backward. A
+# call that has more is scanned once more in backward, a fifth of its time. None: a 128th of the device's
+# memory, 1.2 GB of an H200: the paper's width-2048 model keeps 0.94 GB per layer at 30 x 1024 tokens.
 KEPT_BYTES: int | None = None
 
 
@@ -275,11 +272,9 @@ def _segment_shapes(count: int, HV: int, K: int, V: int) -> Shapes:
 def _keeps_states(call: Rule, chunks: Chunks) -> bool:
     if _is_one_token(call):
         return False  # no scan runs
-    if KEEP_STATES == "auto":
-        (HV, V), K = call.v.shape[2:], call.q.shape[3]
-        most = _kept_bytes(call.q.device) if KEPT_BYTES is None else KEPT_BYTES
-        return chunks.count * HV * V * (K + chunks.size) * call.q.dtype.itemsize <= most
-    return KEEP_STATES
+    (HV, V), K = call.v.shape[2:], call.q.shape[3]
+    most = _kept_bytes(call.q.device) if KEPT_BYTES is None else KEPT_BYTES
+    return chunks.count * HV * V * (K + chunks.size) * call.q.dtype.itemsize <= most
 
 
 @lru_cache

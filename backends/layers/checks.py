@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, int64
 
-from delta_trn.backends.checks import in_brackets, require_one_device, require_tensors, shape_of
+from delta_trn.backends.checks import require_one_device, require_shapes, require_tensors, shape_of
 
 ACTIVATIONS = ("silu", "linear")
 
@@ -17,27 +17,22 @@ def convolution(
     """Raises TypeError or ValueError unless shapes, dtypes and devices fit `short_convolution`."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is none of {', '.join(ACTIVATIONS)}; pass one of them")
+    letters = {"x": "B T C", "weight": "C W", "prefix": "B before C", "position": "T"}
+    before = weight.shape[-1] - 1 if isinstance(weight, Tensor) and weight.dim() else 0
+    others = {name: y for name, y in (("prefix", prefix), ("position", position)) if y is not None}
+    sizes = require_shapes(letters, {"x": x, "weight": weight, **others}, {"before": before})
     _require_floats(x=x, weight=weight, prefix=prefix)
-    if x.dim() != 3 or x.shape[2] == 0:
-        raise ValueError(f"x {shape_of(x)} is not [B, T, C] with C at least 1")
-    if weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] == 0:
+    if sizes["C"] == 0 or sizes["W"] == 0:
         raise ValueError(
-            f"weight {shape_of(weight)} does not fit x {shape_of(x)}; expected [{x.shape[2]}, W]"
+            f"x {shape_of(x)} has C={sizes['C']}, weight has W={sizes['W']}; both are at least 1"
         )
-    if prefix is not None:
-        wanted = (x.shape[0], weight.shape[1] - 1, x.shape[2])
-        if tuple(prefix.shape) != wanted:
-            raise ValueError(f"prefix {shape_of(prefix)} is not [B, W - 1, C] = {in_brackets(wanted)}")
-        if prefix.dtype != x.dtype:
-            raise TypeError(f"prefix is {prefix.dtype}, x is {x.dtype}; cast it to x's dtype")
+    if prefix is not None and prefix.dtype != x.dtype:
+        raise TypeError(f"prefix is {prefix.dtype}, x is {x.dtype}; cast it to x's dtype")
     if position is not None:
         if position.dtype != int64:
             raise TypeError(f"position is {position.dtype}, not torch.int64; convert it once with .long()")
-        if tuple(position.shape) != (x.shape[1],) or x.shape[0] != 1:
-            raise ValueError(
-                f"position {shape_of(position)} does not fit x {shape_of(x)}; packed sequences lie end to "
-                "end in B=1, and position is [T]"
-            )
+        if sizes["B"] != 1:
+            raise ValueError(f"B={sizes['B']} with position; packed sequences lie end to end in B=1")
         if prefix is not None:
             raise ValueError("prefix and position exclude each other; leave out prefix for packed sequences")
     require_one_device(x, "x", {"weight": weight, "prefix": prefix, "position": position})
@@ -60,16 +55,13 @@ def norm(x: Tensor, other: Mapping[str, Tensor | None], weight: Tensor, eps: flo
 
 def readout(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
     """Raises TypeError or ValueError unless shapes, dtypes and devices fit `linear_cross_entropy`."""
+    letters = {"hidden": "M d", "weight": "vocabulary d", "targets": "M"}
+    sizes = require_shapes(letters, {"hidden": hidden, "weight": weight, "targets": targets})
     _require_floats(hidden=hidden, weight=weight)
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or 0 in weight.shape:
-        raise ValueError(
-            f"hidden {shape_of(hidden)} and weight {shape_of(weight)} do not fit; expected [M, d] and "
-            "[vocabulary, d]"
-        )
-    if tuple(targets.shape) != (hidden.shape[0],) or targets.dtype != int64:
-        raise ValueError(
-            f"targets is {targets.dtype} {shape_of(targets)}; expected torch.int64 [{hidden.shape[0]}]"
-        )
+    if sizes["d"] == 0 or sizes["vocabulary"] == 0:
+        raise ValueError(f"weight {shape_of(weight)} is not [vocabulary, d] with both at least 1")
+    if targets.dtype != int64:
+        raise ValueError(f"targets is {targets.dtype}; pass torch.int64")
     require_one_device(hidden, "hidden", {"weight": weight, "targets": targets})
 
 

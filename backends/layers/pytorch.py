@@ -177,7 +177,7 @@ def _differentiate(
     leaves = {name: x.detach().requires_grad_() for name, x in given.items() if x is not None}
     with torch.enable_grad():
         y = compute(replace(call, **leaves))
-    gradients = torch.autograd.grad([y], list(leaves.values()), list(douts))
+    gradients = torch.autograd.grad([y], list(leaves.values()), list(douts), materialize_grads=True)
     by_name = dict(zip(leaves, gradients, strict=True))
     return tuple(by_name.get(name) for name in names)
 

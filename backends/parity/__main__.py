@@ -4,7 +4,6 @@
         [--json FILE] [--markdown FILE]
     python -m backends.parity record FILE --backend NAME       goldens: what this machine computes
     python -m backends.parity check FILE                       judges what another machine computed
-    python -m backends.parity table [FILE ...]                 a Markdown table, from --json files
 
 DELTA_TRN_NKI=0.2.0 in the environment holds `nki-simulator` to the rules of that release of NKI; without it
 those of all releases hold. The exit status is 1 on a failure. `judge.py` says what is measured and what is
@@ -31,7 +30,7 @@ from rich.table import Table
 from delta_trn.backends import machine
 from delta_trn.backends.checks import BackendRefusal, dtype_name
 from delta_trn.backends.dispatch import BACKENDS, OPERATIONS
-from delta_trn.backends.machine import ROOT, facts
+from delta_trn.backends.machine import facts
 from delta_trn.backends.parity import goldens, layer_cases, mixer_cases, page, rule, rule_cases
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict
 from delta_trn.backends.parity.rule_cases import SMALL, find, select
@@ -251,12 +250,6 @@ def _check(options: argparse.Namespace, console: Console) -> int:
     return _status(verdicts)
 
 
-def _table(options: argparse.Namespace, console: Console) -> int:
-    files = options.files or sorted((ROOT / "results").glob("*/parity*.jsonl"))
-    print(page.table([json.loads(line) for file in files for line in file.read_text().splitlines()]))
-    return 0
-
-
 def _single(files: Sequence[Path]) -> Path:
     if len(files) != 1:
         raise ValueError(f"{len(files)} files named; name the one golden to write or to check")
@@ -267,7 +260,7 @@ def _status(verdicts: Sequence[Verdict]) -> int:
     return 0 if verdicts and all(verdict.passed for verdict in verdicts) else 1
 
 
-_ACTIONS = {"run": _run, "record": _record, "check": _check, "table": _table}
+_ACTIONS = {"run": _run, "record": _record, "check": _check}
 
 
 if __name__ == "__main__":

@@ -94,21 +94,13 @@ def test_a_default_backend_entered_twice_ends_with_its_blocks():
     assert choose(CALL).name == "chunked"
 
 
-def test_a_thread_has_the_main_threads_default_until_it_sets_its_own():
+def test_the_default_holds_in_every_thread():
     names = []
-
-    def work():
-        names.append(choose(CALL).name)
-        with default_backend("chunked"):
-            names.append(choose(CALL).name)
-        names.append(choose(CALL).name)
-
     with default_backend("recurrent"):
-        thread = threading.Thread(target=work)
+        thread = threading.Thread(target=lambda: names.append(choose(CALL).name))
         thread.start()
         thread.join()
-        assert choose(CALL).name == "recurrent"
-    assert names == ["recurrent", "chunked", "recurrent"]
+    assert names == ["recurrent"]
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ BAD = {
         ValueError,
         "allow_neg_eigval=True doubles the sigmoid",
     ),
-    "shape": ({"A_log": torch.zeros(3)}, ValueError, r"A_log \[3\] is not \[HV\] = \[2\]"),
+    "shape": ({"A_log": torch.zeros(3)}, ValueError, r"A_log \[3\] is \[HV\] with HV=3, but HV is 2"),
     "integers": ({"dt_bias": torch.zeros(2, dtype=torch.int32)}, TypeError, "dt_bias is torch.int32"),
     "a list": ({"A_log": [0.0, 0.0]}, TypeError, "A_log is a list; pass a torch.Tensor"),
     "device": ({"A_log": torch.zeros(2, device="meta")}, ValueError, "A_log is on meta, q is on"),

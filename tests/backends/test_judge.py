@@ -96,17 +96,6 @@ def test_no_line_of_a_backend_runs_while_judge_and_samples_are_computed(name):
     assert own and shared <= {"sequences", "__init__"}, places - own
 
 
-def test_code_of_a_backend_would_be_seen():
-    x = inputs(BY_NAME["gates_packed"], torch.bfloat16)
-    places = code_that_runs(lambda: outcome(x, "chunked"))
-    rule_ = "backends.gated_delta_rule"
-    assert {f"{rule_}.contract:log_decay", f"{rule_}:gated_delta_rule"} <= places or sys.version_info < (
-        3,
-        11,
-    )
-    assert {place.partition(":")[0] for place in places} >= {f"{rule_}.contract", f"{rule_}.chunked", rule_}
-
-
 def test_the_judge_does_not_run_the_public_operation(monkeypatch):
     """A mistake in its checks, defaults or gates must not reach the judge."""
     monkeypatch.setattr(rule, "gated_delta_rule", None)
@@ -158,12 +147,6 @@ def test_an_error_of_twice_what_is_allowed_is_seen():
             wrong = {verdict.tensor: exact + 2 * size * noise}
             assert not expected.verdicts("wrong", wrong, wrong)[0].passed
         assert any(verdict.allowed == FACTOR * verdict.baseline for verdict in right)
-
-
-def test_float32_inside_a_float64_case_is_seen():
-    x = inputs(BY_NAME["seam_65"], torch.float64)
-    results = {name: y.float().double() for name, y in outcome(x, "chunked").items()}
-    assert not any(verdict.passed for verdict in reference_for(x).verdicts("rounded", results))
 
 
 def test_what_underflows_may_be_zero():
@@ -300,47 +283,3 @@ def test_effective_parts_are_those_that_carry_the_error(sizes):
         few.append(spread.effective_parts())
     assert sum(few) / 100 == pytest.approx(expected, rel=0.15)
     assert Spread(exact, torch.arange(len(sizes))).effective_parts() == len(sizes)
-
-
-def test_gradients_of_the_judges_gates_are_those_of_autograd():
-    """Where the sigmoid is about 1, s (1 - s) has no digits left; the judge's has."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 5, 2, 3, generator=generator, dtype=torch.float64) for _ in range(3))
-    a, z = (3 * torch.randn(1, 5, 2, generator=generator, dtype=torch.float64) for _ in range(2))
-    A_log, dt_bias = torch.randn(2, 2, generator=generator, dtype=torch.float64)
-    leaves = [x.requires_grad_() for x in (a, z, A_log, dt_bias)]
-    g = -A_log.exp() * (1 + (a + dt_bias).exp()).log()
-    beta = 2 / (1 + (-z).exp())
-    call = contract.Rule(q, k, v, a, z, A_log, dt_bias, beta_max=2.0, l2norm=True)
-    do = torch.randn(v.shape, generator=generator, dtype=torch.float64)
-    with torch.no_grad():
-        plain = replace(call, g=g, beta=beta, A_log=None, dt_bias=None, beta_max=0.0)
-        by_formula = recurrent.backward(do, None, plain, [])
-        gradients = recurrent.backward(do, None, call, [])
-    expected = torch.autograd.grad([g, beta], leaves, [by_formula.g, by_formula.beta])
-    for x, y in zip((gradients.g, gradients.beta, gradients.A_log, gradients.dt_bias), expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
-    far = replace(call, beta=torch.full_like(z.detach(), 40.0))
-    with torch.no_grad():
-        dz = recurrent.backward(do, None, far, []).beta
-    assert dz.all(), "exp(-40) is not 0"
-
-
-def errors_of_nearly_cancelling_products(noise):
-    """Returns the error of each sample for one token, where the terms of q k^T nearly cancel."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, 1, 1, 96, generator=generator) for _ in range(2))
-    k -= 0.99 * (q * k).sum() / (q * q).sum() * q
-    v, g, beta = torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 1), torch.ones(1, 1, 1)
-    exact = (q.double() * k.double()).sum()
-    tensors = (x.expand(24, *x.shape).contiguous() for x in (q, k, v, g, beta))
-    o, _ = baseline.gated_delta_rule(*tensors, None, None, 1.0, False, noise=noise)
-    return ((o.double() - exact) / exact).abs().amax((1, 2, 3, 4))
-
-
-def test_samples_add_up_in_orders_of_their_own(monkeypatch):
-    """In one order they all had one error, and another order's was up to six times as large."""
-    own = errors_of_nearly_cancelling_products(Noise(0))
-    monkeypatch.setattr(Noise, "orders", lambda self, n, size: torch.arange(size).expand(n, size))
-    same = errors_of_nearly_cancelling_products(Noise(0))
-    assert own.std() > 10 * same.std()

@@ -26,16 +26,6 @@ from delta_trn.backends.operator import Operator
 BACKENDS = ["chunked", "recurrent"]
 RUNNABLE = [name for name, backend in dispatch.BACKENDS.items() if not backend.unavailable("cpu")]
 
-# T = 5 suffices: parity crosses chunks and segments, and gradcheck calls the rule once per element
-VARIANTS = {
-    "plain": {},
-    "state": {"state": True, "final": True},
-    "final only": {"state": True, "final": True, "through": ("final_state",)},
-    "grouped": {"H": 1, "HV": 3},
-    "packed": {"B": 1, "bounds": (0, 0, 2, 3, 3, 5), "state": True, "final": True},
-    "normalized": {"norm": True, "H": 1, "HV": 2, "final": True},
-}
-
 
 def tensors(B=2, T=5, H=2, HV=2, K=3, V=2, N=None, dtype=torch.float64, state=True, norm=False):
     generator = torch.Generator().manual_seed(5)
@@ -52,38 +42,12 @@ def tensors(B=2, T=5, H=2, HV=2, K=3, V=2, N=None, dtype=torch.float64, state=Tr
     return [x.requires_grad_() for x in leaves]
 
 
-def call(*leaves, backend, final=True, norm=False, bounds=None, **options):
+def call(*leaves, backend, norm=False):
     """Calls gated_delta_rule on q, k, v, g, beta and perhaps initial_state."""
-    q, k, v, g, beta, *state = leaves
     return gated_delta_rule(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state=state[0] if state else None,
-        output_final_state=final,
-        use_qk_l2norm_in_kernel=norm,
-        cu_seqlens=None if bounds is None else torch.tensor(bounds),
-        backend=backend,
-        **options,
-    )
-
-
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_gradients_of_the_judge_agree_with_finite_differences(variant):
-    sizes = {name: variant[name] for name in ("B", "H", "HV", "norm") if name in variant}
-    bounds = variant.get("bounds")
-    leaves = tensors(**sizes, state=variant.get("state", False), N=len(bounds) - 1 if bounds else None)
-    final, through = variant.get("final", False), variant.get("through", ("o", "final_state"))
-
-    def outputs(*leaves):
-        o, state = call(
-            *leaves, backend="recurrent", final=final, norm=variant.get("norm", False), bounds=bounds
-        )
-        return [y for name, y in (("o", o), ("final_state", state)) if y is not None and name in through]
-
-    assert torch.autograd.gradcheck(lambda *leaves: tuple(outputs(*leaves)), leaves)
+        *leaves[:5], initial_state=leaves[5] if leaves[5:] else None, output_final_state=True,
+        use_qk_l2norm_in_kernel=norm, backend=backend,
+    )  # fmt: skip
 
 
 def test_nothing_is_saved_where_no_gradient_is_wanted(monkeypatch):
@@ -208,9 +172,8 @@ def test_only_compiled_calls_go_through_the_custom_operators(monkeypatch):
 def test_a_second_derivative_of_the_rule_is_refused():
     leaves = tensors()
     o, _ = call(*leaves, backend="chunked")
-    (dq,) = torch.autograd.grad(o.sum(), leaves[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        dq.sum().backward()
+    with pytest.raises(RuntimeError, match="gated_delta_rule has no second derivative; drop create_graph"):
+        torch.autograd.grad(o.sum(), leaves[:1], create_graph=True)
 
 
 def test_gradients_of_a_call_with_save_false_are_refused():

@@ -10,11 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from delta_trn.backends import find_layer_backend
 from delta_trn.backends.checks import BackendRefusal
 from delta_trn.backends.dispatch import BACKENDS
 from delta_trn.backends.parity import __main__ as parity
-from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, Case
+from delta_trn.backends.parity.rule_cases import BOTH, Case
 from tests.support.fuzz import checks
 from tests.support.fuzz.cases import CHECKS, random_cases, rule_case
 from tests.support.fuzz.run import fuzz
@@ -119,8 +118,7 @@ def test_cases_reach_what_they_are_for():
     gates = [case.tensors["g"] for case in drawn]
     keys = [case.tensors["k"] for case in drawn if case.tensors["k"].numel()]
     forms = {
-        "no tokens": any(g.shape[1] == 0 for g in gates),
-        "no rows": any(g.shape[0] == 0 for g in gates),
+        "no tokens": any(g.numel() == 0 for g in gates),
         "one token": any(g.shape[1] == 1 for g in gates),
         "many sequences": max(map(len, packed)) > 20,
         "empty sequences": any((x.diff() == 0).any() for x in packed),
@@ -149,18 +147,6 @@ def one_part_in_a_thousand(y, x, calls):
     return y * 1.001
 
 
-def a_nan(y, x, calls):
-    return y * torch.nan
-
-
-def another_dtype(y, x, calls):
-    return y.double()
-
-
-def another_shape(y, x, calls):
-    return y[..., None]
-
-
 def a_bit_by_call(y, x, calls):
     return y * (1 + 2**-23 * calls)
 
@@ -184,9 +170,6 @@ def an_unwanted_gradient(y, x, calls):
 
 DEFECTS = [
     ("judge", one_part_in_a_thousand, "judge: .* [oy]: error"),
-    ("judge", a_nan, "[oy] is not finite"),
-    ("judge", another_dtype, r"[oy] is \(torch.float64"),
-    ("judge", another_shape, "an output is"),
     ("again", a_bit_by_call, "again: .* other bits"),
     ("rows", the_neighbors_sum, "rows: .* other bits"),
     ("alone", a_state_not_handed_over, "alone"),
@@ -197,16 +180,8 @@ DEFECTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("op", "check", "defect", "complaint"),
-    [
-        (op, *row)
-        for op in ("gated_delta_rule", "short_convolution")
-        for row in DEFECTS
-        if row[0] in CHECKS[op]
-    ],
-)
-def test_a_planted_defect_is_found_within_fifty_cases(op, check, defect, complaint, monkeypatch):
+@pytest.mark.parametrize(("check", "defect", "complaint"), DEFECTS)
+def test_a_planted_defect_is_found_within_fifty_cases(check, defect, complaint, monkeypatch):
     original = checks.run
 
     def examine(case):
@@ -224,84 +199,24 @@ def test_a_planted_defect_is_found_within_fifty_cases(op, check, defect, complai
             monkeypatch.setattr(checks, "run", original)
 
     with pytest.raises((checks.Failure, RuntimeError), match=complaint):
-        in_float32 = random_cases("chunked", op, check).filter(lambda case: case.dtype == torch.float32)
+        in_float32 = random_cases("chunked", "gated_delta_rule", check).filter(
+            lambda case: case.dtype == torch.float32
+        )
         fuzz(in_float32, examine, 50, shrink=False)
 
 
-def test_a_failure_is_shrunk_and_its_blob_draws_it_again():
-    """Cases of more than 40 tokens are red: the simplest has little more, one head and no state."""
-    strategy = random_cases("chunked", "gated_delta_rule", "judge")
+def test_the_blob_of_a_failure_draws_it_again():
+    """Cases of more than 40 tokens are red; the first is shrunk to one of one head without a state."""
+    strategy, seen = random_cases("chunked", "gated_delta_rule", "judge"), []
 
     def examine(case):
+        seen.append(case)
         assert case.tensors["q"].shape[1] <= 40
 
     with pytest.raises(AssertionError) as failure:
         fuzz(strategy, examine, 50)
     (note,) = (x for x in failure.value.__notes__ if "reproduce_failure" in x)
-    seen = []
     with pytest.raises(AssertionError):
-        fuzz(
-            strategy,
-            lambda case: (seen.append(case), examine(case)),
-            1,
-            blob=note.split("b'")[1].split("'")[0],
-        )
-    q, v = seen[-1].tensors["q"], seen[-1].tensors["v"]
-    assert q.shape[0] == q.shape[2] == v.shape[2] == 1 and 40 < q.shape[1] <= 64
-    assert "initial_state" not in seen[-1].tensors
-
-
-def test_where_no_sample_is_finite_a_result_must_be_finite_and_no_more(monkeypatch):
-    case = rule_case(BY_NAME["ragged"], torch.float32)
-    nan = {name: y * torch.nan for name, y in checks.judge(case).items()}
-    monkeypatch.setattr(checks, "samples", lambda case: iter([nan, nan]))
-    right = {name: y.to(checks.dtype_of(case, name)) for name, y in checks.judge(case).items()}
-    for factor, complaint in ((1.0, None), (3.0, None), (torch.nan, "is not finite")):
-        results = {name: y * factor for name, y in right.items()}
-        monkeypatch.setattr(checks, "outcome", lambda case, backend, results=results: results)
-        if complaint is None:
-            assert checks.check(case, "chunked") == 0
-            continue
-        with pytest.raises(checks.Failure, match=complaint):
-            checks.check(case, "chunked")
-
-
-def is_taken(case):
-    mixer, x, weight = case.case, case.tensors["x"], case.tensors["weight"]
-    options = {"packed": mixer.lengths is not None, "backend": "nki-simulator"}
-    return find_layer_backend(x, weight, mixer.value_heads, mixer.K, mixer.V, **options) is not None
-
-
-def test_a_layer_is_judged_by_q_k_and_v_apart():
-    """dx of the keys' channels has a bound of its own, also where that of the values is much larger."""
-    drawn = []
-    fuzz(random_cases("nki-simulator", "gated_delta_layer", "judge"), drawn.append, 60)
-    for case in drawn:
-        if case.dtype != torch.float32 or case.case.T <= 10 or "x" not in case.wanted or not is_taken(case):
-            continue
-        results = checks.outcome(case, "nki-simulator")
-        keys = slice(case.case.H * case.case.K, 2 * case.case.H * case.case.K)
-        if results["dx"][..., keys].norm() > 0.01 * results["dx"].norm():
-            break
-    else:
-        pytest.fail("no case has a gradient of the keys; draw more")
-    criterion = checks.Criterion(case)
-    assert criterion.require("judge", results) <= 1
-    results["dx"][..., keys] *= 1.001
-    with pytest.raises(checks.Failure, match="dx_k: error"):
-        criterion.require("judge", results)
-
-
-def test_another_bit_of_a_packed_sequence_on_chunk_boundaries_is_seen(monkeypatch):
-    """Where sequences start on chunk boundaries, "alone" is bit for bit; elsewhere within the criterion."""
-    case = rule_case(Case("bits", 1, 144, 1, 16, 16, "", lengths=(64, 64, 16)), torch.float32, check="alone")
-    assert checks.check(case, "chunked") <= 1
-    original, calls = checks.run, itertools.count()
-
-    def run(case, x, backend):
-        outputs = original(case, x, backend)
-        return {**outputs, "o": outputs["o"] * (1 + 2**-23 * next(calls))}
-
-    monkeypatch.setattr(checks, "run", run)
-    with pytest.raises(checks.Failure, match=r"alone, on chunk boundaries: .* other bits"):
-        checks.check(case, "chunked")
+        fuzz(strategy, examine, 1, blob=note.split("b'")[1].split("'")[0])
+    q = seen[-1].tensors["q"]
+    assert q.shape[0] == q.shape[2] == 1 and "initial_state" not in seen[-1].tensors

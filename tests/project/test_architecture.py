@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 
@@ -163,32 +164,15 @@ def test_imports_point_one_way(package):
         ("models/layers.py", "import delta_trn.train.recipes", "models may import"),
         ("models/layers.py", "import backends.dispatch", "say delta_trn.backends.dispatch"),
         ("models/layers.py", "from .mup import Tag", "imports are absolute"),
-        (
-            "backends/checks.py",
-            "def f():\n    from delta_trn.models import DeltaConfig",
-            "backends may import",
-        ),
-        ("triton_kernels/tiles.py", "from delta_trn.backends.dispatch import Call", "none of our packages"),
-        ("triton_kernels/tiles.py", "import torch", "kernel packages are leaves"),
-        ("nki_kernels/tiles.py", "import torch.nn", "kernel packages are leaves"),
-        ("backends/checks.py", "import torch_xla.core.xla_model as xm", "torch_xla is imported only in"),
-        (
-            "train/run/loop.py",
-            "from importlib import import_module\nimport_module('torch_xla')",
-            "torch_xla is imported",
-        ),
-        ("nki_kernels/tiles.py", "from nki import language", "nki is imported only in"),
-        ("backends/layers/triton_adapter.py", "import triton", "triton is imported only in"),
+        ("backends/a.py", "def f():\n    from delta_trn.models import DeltaConfig", "backends may import"),
+        ("triton_kernels/a.py", "from delta_trn.backends.dispatch import Call", "none of our packages"),
+        ("nki_kernels/a.py", "import torch.nn", "kernel packages are leaves"),
+        ("train/a.py", "from importlib import import_module\nimport_module('torch_xla')", "torch_xla is"),
+        ("nki_kernels/a.py", "from nki import language", "nki is imported only in"),
         ("backends/checks.py", "from delta_trn.triton_kernels import tiles", "only adapters cross"),
         ("train/run/loop.py", "from tests.conftest import poison", "tests are for tests"),
-        ("train/run/loop.py", "from delta_trn.train.studies import fits", "train.studies is a leaf"),
         ("models/layers.py", "def f():\n    from delta_trn.backends.parity import rule", "parity is a leaf"),
-        ("backends/checks.py", "from delta_trn.backends.bench.timing import ratios", "bench is a leaf"),
-        ("nki_kernels/tiles.py", "import delta_trn.nki_kernels.simulator.cost", "simulator is a leaf"),
-        ("backends/bench/timing.py", "from tools import lines", "tools are for tools and tests"),
         ("delta_trn/__init__.py", "import tools.lines", "tools are for tools and tests"),
-        ("delta_trn/mup.py", "from tests.support import corpus", "tests are for tests"),
-        ("tools/lines.py", "from tests.support import corpus", "tests are for tests"),
     ],
 )
 def test_a_wrong_import_is_found(path, source, complaint):
@@ -199,22 +183,10 @@ def test_a_wrong_import_is_found(path, source, complaint):
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        (
-            "backends/layers/triton_adapter.py",
-            "from delta_trn.triton_kernels import tiles\nfrom delta_trn.backends.dispatch import Call",
-        ),
-        (
-            "triton_kernels/tiles.py",
-            "import triton.language as tl\nfrom delta_trn.triton_kernels import launch",
-        ),
-        ("nki_kernels/language.py", "import nki"),
-        ("train/commands/sweep.py", "from delta_trn.train.studies import fits"),
+        ("backends/layers/triton_adapter.py", "from delta_trn.triton_kernels import tiles"),
+        ("triton_kernels/tiles.py", "import triton.language as tl"),
         ("train/studies/throughput.py", "from delta_trn.backends.parity.rule import verdicts"),
         ("tools/first_hour_trn1.py", "from delta_trn.backends.parity import rule\nfrom tools import lines"),
-        (
-            "train/run/loop.py",
-            "import torch\nfrom delta_trn.models import DeltaConfig\nfrom delta_trn.backends import describe",
-        ),
     ],
 )
 def test_a_right_import_is_not_refused(path, source):
@@ -227,32 +199,13 @@ def module_of(path: Path) -> str:
     return ".".join(("delta_trn", *parts)).removesuffix(".__init__")
 
 
-def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
-    """Every group of modules that import each other in a circle (Tarjan's strongly connected components)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    groups: list[list[str]] = []
-
-    def visit(module: str) -> None:
-        index[module] = low[module] = len(index)
-        stack.append(module)
-        for target in arrows.get(module, ()):
-            if target not in index:
-                visit(target)
-                low[module] = min(low[module], low[target])
-            elif target in stack:
-                low[module] = min(low[module], index[target])
-        if low[module] == index[module]:
-            cut = stack.index(module)
-            if len(stack) - cut > 1 or module in arrows.get(module, ()):
-                groups.append(sorted(stack[cut:]))
-            del stack[cut:]
-
-    for module in arrows:
-        if module not in index:
-            visit(module)
-    return groups
+def circle(arrows: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; none if there is no circle."""
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
 
 
 def arrows_of(sources: dict[str, str]) -> dict[str, set[str]]:
@@ -268,8 +221,8 @@ def arrows_of(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def test_no_imports_form_a_circle():
-    groups = circles(arrows_of({module_of(path): path.read_text() for path in OURS}))
-    assert not groups, "modules that import each other in a circle:\n" + "\n".join(map(", ".join, groups))
+    found = circle(arrows_of({module_of(path): path.read_text() for path in OURS}))
+    assert not found, f"modules that import each other in a circle: {', '.join(found)}"
 
 
 def test_a_circle_through_an_annotation_is_found():
@@ -279,7 +232,7 @@ def test_a_circle_through_an_annotation_is_found():
         "c": "from a import A",
         "d": "import a",
     }
-    assert circles(arrows_of(sources)) == [["a", "b", "c"]]
+    assert set(circle(arrows_of(sources))) == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)

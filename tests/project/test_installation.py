@@ -128,10 +128,8 @@ def test_a_command_that_does_not_exist_names_the_nearest(installed, elsewhere):
 @pytest.mark.parametrize(
     "first",
     [
-        "from transformers import AutoConfig",
         # loads the names of all models when it is half loaded itself
         "from transformers.models.qwen3_next import modeling_qwen3_next",
-        "import delta_trn.nki_kernels.simulator",
         "import delta_trn.models.gated_deltanet",  # half loaded when transformers is
     ],
 )

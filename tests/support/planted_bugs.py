@@ -41,7 +41,7 @@ LAYERS, READOUT = "backends.layers.pytorch", "models.language_model"
 # fmt: off
 BUGS = (
     Bug("chunked: o is not scaled", f"{RULE}.chunked:compute",
-        "call.scale * rows.join(outputs)", "rows.join(outputs)", "chunked"),
+        "call.scale * o", "o", "chunked"),
     Bug("chunked: erasures do not decay", f"{RULE}.chunked:compute_chunk",
         "(k @ k.mT * D)", "(k @ k.mT)", "chunked"),
     Bug("chunked: dL has the wrong sign", f"{RULE}.chunked:Solve.backward",
@@ -52,8 +52,8 @@ BUGS = (
         "gam[..., -1:, :] * S", "S", "chunked"),
     Bug("chunked: value heads take the keys in turns", f"{RULE}.chunked:compute",
         "repeat_interleave(groups, 2)", "repeat(1, 1, groups, 1)", "chunked"),
-    Bug("chunked: a packed token lies a place too late", f"{RULE}.chunked:Rows.of",
-        "tokens - bounds[row])", "(tokens - bounds[row]).roll(1))", "chunked, packed"),
+    Bug("chunked: a packed sequence has the state of the first", f"{RULE}.chunked:compute_packed",
+        "call.initial_state[n : n + 1]", "call.initial_state[0:1]", "chunked, packed"),
     Bug("chunked: the state is handed on in bfloat16", f"{RULE}.chunked:compute",
         "outputs.append(o)", "outputs.append(o); S = S.bfloat16().to(dtype)", "chunked, carry"),
     Bug("chunked: the inverse is a power series", f"{RULE}.chunked:Solve.forward",
@@ -168,8 +168,9 @@ BUGS = (
     Bug("resume: the CPU's generator goes on where it is", "train.checkpoints.contents:set_random_states",
         'torch.set_rng_state(states["cpu"])', 'states["cpu"]', "generator"),
     # second turns of loops, tails, seams, groups, and what one dtype alone computes
-    Bug("chunked: a packed token reads the result before its own", f"{RULE}.chunked:Rows.join",
-        "x[self.places][None]", "x[self.places].roll(1, 0)[None]", "chunked, packed"),
+    Bug("chunked: a packed sequence begins a token late", f"{RULE}.chunked:compute_packed",
+        "slice(bounds[n], bounds[n + 1])", "slice(max(0, bounds[n] - 1), max(0, bounds[n + 1] - 1))",
+        "chunked, packed"),
     Bug("chunked: float64 decays from a token to itself", f"{RULE}.chunked:decays",
         ".tril(-1).cumsum(-2)", ".tril().cumsum(-2)", "chunked, float64"),
     Bug("chunked: a write decays by its own token's decay", f"{RULE}.chunked:decays",

@@ -171,11 +171,6 @@ def test_resume_or_a_bucket_in_the_environment_is_refused_with_a_remedy():
 def test_impossible_model_settings_are_refused_before_a_run():
     with pytest.raises(ConfigError, match=r"batch.length=600 is above model.max_position_embeddings=512"):
         apply(recipe("ddl_lm_tinystories"), {"batch.length": "600"})
-    with pytest.raises(
-        ConfigError, match=r"model.use_qk_rmsnorm=true is not divided.*distribution.tensor at 1"
-    ):
-        keys = {"model.use_qk_rmsnorm": "true", "model.attention_layers": "0", "distribution.tensor": "2"}
-        apply(recipe("tiny"), keys)
     with pytest.raises(ConfigError, match=r"model.residual=ddl is not divided"):
         apply(recipe("tiny"), {"model.residual": "ddl", "distribution.context": "2"})
 

@@ -108,7 +108,7 @@ def test_rule_addresses_the_last_of_2_to_31_elements(K, V, segment, launches, mo
     state = normal(1, 1, K, V, dtype=torch.float32)
     tensors += [state, normal(1, T, 1, V), state + 1]
     monkeypatch.setattr(triton_time_adapter, "SEGMENT", segment)
-    monkeypatch.setattr(triton_adapter, "KEEP_STATES", True)
+    monkeypatch.setattr(triton_adapter, "KEPT_BYTES", 2**62)
     # one sequence alone would be scanned by other tiles, which round otherwise
     monkeypatch.setattr(
         triton_adapter, "config", lambda *sizes, itemsize, heads: config(*sizes, itemsize=itemsize)

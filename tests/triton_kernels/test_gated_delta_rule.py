@@ -129,8 +129,8 @@ def test_forward_and_backward_in_a_cuda_graph_give_the_bits_of_eager_calls(dtype
 def test_recomputed_states_give_the_same_bits_as_kept_ones(dtype, monkeypatch):
     tensors = inputs(T=130, dtype=dtype)
     results = []
-    for keep in (True, False):
-        monkeypatch.setattr(triton_adapter, "KEEP_STATES", keep)
+    for most in (2**30, 0):
+        monkeypatch.setattr(triton_adapter, "KEPT_BYTES", most)
         results.append(run(*tensors))
     assert all(torch.equal(results[0][name], results[1][name]) for name in NAMES)
 
@@ -142,16 +142,11 @@ def kept(shapes):
 
 def test_saved_tensors_have_the_declared_shapes_with_and_without_kept_states(monkeypatch):
     tensors = inputs()[:6]
-    counts = {}
-    for keep in (True, False, "auto"):
-        monkeypatch.setattr(triton_adapter, "KEEP_STATES", keep)
+    for most, count in ((None, 5), (1000, 3)):
+        monkeypatch.setattr(triton_adapter, "KEPT_BYTES", most)
         saved = triton_adapter.forward(rule(*tensors), save=True)[2]
         declared = triton_adapter.saved_shapes(rule(*(x.to("meta") for x in tensors)))
-        assert [(tuple(x.shape), x.dtype) for x in saved] == declared
-        counts[keep] = kept(declared)
-    assert counts == {True: 5, False: 3, "auto": 5}
-    monkeypatch.setattr(triton_adapter, "KEPT_BYTES", 1000)
-    assert kept(triton_adapter.saved_shapes(rule(*tensors))) == 3
+        assert [(tuple(x.shape), x.dtype) for x in saved] == declared and kept(declared) == count
     assert triton_adapter.forward(rule(*tensors), save=False)[2] == []
 
 

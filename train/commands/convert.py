@@ -18,12 +18,12 @@ def main(arguments: Sequence[str]) -> int:
     from delta_trn.models import DeltaForCausalLM
     from delta_trn.models.ecosystem import load_model, save_model
     from delta_trn.train.checkpoints.run_folder import RunFolder
-    from delta_trn.train.run.sample import chosen_checkpoint
+    from delta_trn.train.run.sample import choose_checkpoint
     from delta_trn.train.settings.errors import UsageError
 
     source, to = options.source, options.to
     if (source / "checkpoints").is_dir():
-        source = chosen_checkpoint(RunFolder(source), options.checkpoint)
+        source = choose_checkpoint(RunFolder(source), options.checkpoint)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UsageError(f"{to} exists and is not empty; give --to a new folder")
     try:

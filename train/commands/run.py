@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     out = console(quiet=not leads())
     # at once: loading torch and transformers takes seconds, in which nothing else could be said
     line = f"recipe     {options.recipe}: {summary(options.recipe)}"
-    out.print(_wrapped(line, out.width), markup=False)
+    out.print(_wrap(line, out.width), markup=False)
     if names := variables(options.recipe):
         out.print(f"variables  {' '.join(names)} from the environment", markup=False)
 
@@ -98,7 +98,7 @@ def drive(run: "Run", asked_backend: str) -> int:
         out.print(text, markup=False)
 
     for line in opening(run, asked_backend):
-        out.print(_wrapped(line, out.width), markup=False)
+        out.print(_wrap(line, out.width), markup=False)
     if (known := run.team.leader_does(folder.read_summary)) is not None:
         tell(f"finished   all {run.config.steps:,} steps were trained before; this was measured then")
         closing(run, out, known)
@@ -131,7 +131,7 @@ def observers(run: "Run") -> "list[Observer]":
     return [ProbeObserver(run)]
 
 
-def _wrapped(line: str, width: int) -> str:
+def _wrap(line: str, width: int) -> str:
     """Returns a line of `opening` in lines of at most `width`, under each other where its text begins."""
     return textwrap.fill(
         line, width, subsequent_indent=" " * 11, break_on_hyphens=False, break_long_words=False
@@ -155,8 +155,8 @@ def keys(config: RunConfig, *, every: bool) -> str:
             lines += ["", section or "run"]
         choices = get_args(annotation(key)) if get_origin(annotation(key)) is Literal else ()
         text = f"{' | '.join(choices)}: {meaning(key)}" if choices else meaning(key)
-        text += f" [{_shown(usual[key])}]" if changed else ""
-        left = f"{'*' if changed else ' '} {key}={_shown(value)}"
+        text += f" [{_show(usual[key])}]" if changed else ""
+        left = f"{'*' if changed else ' '} {key}={_show(value)}"
         if len(left) > KEY_WIDTH - 2:
             lines.append(left)
             left = ""
@@ -169,7 +169,7 @@ def keys(config: RunConfig, *, every: bool) -> str:
     return "\n".join(lines)
 
 
-def _shown(value: object) -> str:
+def _show(value: object) -> str:
     if isinstance(value, list):
         return ",".join(map(str, value))
     if isinstance(value, bool) or value is None:

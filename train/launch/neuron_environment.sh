@@ -32,3 +32,11 @@ export MALLOC_ARENA_MAX="${MALLOC_ARENA_MAX:-64}"
 # MB of gradients for each all-reduce; 50 is AWS's default:
 # frameworks/torch/torch-neuronx/api-reference-guide/training/torch-neuron-envvars.rst
 export ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB="${ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB:-50}"
+
+# Compiles all graphs at once, and goes through them again, which shows that all come from the cache. A graph has
+# the number of all processes in it, so that it is `launch` which starts them, as in training.
+warm_up() {
+    case " $* " in *" --list "*) exec python -m train warmup "$@" ;; esac
+    neuron_parallel_compile "${launch[@]}" -m train warmup "$@"
+    exec "${launch[@]}" -m train warmup "$@"
+}

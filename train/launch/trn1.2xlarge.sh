@@ -9,9 +9,9 @@ set -euo pipefail
 # 32 GiB of host memory: frameworks/torch/torch-neuronx/api-reference-guide/training/torch-neuron-envvars.rst
 export NEURON_PARALLEL_COMPILE_MAX_RETRIES=1
 keys=(device=xla sample.tokens=0 batch.micro=2 evaluation.batch=5)
-if [ "${1:?name a recipe}" = warmup ]; then
-    exec python -m train warmup "${2:?name a recipe}" "${keys[@]}" "${@:3}" --processes=2
-fi
 # not torchrun itself: that of AWS's environment would start AWS's python
-exec python -m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=3 \
-    -m train run --or-resume "$1" "${keys[@]}" "${@:2}"
+launch=(python -m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=3)
+if [ "${1:?name a recipe}" = warmup ]; then
+    warm_up "${2:?name a recipe}" "${keys[@]}" "${@:3}" --processes=2
+fi
+exec "${launch[@]}" -m train run --or-resume "$1" "${keys[@]}" "${@:2}"

@@ -17,12 +17,7 @@ keys=(device=xla sample.tokens=0 batch.micro=1 evaluation.batch=5)
 # not torchrun itself: that of AWS's environment would start AWS's python
 launch=(python -m torch.distributed.run --nproc_per_node=32 --nnodes="${NODES:-1}" --max-restarts=3
     --rdzv_id=delta-trn --rdzv_backend=c10d --rdzv_endpoint="${HEAD:-127.0.0.1}:29500")
-if [ "${1:?name a recipe}" != warmup ]; then
-    exec "${launch[@]}" -m train run --or-resume "$1" "${keys[@]}" "${@:2}"
+if [ "${1:?name a recipe}" = warmup ]; then
+    warm_up "${2:?name a recipe}" "${keys[@]}" "${@:3}" --processes=32
 fi
-if [ "${NODES:-1}" = 1 ]; then
-    exec python -m train warmup "${2:?name a recipe}" "${keys[@]}" "${@:3}" --processes=32
-fi
-# a graph has the number of all processes in it; the second time shows that all come from the cache
-neuron_parallel_compile "${launch[@]}" -m train warmup "${2:?name a recipe}" "${keys[@]}" "${@:3}"
-exec "${launch[@]}" -m train warmup "$2" "${keys[@]}" "${@:3}"
+exec "${launch[@]}" -m train run --or-resume "$1" "${keys[@]}" "${@:2}"

@@ -1,4 +1,4 @@
-"""PyTorch's own ways to divide a model: DDP, FSDP2, tensor parallelism by DTensor, context parallelism.
+"""PyTorch's own ways to divide a model: DDP, FSDP2, context parallelism.
 
 `distribution.mode=zero1` is FSDP2 that keeps the weights gathered between the forward and backward passes of
 a step: a process stores the optimizer's memory of its part alone, and the weights of all.
@@ -24,13 +24,12 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from delta_trn.models.layers import Linear
-from delta_trn.train.parallel.heads import divide_heads
 from delta_trn.train.parallel.sequence import pass_states_on
-from delta_trn.train.parallel.sharding import Sharding
+from delta_trn.train.parallel.sharding import Sharding, whole
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.schema import DistributionSection
 
@@ -49,15 +48,11 @@ class PyTorchSharding(Sharding):
         self._keeps_weights = how.mode == "zero1"
         if team.context is not None:
             pass_states_on(model, team.context["context"])
-        self._by_heads = how.tensor > 1
-        if self._by_heads:
-            self.rows = divide_heads(model, team.mesh["tensor"])
-        replicas = team.mesh["replica"]
-        if how.mode == "fsdp" or (how.mode == "zero1" and replicas.size() > 1):
-            self._shard_fully(replicas, bf16=bf16)
+        if how.mode == "ddp":
+            self._replicate(team.mesh.get_group())
+        else:
+            self._shard_fully(team.mesh, bf16=bf16)
             register_fsdp_forward_method(model, "loss")
-        elif replicas.size() > 1:
-            self._replicate(replicas.get_group())
 
     def _shard_fully(self, replicas: DeviceMesh, *, bf16: bool) -> None:
         model: Any = self.model
@@ -102,7 +97,7 @@ class PyTorchSharding(Sharding):
 
     @property
     def is_divided(self) -> bool:
-        return self._by_heads or bool(self._fully_sharded)
+        return bool(self._fully_sharded)
 
     def step(self, optimizer: Optimizer, clip: float | None) -> Tensor:
         if self._whole:
@@ -112,25 +107,19 @@ class PyTorchSharding(Sharding):
     @torch.no_grad()
     def _average_gradients(self) -> None:
         """Does for the parameters that FSDP2 leaves whole what it does for its own, in one collective."""
-        assert self.team.mesh is not None
-        replicas = self.team.mesh["replica"]
         gradients = [p.grad for p in map(self.model.get_parameter, self._whole) if p.grad is not None]
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        together = torch.cat([g.flatten() for g in local])
-        dist.all_reduce(together, group=replicas.get_group())
-        parts = (together / replicas.size()).split([g.numel() for g in local])
-        for gradient, mean in zip(local, parts, strict=True):
+        together = torch.cat([g.flatten() for g in gradients])
+        dist.all_reduce(together)
+        parts = (together / self.team.world).split([g.numel() for g in gradients])
+        for gradient, mean in zip(gradients, parts, strict=True):
             gradient.copy_(mean.view_as(gradient))
 
     def norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        by_mesh: dict[object, list[Tensor]] = {}
-        for p in parameters:
-            if p.grad is not None:
-                mesh = p.grad.device_mesh if isinstance(p.grad, DTensor) else None
-                by_mesh.setdefault(mesh, []).append(p.grad)
-        norms = [torch.nn.utils.get_total_norm(gradients) for gradients in by_mesh.values()]
-        whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
-        return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        divided = [g for g in gradients if isinstance(g, DTensor)]
+        groups = [divided, [g for g in gradients if not isinstance(g, DTensor)]]
+        norms = [whole(torch.nn.utils.get_total_norm(group)) for group in groups if group]
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     def _scale(self, parameters: list[nn.Parameter], clip: float, norm: Tensor) -> None:
         super()._scale([p for p in parameters if not isinstance(p.grad, DTensor)], clip, norm)
@@ -138,15 +127,6 @@ class PyTorchSharding(Sharding):
             if isinstance(p.grad, DTensor):
                 # the same arithmetic, on this process's part
                 p.grad.to_local().mul_(torch.clamp(clip / (norm + 1e-6), max=1.0))
-
-    def _gather(self, parameter: Tensor, x: Tensor) -> Tensor:
-        return x.full_tensor() if isinstance(x, DTensor) else x
-
-    def _divide(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        if not isinstance(parameter, DTensor) or not whole.dim():
-            return whole
-        # every process has the whole: nothing needs to be sent
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def parameters_in_float32(block: nn.Module) -> dict[str, nn.Parameter]:

@@ -36,7 +36,7 @@ def pass_states_on(model: DeltaForCausalLM, mesh: DeviceMesh) -> None:
             module.forward = _Convolution(module, mesh)  # type: ignore[method-assign]
 
 
-def gathered(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Returns all processes' x as [n, *x.shape]. The gradient of x is the sum of all processes' gradients."""
     parts = DTensor.from_local(x[None].contiguous(), mesh, [Shard(0)], run_check=False)
     return parts.full_tensor(grad_placements=[Partial()])
@@ -63,7 +63,7 @@ def segment_map(
 
 def state_before(A: Tensor, B: Tensor, mesh: DeviceMesh) -> Tensor:
     """Returns the state with which this process's segment begins: zero on the first."""
-    both = gathered(torch.cat([A, B], dim=-1), mesh)
+    both = gather(torch.cat([A, B], dim=-1), mesh)
     K = A.shape[-1]
     S = _zero_of(both[-1, ..., K:])
     for segment in both[: mesh.get_local_rank()]:
@@ -127,7 +127,7 @@ class _Convolution:
         if cache is not None:
             return ShortConvolution.forward(self.module, x, sequences, cache)
         before = self.module.weight.shape[1] - 1
-        ends = gathered(x[:, x.shape[1] - before :], self.mesh)
+        ends = gather(x[:, x.shape[1] - before :], self.mesh)
         me = self.mesh.get_local_rank()
         tail = ends[me - 1] if me > 0 else _zero_of(ends[-1])
         if sequences.begins is not None:

@@ -9,7 +9,7 @@ from delta_trn.train.checkpoints.contents import State, read_state
 from delta_trn.train.checkpoints.run_folder import Origin, RunFolder
 from delta_trn.train.checkpoints.store import describe
 from delta_trn.train.files import disk_errors, sync
-from delta_trn.train.run.sample import chosen_checkpoint, load_for_generation
+from delta_trn.train.run.sample import choose_checkpoint, load_for_generation
 from delta_trn.train.settings.errors import RunFolderError
 from delta_trn.train.settings.schema import RunConfig
 from delta_trn.train.watch.metrics import read as read_metrics
@@ -34,7 +34,7 @@ def export(run: Path, which: str, to: Path, *, remote_code: bool) -> list[Path]:
         raise RunFolderError(f"{to} is there already, and not an empty folder; choose another --to DIR")
     folder = RunFolder(run)
     config, origin = folder.read()
-    checkpoint = chosen_checkpoint(folder, which)
+    checkpoint = choose_checkpoint(folder, which)
     state, _ = read_state(checkpoint)
     model, tokenizer = load_for_generation(checkpoint, device("cpu"))
     beside = to.with_name(f".{to.name}.tmp")
@@ -52,7 +52,7 @@ def export(run: Path, which: str, to: Path, *, remote_code: bool) -> list[Path]:
             disable_progress_bar()
             model.save_pretrained(beside)
             tokenizer.save(beside)
-            card = model_card(config, origin, state, _measured(folder, state), model, remote_code)
+            card = model_card(config, origin, state, _find_loss(folder, state), model, remote_code)
             (beside / CARD).write_text(card, encoding="utf-8")
             describe(beside.iterdir())  # which also sets their modes, and waits for the disk
             os.rename(beside, to)
@@ -63,7 +63,7 @@ def export(run: Path, which: str, to: Path, *, remote_code: bool) -> list[Path]:
     return sorted(to.iterdir())
 
 
-def _measured(folder: RunFolder, state: State) -> dict[str, Any] | None:
+def _find_loss(folder: RunFolder, state: State) -> dict[str, Any] | None:
     """Returns the held-out loss of a checkpoint: the summary's if it is of this step, else the evaluation's.
 
     None where neither measured this step.

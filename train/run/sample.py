@@ -81,7 +81,7 @@ def _streamer(tokenizer: TextTokenizer, stream: Callable[[str], None]) -> Any:
     return streamer
 
 
-def chosen_checkpoint(folder: RunFolder, which: str) -> Path:
+def choose_checkpoint(folder: RunFolder, which: str) -> Path:
     """Returns the folder that "best", "last" or a step names. CheckpointError unless it is whole."""
     steps = folder.checkpoints.steps()
     if not steps:

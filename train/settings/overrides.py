@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 from delta_trn.train.settings.effects import require_effect
 from delta_trn.train.settings.errors import ConfigError, UsageError
-from delta_trn.train.settings.schema import RunConfig, Section, flatten, validated
+from delta_trn.train.settings.schema import RunConfig, Section, flatten, validate
 
 _POWER = re.compile(r"-?\d+(\.\d+)?\*\*-?\d+(\.\d+)?")  # 2**-8.5, as learning rate grids are written
 
@@ -68,7 +68,7 @@ def change(config: RunConfig, changes: dict[str, str]) -> RunConfig:
     for key, text in changes.items():
         section, name = _locate(tree, key)
         section[name] = _value(annotation(key), text)
-    return validated(tree)
+    return validate(tree)
 
 
 def number(text: str) -> float:

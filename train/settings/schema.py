@@ -49,7 +49,7 @@ class OptimizerSection(Section):
     independent_weight_decay: bool = False
     """weight decay without a parameter's own factor, so that wide matrices decay as fast as narrow"""
     memory: Positive = 1.0
-    """sgd: how long heads remember, over the base model; the rates of what they store are divided by it"""
+    """sgd: memory length of the heads over the base model's; divides the rates of what they store"""
     beta1: Fraction = 0.9
     """adamw and muon's rest: decay of the gradient's mean"""
     beta2: Fraction = 0.95
@@ -169,8 +169,6 @@ class DistributionSection(Section):
 
     mode: Literal["ddp", "fsdp", "zero1"] = "ddp"
     """what each process has only a part of: nothing (ddp), optimizer (zero1), weights too (fsdp)"""
-    tensor: Count = 1
-    """processes that divide each layer's heads and inner sizes; a divisor of the heads"""
     context: Count = 1
     """processes that divide each sequence, and pass the delta rule's states on"""
     timeout_minutes: Positive = 30.0
@@ -249,20 +247,14 @@ class RunConfig(Section):
                 f"out={self.out}: a run's folder is on this machine; give out=DIR, and copy it when it has "
                 "ended, such as with aws s3 sync DIR s3://BUCKET"
             )
-        alone = ("use_qk_rmsnorm", "use_k_shift", "use_v_shift", "using_groupnorm", "use_output_gate")
-        if d.tensor > 1 and m.attention_layers and (given := [name for name in alone if getattr(m, name)]):
+        if self.optimizer.name == "muon" and d.mode != "ddp":
             raise ValueError(
-                f"model.{given[0]}=true is not divided among processes; leave distribution.tensor at 1"
+                "optimizer.name=muon needs whole matrices on every process; give distribution.mode=ddp, or "
+                "optimizer.name=adamw"
             )
-        if self.optimizer.name == "muon" and (d.mode != "ddp" or d.tensor > 1):
+        if m.residual != "additive" and d.context > 1:
             raise ValueError(
-                "optimizer.name=muon needs whole matrices on every process; give distribution.mode=ddp and "
-                "distribution.tensor=1, or optimizer.name=adamw"
-            )
-        if m.residual != "additive" and (d.tensor > 1 or d.context > 1):
-            raise ValueError(
-                f"model.residual={m.residual} is not divided among processes; leave distribution.tensor and "
-                "distribution.context at 1"
+                f"model.residual={m.residual} is not divided among processes; leave distribution.context at 1"
             )
         decay = self.schedule.decay_steps
         if decay is not None and decay <= self.schedule.warmup:
@@ -342,6 +334,7 @@ GONE: Mapping[str, Any] = {
     "evaluation.first": False,
     "log.tensorboard": ...,
     "checkpoint.asynchronous": ...,
+    "distribution.tensor": 1,
 }
 
 
@@ -359,10 +352,10 @@ def read_saved(tree: dict[str, Any], where: str) -> RunConfig:
             place = place.get(section, {})
         if isinstance(place, dict) and name in place and usual in (..., place[name]):
             del place[name]
-    return validated(tree, where)
+    return validate(tree, where)
 
 
-def validated(tree: dict[str, Any], where: str = "") -> RunConfig:
+def validate(tree: dict[str, Any], where: str = "") -> RunConfig:
     """Returns the configuration of a nested dictionary. ConfigError names every wrong key and value."""
     try:
         return RunConfig.model_validate(tree)

@@ -19,7 +19,7 @@ BASELINES = {
 }
 
 
-def smoothed(values: Sequence[float], window: int) -> list[float]:
+def smooth(values: Sequence[float], window: int) -> list[float]:
     """Returns the mean over the `window` values around each value; near the ends there are fewer.
 
     An exponential mean would lag, and show a loss that falls fast as higher than it is.
@@ -59,7 +59,7 @@ def _figure(title: str, train: list[dict], val: list[dict], costs: dict[str, dic
     steps, losses = [line["step"] for line in train], [line["loss"] for line in train]
     end = steps[-1]
     axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8)
-    axes.plot(steps, smoothed(losses, len(losses) // 40), color=BLUE, linewidth=1.6, label="training")
+    axes.plot(steps, smooth(losses, len(losses) // 40), color=BLUE, linewidth=1.6, label="training")
     if val:
         val_steps, val_losses = [line["step"] for line in val], [line["loss"] for line in val]
         label = f"validation, {val_losses[-1]:.3f} at the end"

@@ -24,7 +24,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from delta_trn.train.__main__ import main
-from delta_trn.train.parallel.heads import channels
 from delta_trn.train.parallel.layout import require_divisible
 from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.errors import ConfigError
@@ -58,14 +57,11 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp-4": (4, {"distribution.mode": "fsdp"}),
     "zero1-2": (2, {"distribution.mode": "zero1"}),
     "zero1-4": (4, {"distribution.mode": "zero1"}),
-    "tensor-2": (2, {"distribution.tensor": 2}),
-    "tensor-4": (4, {"distribution.tensor": 4}),
-    "tensor-2-fsdp-2": (4, {"distribution.tensor": 2, "distribution.mode": "fsdp"}),
     "context-2": (2, {"distribution.context": 2}),
     "context-4": (4, {"distribution.context": 4}),
     "context-2-fsdp": (4, {"distribution.context": 2, "distribution.mode": "fsdp"}),
 }
-QUICK = {(way, "sgd") for way in ("ddp-2", "fsdp-2", "tensor-2", "context-2")} | {("zero1-2", "adamw")}
+QUICK = {(way, "sgd") for way in ("ddp-2", "fsdp-2", "context-2")} | {("zero1-2", "adamw")}
 EVERY = [
     pytest.param(way, optimizer, marks=[] if (way, optimizer) in QUICK else [pytest.mark.slow])
     for way in WAYS
@@ -195,7 +191,7 @@ def test_a_different_run_is_outside_the_tolerances(data, alone, begin, allowed, 
 
 
 DROPOUT = {"model.dropout": 0.2}
-WITH_DROPOUT = ("ddp-2", "ddp-4", "fsdp-4", "zero1-2", "tensor-2", "context-2", "tensor-2-fsdp-2")
+WITH_DROPOUT = ("ddp-2", "ddp-4", "fsdp-4", "zero1-2", "context-2")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +219,7 @@ BF16 = {"precision": "bf16", "data.boundaries": "false"}
     "way",
     [
         pytest.param(way, marks=[] if way == "fsdp-2" else [pytest.mark.slow])
-        for way in ("fsdp-2", "zero1-2", "ddp-2", "tensor-2-fsdp-2", "context-2-fsdp")
+        for way in ("fsdp-2", "zero1-2", "ddp-2", "context-2-fsdp")
     ],
 )
 def test_a_distributed_run_in_bf16_equals_the_run_of_one_process(data, alone, begin, tmp_path, way):
@@ -281,8 +277,7 @@ class TestResume:
         ("first", "second"),
         [
             ("fsdp-2", "ddp-2"),
-            pytest.param("tensor-2", "fsdp-4", marks=pytest.mark.slow),
-            pytest.param("zero1-4", "tensor-2-fsdp-2", marks=pytest.mark.slow),
+            pytest.param("zero1-4", "fsdp-2", marks=pytest.mark.slow),
             pytest.param("context-2", "zero1-2", marks=pytest.mark.slow),
         ],
     )
@@ -297,7 +292,7 @@ class TestResume:
             world, ["run", "tiny", *keys(data, out, "sgd", {**changes, **half})], tmp_path / "first"
         )
         world, changes = WAYS[second]
-        reset = {"distribution.mode": "ddp", "distribution.tensor": 1, "distribution.context": 1}
+        reset = {"distribution.mode": "ddp", "distribution.context": 1}
         keys_of_second = [f"{k}={v}" for k, v in {**reset, **changes}.items() if k.startswith("distribution")]
         team_run.train(world, ["resume", out, f"steps={STEPS}", *keys_of_second], tmp_path / "second")
         assert not above(distances(out, alone("sgd"), begin), allowed("sgd"))
@@ -311,9 +306,7 @@ class TestDivides:
             (2, {"batch.micro": "4"}, None),
             (2, {"batch.sequences": "12", "batch.micro": "4"}, "batch.micro=4 does not divide the 6"),
             (2, {"log.probes": "true"}, "looks into the model of one process, and this run has 2"),
-            (2, {"distribution.tensor": "4"}, "start a multiple of 4"),
-            (4, {"distribution.tensor": "4"}, "does not divide model.heads=2"),
-            (4, {"distribution.tensor": "2"}, "use distribution.mode=fsdp"),
+            (2, {"distribution.context": "4"}, "start a multiple of 4"),
             (2, {"distribution.context": "2", "batch.length": "33"}, "does not divide batch.length=33"),
             (2, {"distribution.context": "2", "batch.length": "4"}, "leaves 2 tokens"),
             (2, {"distribution.context": "2", "model.attention_layers": "1"}, "softmax attention"),
@@ -329,10 +322,3 @@ class TestDivides:
 
     def test_one_process_can_run_any_division(self):
         require_divisible(recipe("tiny"), 1)
-
-
-def test_channels_reordered_for_heads_can_be_put_back_in_order():
-    order = channels((8, 8, 16), 2)
-    assert order.tolist()[:16] == [0, 1, 2, 3, 8, 9, 10, 11, *range(16, 24)]
-    whole = torch.arange(32)
-    assert torch.equal(whole[order][order.argsort()], whole)

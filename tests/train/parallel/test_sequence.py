@@ -27,7 +27,7 @@ def gather(monkeypatch):
 
     def set_gathered(parts: Tensor) -> Tensor:
         parts = parts.clone().requires_grad_()
-        monkeypatch.setattr(sequence, "gathered", lambda x, mesh: parts)
+        monkeypatch.setattr(sequence, "gather", lambda x, mesh: parts)
         return parts
 
     return set_gathered

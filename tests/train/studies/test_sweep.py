@@ -106,7 +106,7 @@ class TestDefinition:
             ({"arms": "/nowhere.json"}, "cannot be read"),
             ({"model.width": "32"}, "give widths=32"),
             ({"lrs.sgd": "0.1"}, "not swept"),
-            ({"optimizer.memory": "2"}, "optimizer.memory=2.0 has no effect with optimizer.name=adamw"),
+            ({"optimizer.memory": "2"}, "optimizer.memory=2.0 has no effect here"),
             ({"arms": "optimizer.eps=1e-12,1e-8", "optimizers": "sgd"}, "optimizer.eps=1e-12 has no effect"),
             ({"schedule.min_lr": "0.01"}, "schedule.min_lr=0.01 is above the lowest rate, 0.00390625"),
             ({"stepz": "3"}, "nearest known: steps"),

@@ -25,7 +25,7 @@ from typing import Any
 from delta_trn.train.files import disk_errors, write_file
 from delta_trn.train.run.stopping import StopRequest
 from delta_trn.train.settings.errors import Diverged, TrainError
-from delta_trn.train.settings.schema import RunConfig, validated
+from delta_trn.train.settings.schema import RunConfig, validate
 from delta_trn.train.studies.sweep.grid import Sweep, Trial
 from delta_trn.train.studies.sweep.results import SAFE, Results
 from delta_trn.train.watch.display import duration
@@ -143,7 +143,7 @@ def _main(config: str, place: str, threads: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     try:
-        status = run_trial(validated(json.loads(config)), Path(place))
+        status = run_trial(validate(json.loads(config)), Path(place))
     except TrainError as error:
         print(error)
         status = 2

@@ -1,0 +1,129 @@
+"""Sequences packed into rows do not see each other, whatever else a model is told."""
+
+import pytest
+import torch
+
+from delta_trn import DeltaConfig, DeltaForCausalLM, check_packing, patch_transformers
+from delta_trn.backends.parity.judge import error
+from delta_trn.models.cache import CACHE_NAME
+from delta_trn.models.sequence import sequence_bounds
+from tests.models.ecosystem.test_patching import FAMILIES, make, tokens
+from tests.support.tiny_models import assert_same
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    return make(request.param)
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return make("qwen3_next")
+
+
+@pytest.fixture(scope="module")
+def ours():
+    torch.manual_seed(0)
+    return DeltaForCausalLM(DeltaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2)).eval()
+
+
+def test_packed_sequences_do_not_see_each_other_however_the_model_is_told(model):
+    with patch_transformers(model, backend="chunked"):
+        report = check_packing(model, lengths=(5, 64, 1, 20))
+    assert report and not report.refused, str(report)
+    assert {"default cache", "padding", "numbered mask"} < {row.way for row in report.sequences}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_places_of_three_axes_keep_sequences_apart(family):
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    }
+    model = make(family, rope_parameters={**rope, "partial_rotary_factor": 1.0})
+    assert not check_packing(model, lengths=(5, 64, 1), by="three axes")
+    with patch_transformers(model, backend="chunked"):
+        report = check_packing(model, lengths=(5, 64, 1), by="three axes")
+    assert report, str(report)
+
+
+def test_packing_without_the_patch_is_shown_to_leak(model):
+    report = check_packing(model, lengths=(5, 64, 1, 20))
+    assert not report and "sees its neighbors" in str(report) and "told by position_ids" in str(report)
+
+
+def test_a_packed_row_beside_a_padded_one_and_padding_on_either_side_are_kept_apart(model):
+    ids = tokens(2, 20)
+    places = torch.tensor([[*range(7), *range(13)], [0, 0, *range(14), *range(4)]])
+    mask = torch.ones_like(ids)
+    mask[1, :2] = mask[1, 16:] = 0
+    with torch.no_grad(), patch_transformers(model, backend="chunked"):
+        packed = model(ids, position_ids=places, attention_mask=mask).logits
+        for row, cut in ((0, slice(7)), (0, slice(7, 20)), (1, slice(2, 16))):
+            assert error(packed[row, cut], model(ids[row : row + 1, cut]).logits[0]) < 2**-16
+
+
+def test_packed_sequences_cannot_fill_or_continue_a_cache(qwen):
+    ids, places = tokens(1, 6), torch.tensor([[6, 7, 0, 1, 2, 3]])
+    with patch_transformers(qwen, backend="chunked"):
+        cache = qwen(ids, use_cache=True)[CACHE_NAME]
+        for options in ({"past_key_values": cache}, {"use_cache": True}):
+            with pytest.raises(ValueError, match="use_cache=False"):
+                qwen(ids, position_ids=places, **options)
+
+
+def test_our_models_keep_packed_sequences_apart_however_they_are_told():
+    torch.manual_seed(0)
+    model = DeltaForCausalLM(DeltaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2))
+    report = check_packing(model)
+    assert report and not report.refused, str(report)
+    with pytest.raises(ValueError, match="name one of position_ids"):
+        check_packing(model, by="positions")  # type: ignore[arg-type]
+
+
+def test_a_padded_row_of_our_model_is_packed_too(ours):
+    ids = tokens(2, 12)
+    places = torch.tensor([[*range(4), *range(6), 6, 7], [0, 0, *range(10)]])
+    mask = torch.ones_like(ids)
+    mask[0, 10:] = mask[1, :2] = 0
+    with torch.no_grad():
+        packed = ours(ids, position_ids=places, attention_mask=mask).logits
+        for row, cut in ((0, slice(4)), (0, slice(4, 10)), (1, slice(2, 12))):
+            assert_same(packed[row, cut], ours(ids[row : row + 1, cut]).logits[0])
+
+
+def test_rows_of_packed_sequences_equal_the_sequences(qwen):
+    """Two rows, each of which holds two sequences."""
+    ids = tokens(2, 20)
+    places = torch.tensor([[*range(7), *range(13)], [*range(15), *range(5)]])
+    with torch.no_grad(), patch_transformers(qwen, backend="chunked"):
+        packed = qwen(ids, position_ids=places, use_cache=False).logits
+        for row, cut in ((0, 7), (1, 15)):
+            parts = [qwen(part[None], use_cache=False).logits[0] for part in (ids[row, :cut], ids[row, cut:])]
+            assert error(packed[row], torch.cat(parts)) < 2**-16
+
+
+def test_bounds_come_from_places_that_start_again():
+    assert sequence_bounds(torch.tensor([[0, 1, 0, 1, 2]])).tolist() == [0, 2, 5]
+    assert sequence_bounds(torch.tensor([[0, 1], [0, 0]])).tolist() == [0, 2, 3, 4]
+    assert sequence_bounds(torch.tensor([[[0, 1, 0]], [[0, 6, 0]]])).tolist() == [0, 2, 3]
+    assert sequence_bounds(torch.tensor([[[0, 0, 1, 0]], [[0, 1, 2, 0]]])).tolist() == [0, 3, 4]
+    text = torch.tensor([0, 1, 0, 1])
+    assert sequence_bounds(torch.stack([text, *(text + 7,) * 3])[:, None]).tolist() == [0, 2, 4]
+    for single in ([[0, 1, 2]], [[0]], [[7, 8]]):
+        assert sequence_bounds(torch.tensor(single)) is None
+
+
+def test_lengths_that_cannot_show_a_leak_are_refused(qwen):
+    with pytest.raises(ValueError, match="at least two sequences"):
+        check_packing(qwen, lengths=[5])
+
+
+def test_a_model_whose_tokens_do_not_see_each_other_proves_nothing():
+    model = DeltaForCausalLM(DeltaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=1))
+    with torch.no_grad():
+        model.model.blocks[0].mixer.o_proj.weight.zero_()
+    with pytest.raises(ValueError, match="trained"):
+        check_packing(model)
