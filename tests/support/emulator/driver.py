@@ -144,15 +144,12 @@ class _Launcher:
         function((x, y, z), metadata[0], *zip(*kept, strict=True))
 
 
-def _load(name: str, binary: bytes, shared: int, device: int) -> tuple:
-    return None, Function(binary.decode(), shared), 0, 0, 1024
-
-
 # the emulator as Triton's device: what Triton's compiler asks about it
 DEVICE = SimpleNamespace(
     launcher_cls=_Launcher,
     utils=SimpleNamespace(
-        load_binary=_load, get_device_properties=lambda device: {"max_shared_mem": SHARED_BYTES}
+        load_binary=lambda name, text, shared, device: (None, Function(text.decode(), shared), 0, 0, 1024),
+        get_device_properties=lambda device: {"max_shared_mem": SHARED_BYTES},
     ),
     get_current_device=lambda: 0,
     get_current_stream=lambda device: 0,

@@ -47,42 +47,31 @@ static void run(Warp &w) {
         Strand s = w.strands.back();
         w.strands.pop_back();
         const s32 meeting = w.strands.empty() ? std::numeric_limits<s32>::max() : w.strands.back().at;
-        for (bool goes_on = true; goes_on;) {
-            if (s.at >= meeting || !left) {
-                w.strands.push_back(s);
-                if (!left) return;
-                break;
-            }
-            left--;
-            const Instruction &x = code[s.at];
+        while (s.at < meeting && s.mask && left-- > 0) {
+            const Instruction &x = code[s.at++];
             w.mask = s.mask;
             if (x.guard >= 0) w.mask &= x.negated ? ~w.lanes_where(x.guard) : w.lanes_where(x.guard);
             const u32 others = s.mask & ~w.mask;
-            s.at++;
             if (!w.mask) continue;
-            switch (x.op) {
-            case BRANCH:
-                if (others) {
-                    w.strands.push_back({s.at, others});
-                    w.strands.push_back({s32(x.value), w.mask});
-                    goes_on = false;
-                } else {
-                    s.at = s32(x.value);
-                }
-                break;
-            case RETURN:
+            if (x.op == BRANCH && !others) {
+                s.at = s32(x.value);
+            } else if (x.op == BRANCH) {
+                w.strands.push_back({s32(x.value), w.mask});
                 s.mask = others;
-                goes_on = others;
                 break;
-            case BARRIER:
+            } else if (x.op == RETURN) {
+                s.mask = others;
+            } else if (x.op == BARRIER) {
                 arrive(w, x, w.strands.empty());
                 w.strands.push_back(s);
                 return;
-            default:
+            } else {
                 if (l.options.check && x.op != product) check_registers(w, x);
                 table[x.op].run(w, x);
             }
         }
+        if (s.mask) w.strands.push_back(s);
+        if (left <= 0) return;
     }
     if (!w.products.groups.empty() || !w.products.issued.empty())
         l.report("unfinished", 0, "a warp ends before its products");

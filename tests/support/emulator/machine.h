@@ -63,9 +63,8 @@ struct Cell {
 };
 
 struct Copy {
-    u32 to;
+    u32 to, bytes;
     u64 from;
-    u32 bytes;
     bool zeros;  // nothing is read
     s32 line;
 };

@@ -146,7 +146,6 @@ template <bool SHARED> static u8 *find(Warp &w, const Instruction &x, int lane, 
     return tensor_bytes(w, w.slot<u64>(x.args[0])[lane] + x.value, bytes, data, x.line);
 }
 
-// Where a lane of a register lies that holds `bytes`
 static void *place_of_lane(Warp &w, s32 slot, u32 bytes, int lane) {
     return bytes == 8 ? static_cast<void *>(w.slot<u64>(slot) + lane) : w.slot<u32>(slot) + lane;
 }
@@ -189,8 +188,8 @@ static void cp_async(Warp &w, const Instruction &x) {
         if (!w.has(i)) continue;
         const u32 bytes = u32(x.value), given = x.args[2] < 0 ? bytes : w.slot<u32>(x.args[2])[i];
         if (given && given != bytes) l.report("unsupported", x.line, "a copy of %u of %u bytes", given, bytes);
-        const Copy c = {w.slot<u32>(x.args[0])[i] + x.args[3], w.slot<u64>(x.args[1])[i] + x.args[4], bytes, !given,
-                        x.line};
+        const u64 from = w.slot<u64>(x.args[1])[i] + x.args[4];
+        const Copy c = {w.slot<u32>(x.args[0])[i] + x.args[3], bytes, from, !given, x.line};
         if (!lies_in_shared(w, c.to, bytes, x.line)) continue;
         if (l.options.check) {
             note_shared(w, c.to - WINDOW, bytes, Access::write, x.line);

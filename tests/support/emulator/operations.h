@@ -164,17 +164,6 @@ template <class T> static void floats() {
     lanes("setp.ge.#", [](T a, T b) { return Predicate(a >= b); });
 }
 
-static void float32() {
-    typedef float T;
-    lanes("div.f32", [](T a, T b) { return a / b; });
-    lanes("setp.eq.f32", [](T a, T b) { return Predicate(a == b); });
-    lanes("setp.ne.f32", [](T a, T b) { return Predicate(a < b || a > b); });
-    // also true where a number is missing
-    lanes("setp.ltu.f32", [](T a, T b) { return Predicate(!(a >= b)); });
-    lanes("setp.leu.f32", [](T a, T b) { return Predicate(!(a > b)); });
-    lanes("setp.gtu.f32", [](T a, T b) { return Predicate(!(a <= b)); });
-}
-
 template <class T> static void approximations() {
     lanes("div.full.# div.approx.#", [](T a, T b) { return T(double(a) / double(b)); });
     lanes("ex2.approx.#", [](T a) { return T(std::exp2(double(a))); });
@@ -199,20 +188,6 @@ template <class From> static void conversions() {
     lanes("cvt.u64.# cvt.s64.#", [](From a) { return u64(a); });
     lanes("cvt.f32.#", [](From a) { return float(a); });
     lanes("cvt.f64.#", [](From a) { return double(a); });
-}
-
-static void every_conversion() {
-    type = "u8", conversions<u8>();
-    type = "s8", conversions<s8>();
-    type = "u16", conversions<u16>();
-    type = "s16", conversions<s16>();
-    type = "u32", conversions<u32>();
-    type = "s32", conversions<s32>();
-    type = "u64", conversions<u64>();
-    type = "s64", conversions<s64>();
-    lanes("cvt.f64.f32", [](float a) { return double(a); });
-    lanes("cvt.f32.f64", [](double a) { return float(a); });
-    lanes("cvta.to.global.u64 cvta.global.u64 cvta.to.shared.u64", [](u64 a) { return a; });
 }
 
 // ---- between lanes
@@ -244,14 +219,27 @@ static bool fill_table() {
     type = "64", integers<u64, s64, u64>();
     bits();
     type = "f32", floats<float>();
-    float32();
+    lanes("div.f32", [](float a, float b) { return a / b; });
+    lanes("setp.eq.f32", [](float a, float b) { return Predicate(a == b); });
+    lanes("setp.ne.f32", [](float a, float b) { return Predicate(a < b || a > b); });
+    // also true where a number is missing
+    lanes("setp.ltu.f32", [](float a, float b) { return Predicate(!(a >= b)); });
+    lanes("setp.leu.f32", [](float a, float b) { return Predicate(!(a > b)); });
+    lanes("setp.gtu.f32", [](float a, float b) { return Predicate(!(a <= b)); });
     type = "ftz.f32", floats<Flushed>();
     type = "f64", floats<double>();
     type = "f32", approximations<float>();
     type = "ftz.f32", approximations<Flushed>();
     type = "bf16", halves<bf16>();
     type = "f16", halves<half>();
-    every_conversion();
+    type = "u16", conversions<u16>();
+    type = "u32", conversions<u32>();
+    type = "s32", conversions<s32>();
+    type = "u64", conversions<u64>();
+    type = "s64", conversions<s64>();
+    lanes("cvt.f64.f32", [](float a) { return double(a); });
+    lanes("cvt.f32.f64", [](double a) { return float(a); });
+    lanes("cvta.to.global.u64 cvta.global.u64 cvta.to.shared.u64", [](u64 a) { return a; });
     add("ld.global", access<false, false>);
     add("ld.shared", access<true, false>);
     add("st.global", access<false, true>);

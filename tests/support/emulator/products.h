@@ -18,11 +18,11 @@ struct Operand {
     int rows, first, K, type, size;
     bool transposed;  // rows, not k, lie side by side
 
-    Operand(u64 descriptor, int first, int rows, int K, int type, bool transposed)
-        : start((descriptor & 0x3fff) << 4), leading((descriptor >> 16 & 0x3fff) << 4),
-          stride((descriptor >> 32 & 0x3fff) << 4), rows(rows), first(first), K(K), type(type),
-          size(type == TF32 ? 4 : 2), transposed(transposed) {
-        const u32 mode = u32(descriptor >> 62);  // 0: no swizzle, 1: of 128 bytes, 2: 64, 3: 32
+    Operand(const Warp &w, const Product &p, bool right)
+        : rows(right ? p.x->args[4] : 16), first(right ? 0 : 16 * (w.id % 4)), K(int(p.x->value)), type(p.x->args[3]),
+          size(type == TF32 ? 4 : 2), transposed(p.x->args[5] >> right & 1) {
+        const u64 d = p.descriptors[right], mode = d >> 62;  // 0: no swizzle, 1: of 128 bytes, 2: 64, 3: 32
+        start = (d & 0x3fff) << 4, leading = (d >> 16 & 0x3fff) << 4, stride = (d >> 32 & 0x3fff) << 4;
         span = mode ? 256 >> mode : 16;
         swizzle = mode ? (8 >> (mode - 1)) - 1 : 0;
         if (!mode && transposed) std::swap(leading, stride);
@@ -39,13 +39,6 @@ struct Operand {
             }
     }
 };
-
-static Operand left(const Warp &w, const Product &p) {
-    return Operand(p.descriptors[0], 16 * (w.id % 4), 16, int(p.x->value), p.x->args[3], p.x->args[5] & 1);
-}
-static Operand right(const Product &p) {
-    return Operand(p.descriptors[1], 0, p.x->args[4], int(p.x->value), p.x->args[3], p.x->args[5] >> 1);
-}
 
 static void note_operand(Warp &w, const Operand &x, s32 line) {
     x.visit([&](u32 address, int, int) {
@@ -89,10 +82,10 @@ static void multiply_now(Warp &w, const Product &p) {
     const s32 *list = w.launch->program->pool.data() + x.list;
     static thread_local float A[16 * 16], B[16 * 256], D[16 * 256];
     if (x.args[0] >= 0)
-        gather(w, left(w, p), A, K, 1, x.line);
+        gather(w, Operand(w, p, false), A, K, 1, x.line);
     else
         gather_registers(w, list + registers, 4, K, x.args[3], A);
-    gather(w, right(p), B, 1, N, x.line);
+    gather(w, Operand(w, p, true), B, 1, N, x.line);
     for (int j = 0; j < registers; j++)
         for (int i = 0; i < LANES; i++) D[place_of(j, i, N)] = p.adds ? w.slot<float>(list[j])[i] : 0.0f;
     multiply(D, A, B, 16, N, K);
@@ -113,8 +106,8 @@ static void check_issue(Warp &w, const Product &p) {
             w.launch->report("missing wgmma.fence", x.line, "a register was written after the last one");
             break;
         }
-    if (x.args[0] >= 0) note_operand(w, left(w, p), x.line);
-    note_operand(w, right(p), x.line);
+    if (x.args[0] >= 0) note_operand(w, Operand(w, p, false), x.line);
+    note_operand(w, Operand(w, p, true), x.line);
 }
 
 static void wgmma(Warp &w, const Instruction &x) {
@@ -156,8 +149,8 @@ static void wgmma_wait(Warp &w, const Instruction &x) {
     const Options &options = w.launch->options;
     w.products.wait(x.value, [&](const Product &p) {
         if (options.late_products) multiply_now(w, p);
-        if (options.check && p.x->args[0] >= 0) check_end(w, p, left(w, p));
-        if (options.check) check_end(w, p, right(p));
+        if (options.check && p.x->args[0] >= 0) check_end(w, p, Operand(w, p, false));
+        if (options.check) check_end(w, p, Operand(w, p, true));
     });
     if (!options.check) return;
     std::fill(w.pending.begin(), w.pending.end(), 0);
