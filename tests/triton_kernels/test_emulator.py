@@ -1,7 +1,4 @@
-"""The emulator of compiled kernels is right about tiny kernels, and sees what is wrong with others.
-
-Its kernels are compiled in this process: the tests are skipped where Triton's interpreter or a GPU runs them.
-"""
+"""The emulator of compiled kernels is right about tiny kernels, and sees what is wrong with others."""
 
 import re
 from itertools import product
@@ -9,18 +6,17 @@ from itertools import product
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="the triton extra is not installed")
-
-import triton.language as tl  # noqa: E402
-
-from delta_trn.backends.dispatch import TRITON_DEVICES  # noqa: E402
+from delta_trn.backends.dispatch import TRITON_DEVICES
 
 if "cpu" not in TRITON_DEVICES:
     pytest.skip("the emulator does not run here", allow_module_level=True)
 
-from delta_trn.triton_kernels import cross_entropy  # noqa: E402
-from tests.support.emulator import driver  # noqa: E402
-from tests.support.emulator.decode import Unsupported, decode  # noqa: E402
+import triton
+import triton.language as tl
+
+from delta_trn.triton_kernels import cross_entropy
+from tests.support.emulator import driver
+from tests.support.emulator.decode import Unsupported, decode
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -115,12 +111,14 @@ def test_sums_maxima_and_sums_so_far(M, N, warps, checked):
 
 
 SHAPES = [(64, 64, 64), (128, 32, 64), (64, 128, 32), (16, 32, 16), (128, 256, 16)]
-TYPES = [*((dtype, "tf32", 1e-6) for dtype in HALVES)]
-TYPES += [(torch.float32, "ieee", 1e-6), (torch.float32, "tf32", 2e-3)]
-FLAGS = list(product((False, True), repeat=3))
+TYPES = [
+    *((dtype, "tf32", 1e-6) for dtype in HALVES),
+    (torch.float32, "ieee", 1e-6),
+    (torch.float32, "tf32", 2e-3),
+]
 # each shape in each type and number of warps, its flags by turns, so that all of these meet in some case
 DOTS = [
-    pytest.param(dtype, precision, tolerance, shape, warps, FLAGS[(3 * i + 5 * n + t) % 8],
+    pytest.param(dtype, precision, tolerance, shape, warps, (3 * i + 5 * n + t) % 8,
                  id=f"{str(dtype)[6:]}-{precision}-{'x'.join(map(str, shape))}-{warps}")
     for t, (dtype, precision, tolerance) in enumerate(TYPES)
     for i, shape in enumerate(SHAPES)
@@ -131,13 +129,12 @@ DOTS = [
 
 @pytest.mark.parametrize(("dtype", "precision", "tolerance", "shape", "warps", "flags"), DOTS)
 def test_products(dtype, precision, tolerance, shape, warps, flags, checked):
-    (M, N, K), (turned, scaled, added) = shape, flags
+    (M, N, K), turned, scaled, added = shape, flags & 1, flags >> 1 & 1, flags >> 2
     a, b, c = normal(M, K, dtype=dtype), normal(K, N, dtype=dtype, seed=1), normal(M, N, seed=2)
     o = torch.full((M, N), float("nan"))
     given = [x.T.contiguous() if turned else x for x in (a, b)]
-    dot_kernel[(1,)](
-        *given, c, o, M=M, N=N, K=K, TURNED=turned, SCALED=scaled, ADDED=added, P=precision, num_warps=warps
-    )
+    sizes = {"M": M, "N": N, "K": K, "TURNED": turned, "SCALED": scaled, "ADDED": added, "P": precision}
+    dot_kernel[(1,)](*given, c, o, **sizes, num_warps=warps)
     exact = (1 + scaled) * a.double() @ b.double() + added * c
     assert distance(o, exact) < tolerance
 
@@ -151,11 +148,9 @@ def loop(T=5, stages=3, dtype=torch.bfloat16, warps=4, read=False):
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("dtype", "warps", "tolerance"), [(torch.bfloat16, 4, 1e-6), (torch.float32, 8, 2e-3)], ids=str
-)
-def test_products_in_pipelined_loops(dtype, warps, tolerance, stages, checked):
-    assert loop(dtype=dtype, warps=warps, stages=stages) < tolerance
+@pytest.mark.parametrize(("dtype", "warps"), [(torch.bfloat16, 4), (torch.float32, 8)], ids=str)
+def test_products_in_pipelined_loops(dtype, warps, stages, checked):
+    assert loop(dtype=dtype, warps=warps, stages=stages) < (2e-3 if dtype == torch.float32 else 1e-6)
 
 
 @pytest.mark.parametrize(("order", "quantum"), [(0, 0), (1, 0), (2, 7)])
@@ -179,8 +174,7 @@ def test_a_pipelined_tile_that_is_multiplied_and_read_loses_a_race():
 
 def launched(call):
     """Returns the function of a kernel that `call` launches, and the arguments."""
-    kept = []
-    run = driver.Function.__call__
+    kept, run = [], driver.Function.__call__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver.Function, "__call__", lambda *given: kept.append(given) or run(*given))
         call()
@@ -189,28 +183,27 @@ def launched(call):
 
 def without(function, place):
     """Returns a function without the piece of its PTX that a pattern has found."""
-    text = function.text[: place.start()] + function.text[place.end() :]
-    return driver.Function(text, function.shared)
+    return driver.Function(function.text[: place.start()] + function.text[place.end() :], function.shared)
 
 
 BARRIER = r"\tbar\.sync \t0;"
-WAITS = {
-    "bar.sync": (BARRIER, {0}),  # the first of two of the prologue
-    "fence.proxy.async": (r"\tfence\.proxy\.async\.shared::cta;", set()),
-    "cp.async.wait_group": (r"\tcp\.async\.wait_group \t\d+;", set()),
-    "wgmma.wait_group": (r"\twgmma\.wait_group\.sync\.aligned \d+;", set()),
-    "wgmma.fence": (r"\twgmma\.fence\.sync\.aligned;", set()),
-}
 
 
-@pytest.mark.parametrize("name", WAITS)
-def test_each_wait_that_is_taken_out_is_reported(name):
+@pytest.mark.parametrize(
+    ("pattern", "superfluous"),
+    [
+        (BARRIER, {0}),  # the first of two of the prologue
+        (r"\tfence\.proxy\.async\.shared::cta;", set()),
+        (r"\tcp\.async\.wait_group \t\d+;", set()),
+        (r"\twgmma\.wait_group\.sync\.aligned \d+;", set()),
+        (r"\twgmma\.fence\.sync\.aligned;", set()),
+    ],
+)
+def test_each_wait_that_is_taken_out_is_reported(pattern, superfluous):
     """But for those that others make superfluous."""
     function, *arguments = launched(loop)
-    pattern, superfluous = WAITS[name]
-    places = list(re.finditer(pattern, function.text))
+    places, unseen = list(re.finditer(pattern, function.text)), set()
     assert places
-    unseen = set()
     for n, place in enumerate(places):
         with driver.options(check=1) as reports:
             without(function, place)(*arguments)
@@ -247,15 +240,8 @@ def test_an_access_outside_of_every_tensor_raises(offset):
         wild_kernel[(1,)](whole[8:136], torch.empty(128), offset)
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "mbarrier.init.shared.b64 [%r1], 1;",
-        "atom.global.add.f32 %r1, [%rd1], %r1;",
-        "ld.local.b32 %r1, [%rd1];",
-    ],
-)
-def test_an_unknown_instruction_is_refused_by_name(statement):
-    text = f".visible .entry k(\n)\n{{\n.reg .b32 %r<3>;\n.reg .b64 %rd<3>;\n{statement}\nret;\n}}\n"
-    with pytest.raises(Unsupported, match=statement.split()[0]):
+@pytest.mark.parametrize("name", ["mbarrier.init.shared.b64", "atom.global.add.f32", "ld.local.b32"])
+def test_an_unknown_instruction_is_refused_by_name(name):
+    text = f".entry k(\n)\n{{\n.reg .b32 %r<3>;\n.reg .b64 %rd<3>;\n{name} %r1, [%rd1];\nret;\n}}\n"
+    with pytest.raises(Unsupported, match=name):
         decode(text, driver.find)
