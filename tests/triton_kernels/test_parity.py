@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from delta_trn.backends.dispatch import TRITON_DEVICES
 from delta_trn.backends.parity.rule import verdicts
-from delta_trn.backends.parity.rule_cases import BY_NAME, select
+from delta_trn.backends.parity.rule_cases import BY_NAME, Case, select
 from delta_trn.triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd
 from delta_trn.triton_kernels.launch import adjusted, config
 
@@ -42,6 +42,18 @@ def test_parity_holds_in_layouts_of_two_four_and_eight_warps(name, dtype, warps)
 
     with adjusted(forced):
         failures = [str(verdict) for verdict in judge(name, dtype).values() if not verdict.passed]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize(
+    ("groups", "dtype"),
+    [(3, torch.bfloat16), (3, torch.float16), (5, torch.float32), (7, torch.bfloat16)],
+    ids=str,
+)
+def test_parity_holds_for_any_number_of_value_heads_of_a_key_head(groups, dtype):
+    """The grid has 1, 2, 4 and 8."""
+    case = Case("gva", 1, 70, 2, 32, 32, "", HV=2 * groups, state=True, loss=("o", "final_state"))
+    failures = [str(verdict) for verdict in verdicts(case, dtype, "triton", DEVICE) if not verdict.passed]
     assert not failures, "\n".join(failures)
 
 
