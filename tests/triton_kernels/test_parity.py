@@ -92,6 +92,21 @@ def test_parity_holds_in_scans_of_transposed_and_upright_tiles(name, upright, dt
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.skipif(
+    DEVICE not in TRITON_DEVICES, reason="only the emulator lets wgmma read as late as it may"
+)
+def test_parity_fails_where_a_tile_is_overwritten_before_its_product_is_done(monkeypatch):
+    """A planted fault: a pipelined loop does not wait for the products of a tile that it also reads."""
+    kernel = gated_delta_rule_bwd.gradients_kernel
+
+    class Hasty:
+        def __getitem__(self, grid):
+            return lambda *given, **named: kernel[grid](*given, **named | {"PIPELINED": False})
+
+    monkeypatch.setattr(gated_delta_rule_bwd, "gradients_kernel", Hasty())
+    assert not judge("k192", torch.bfloat16)["dk"].passed
+
+
 def test_parity_fails_when_a_scan_writes_its_tiles_transposed(monkeypatch):
     """A planted fault: each tile of U lies column after column."""
     original = gated_delta_rule_fwd.scan
