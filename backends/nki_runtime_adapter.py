@@ -129,8 +129,8 @@ def to_tensor(x: np.ndarray) -> Tensor:
 
 # What each kernel takes, by name: a name that stands under no type of SCALARS is a tensor.
 SCALARS: dict[type, str] = {
-    bool: "l2norm has_state has_dstate packed continued gated",
-    int: "every C lanes width K save",
+    bool: "l2norm has_state has_dstate packed continued gated save",
+    int: "every C lanes width K",
     float: "scale eps k_eps",
 }
 KERNELS = (
@@ -147,7 +147,7 @@ KERNELS = (
     (cross_entropy_fwd, "x_t w_t"),
     (cross_entropy_bwd, "x_t x w_t w goal"),
     (gated_delta_layer_fwd, "x weight g beta z gain position packed prefix continued initial_state has_state "
-                            "K scale eps save every C lanes width"),
+                            "K scale eps save C lanes width"),
     (gated_delta_layer_bwd, "dy x weight_t q k v o u g beta z gain position packed prefix continued dstate "
                             "has_dstate initial_state has_state states scale eps C lanes width"),
 )  # fmt: skip

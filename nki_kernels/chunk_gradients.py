@@ -180,7 +180,7 @@ def compute_residual_gradient(chunk, dS, bundle):
             KdS_ps = psum((rows, V))
             multiply_parts(KdS_ps, chunk.k_t, dS, find_key_head(bundle, lane), lane)
             scale_and_add(dU_sb[:, lane, :], KdS_ps, chunk.lambda_[:, lane : lane + 1], dU_sb[:, lane, :])
-        return multiply_lanes(chunk.inverse["T"], dU_sb, ())
+        return multiply_lanes(chunk.T, dU_sb, ())
     out_sb = sbuf((rows, lanes, V))
     for lane in range(lanes):
         dR_ps = psum((rows, V))
@@ -428,18 +428,19 @@ def store_key_gradients(chunk, bundle, gradients):
     low, stop = bundle["slot"], start + tokens
     high = low + bundle["key_heads"]
     dqk_sb = sbuf(chunk.qk.shape, dq.dtype)
-    heads, first = bundle["key_heads"], 0
-    for tile in chunk.dqk:
-        last = first + tile.shape[2]
-        if len(chunk.shortening) == 0:
+    if len(chunk.shortening) > 0:
+        heads = bundle["key_heads"]
+        for side in range(2):
+            for h in range(heads):
+                i = side * heads + h
+                factor_sb = chunk.shortening[0][:, i : i + 1]
+                copy_scaled(dqk_sb[:, side, h, :], view_key_gradient(chunk, side, h), factor_sb)
+    else:
+        first = 0
+        for tile in chunk.dqk:
+            last = first + tile.shape[2]
             copy_scaled(dqk_sb[:, :, first:last, :], tile)
-        else:
-            factors_sb = chunk.shortening[0]
-            for side in range(2):
-                for h in range(first, last):
-                    i = side * heads + h
-                    copy_scaled(dqk_sb[:, side, h, :], tile[:, side, h - first, :], factors_sb[:, i : i + 1])
-        first = last
+            first = last
     nisa.dma_copy(dst=dq[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 0, :, :])
     nisa.dma_copy(dst=dk[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 1, :, :])
     store_lanes(dv, scale_lanes(chunk.dR, chunk.dv_scale, dv.dtype), bundle, start, tokens)

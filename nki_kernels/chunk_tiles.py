@@ -48,10 +48,12 @@ class Chunk(nl.NKIObject):
     weighted_D_t: Any = None  # D^T diag(-beta)
     minus_L_t: Any = None
     P_t: Any = None
-    block_columns: Any = None  # of L, what `spread_blocks` takes, and what it returns
+    block_columns: Any = None  # of L, what `spread_blocks` takes
     columns: Any = None
     solution: Any = None  # of the substitution in L's blocks
-    inverse: Any = None  # what `place_blocks` returns: T and T_t
+    T_t: Any = None  # [rows, lanes, rows], like T
+    T: Any = None
+    odd: Any = None  # of T_t, what `list_odd_columns` returns
     # What T and the state make
     W: Any = None  # [rows, lanes, K]
     PT_t: Any = None  # forward: (P T)^T, rounded [rows, lanes, rows]

@@ -19,6 +19,7 @@ from delta_trn.nki_kernels.tiles import (
     add_product,
     add_transposed,
     build_identity,
+    copy_blocks,
     copy_scaled,
     load,
     multiply,
@@ -38,7 +39,7 @@ def cross_entropy_fwd(x_t, w_t):
     """Computes l [N, 1], float32."""
     check(x_t)
     lse = nl.ndarray((x_t.shape[1], 1), dtype=nl.float32, buffer=nl.shared_hbm)
-    rows, x_t_sb = split(x_t.shape[1], PARTITIONS), load_parts(x_t, 0, x_t.shape[1])
+    rows, x_t_sb = split(x_t.shape[1], PARTITIONS), load_tiles(x_t, (0, x_t.shape[0]), (0, x_t.shape[1]))
     lows = compute_logsumexp(x_t_sb, w_t, rows)
     store_logsumexp(lse, lows, rows)
     return lse
@@ -65,7 +66,7 @@ def cross_entropy_bwd(x_t, x, w_t, w, goal):
     dx = nl.ndarray((N, d), dtype=x.dtype, buffer=nl.shared_hbm)
     dw = nl.ndarray((V, d), dtype=nl.float32, buffer=nl.shared_hbm)
     rows, blocks, columns = split(N, PARTITIONS), cut_words(V, d), split(d, BANK)
-    x_t_sb = load_parts(x_t, 0, N)
+    x_t_sb = load_tiles(x_t, (0, d), (0, N))
     lows = compute_logsumexp(x_t_sb, w_t, rows)
     store_logsumexp(lse, lows, rows)
     identity_sb = build_identity(PARTITIONS, x.dtype)
@@ -78,7 +79,7 @@ def cross_entropy_bwd(x_t, x, w_t, w, goal):
         goals.append(load(goal[start:stop, :], nl.float32))
         dx_sb.append(sbuf((stop - start, d)))
         silence(lows[i], goals[i])
-    ahead_t, ahead = load_parts(w_t, 0, blocks[0][1]), load_rows(w, 0, blocks[0][1])
+    ahead_t, ahead = load_tiles(w_t, (0, d), blocks[0]), load_tiles(w, blocks[0], (0, d))
     w_t_sb, w_sb, dw_ps, dz_sb = ahead_t, ahead, [], identity_sb
     for step in range(len(blocks) * len(rows) + 1):
         b, i = step // len(rows), step % len(rows)
@@ -87,8 +88,8 @@ def cross_entropy_bwd(x_t, x, w_t, w, goal):
             if i == 0:
                 w_t_sb, w_sb = ahead_t, ahead
                 if b + 1 < len(blocks):
-                    ahead_t = load_parts(w_t, blocks[b + 1][0], blocks[b + 1][1])
-                    ahead = load_rows(w, blocks[b + 1][0], blocks[b + 1][1])
+                    ahead_t = load_tiles(w_t, (0, d), blocks[b + 1])
+                    ahead = load_tiles(w, blocks[b + 1], (0, d))
             dz_sb = compute_dlogits(x_t_sb, w_t_sb, rows[i], blocks[b], lows[i], goals[i], places_sb, x.dtype)
         if step > 0:  # GRADIENTS of the step before
             c, j = (step - 1) // len(rows), (step - 1) % len(rows)
@@ -120,23 +121,12 @@ def cut_words(V, d):
     return split(V, BANK if d <= BANK else BANK // 2)
 
 
-def load_parts(src, start, stop):
-    """Loads columns start .. stop of src [d, n] as tiles of up to 128 rows."""
+def load_tiles(src, rows, columns):
+    """Loads rows and columns, (start, stop) each, of src in HBM as tiles of up to 128 rows."""
     tiles = []
-    parts = split(src.shape[0], PARTITIONS)
-    for i in range(len(parts)):
-        low, high = parts[i]
-        tiles.append(load(src[low:high, start:stop], src.dtype))
-    return tiles
-
-
-def load_rows(src, start, stop):
-    """Loads rows start .. stop of src [n, d] as tiles of up to 128 rows."""
-    tiles = []
-    parts = split(stop - start, PARTITIONS)
-    for i in range(len(parts)):
-        low, high = parts[i]
-        tiles.append(load(src[start + low : start + high, :], src.dtype))
+    for span in split(rows[1] - rows[0], PARTITIONS):
+        low, high = span
+        tiles.append(load(src[rows[0] + low : rows[0] + high, columns[0] : columns[1]], src.dtype))
     return tiles
 
 
@@ -159,11 +149,11 @@ def compute_logsumexp(x_t_sb, w_t, rows):
         start, stop = rows[i]
         lows.append(sbuf((stop - start, count)))
         sums.append(sbuf((stop - start, count)))
-    ahead = load_parts(w_t, blocks[0][0], blocks[0][1])
+    ahead = load_tiles(w_t, (0, w_t.shape[0]), blocks[0])
     for b in range(count):
         w_t_sb = ahead
         if b + 1 < count:
-            ahead = load_parts(w_t, blocks[b + 1][0], blocks[b + 1][1])
+            ahead = load_tiles(w_t, (0, w_t.shape[0]), blocks[b + 1])
         for i in range(len(rows)):
             low_sb, sum_sb = lows[i], sums[i]
             z_ps = multiply_parts(x_t_sb, w_t_sb, rows[i])
@@ -234,11 +224,7 @@ def transpose_dlogits(dz_sb, identity_sb):
     for j in range(len(parts)):
         low, high = parts[j]
         add_transposed(out_ps[0 : high - low, j, :], dz_sb[:, low:high], identity_sb[0:P, 0:P])
-    whole, rest = words // PARTITIONS, words % PARTITIONS
-    if whole > 0:
-        copy_scaled(out_sb[:, 0:whole, :], out_ps[:, 0:whole, :])
-    if rest > 0:
-        copy_scaled(out_sb[0:rest, whole, :], out_ps[0:rest, whole, :])
+    copy_blocks(out_sb, 0, P, out_ps, words)
     return out_sb
 
 

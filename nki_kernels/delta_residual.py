@@ -56,7 +56,6 @@ def delta_residual_fwd(x, k, v, beta, k_eps):
     out = nl.ndarray((M, D, DV), dtype=x.dtype, buffer=nl.shared_hbm)
     beta = beta.reshape((M, 1))
     blocks = split(D, choose_block(D, DV, RESIDENT))
-    norm = build_norm(k_eps * k_eps if k_eps > 0 else 1.0)
     for span in split(M, PARTITIONS):
         start, stop = span
         k_sb = load(k[start:stop, :], k.dtype)
@@ -70,18 +69,13 @@ def delta_residual_fwd(x, k, v, beta, k_eps):
             add_projection(p_sb, x_sb, k_sb, d0)
             resident.append(x_sb)
         # w = beta r (v - r p), so that X' = X + k w^T
-        if k_eps == 0:
-            nisa.tensor_tensor(dst=w_sb, data1=v_sb, data2=p_sb, op=nl.subtract)
-            nisa.tensor_scalar(dst=w_sb, data=w_sb, op0=nl.multiply, operand0=beta_sb)
-        else:
-            r_sb = invert_norms(k_sb, norm)
-            nisa.scalar_tensor_tensor(
-                dst=w_sb, data=p_sb, op0=nl.multiply, operand0=r_sb, op1=nl.subtract, operand1=v_sb,
-                reverse1=True,
-            )  # fmt: skip
-            nisa.tensor_scalar(
-                dst=w_sb, data=w_sb, op0=nl.multiply, operand0=beta_sb, op1=nl.multiply, operand1=r_sb
-            )
+        r_sb = invert_key_norms(k_sb, k_eps)
+        nisa.scalar_tensor_tensor(
+            dst=w_sb, data=p_sb, op0=nl.multiply, operand0=r_sb, op1=nl.subtract, operand1=v_sb, reverse1=True
+        )
+        nisa.tensor_scalar(
+            dst=w_sb, data=w_sb, op0=nl.multiply, operand0=beta_sb, op1=nl.multiply, operand1=r_sb
+        )
         for block in blocks:
             d0, d1 = block
             x_sb = resident[0]
@@ -103,7 +97,6 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
     dbeta = nl.ndarray((M,), dtype=beta.dtype, buffer=nl.shared_hbm)
     beta, dbeta_rows = beta.reshape((M, 1)), dbeta.reshape((M, 1))
     eye_sb = build_identity(PARTITIONS, nl.float32)
-    norm = build_norm(k_eps * k_eps if k_eps > 0 else 1.0)
     blocks = split(D, choose_block(D, DV, min(RESIDENT_BACKWARD, BANKS * BANK * DV)))
     for span in split(M, PARTITIONS):
         start, stop = span
@@ -121,23 +114,19 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
             add_projection(s_sb, dout_sb, k_sb, d0)
             resident.append((x_sb, dout_sb))
 
-        r_sb = beta_sb
-        beta_r_sb = sbuf((count, 1))
-        nisa.tensor_copy(dst=beta_r_sb, src=beta_sb)
-        if k_eps != 0:
-            r_sb = invert_norms(k_sb, norm)
-            nisa.tensor_scalar(dst=p_sb, data=p_sb, op0=nl.multiply, operand0=r_sb)
-            nisa.tensor_scalar(dst=s_sb, data=s_sb, op0=nl.multiply, operand0=r_sb)
-            multiply(beta_r_sb, beta_r_sb, r_sb)
+        r_sb, beta_r_sb = invert_key_norms(k_sb, k_eps), sbuf((count, 1))
+        nisa.tensor_scalar(dst=p_sb, data=p_sb, op0=nl.multiply, operand0=r_sb)
+        nisa.tensor_scalar(dst=s_sb, data=s_sb, op0=nl.multiply, operand0=r_sb)
+        multiply(beta_r_sb, beta_sb, r_sb)
         nisa.tensor_tensor(dst=e_sb, data1=v_sb, data2=p_sb, op=nl.subtract)
         dbeta_sb = multiply_rows(s_sb, e_sb)
         along_sb = sbuf((count, 1))  # -r^2 beta (s . e - p . s): what dk has along k
-        if k_eps != 0:
-            nisa.tensor_tensor(dst=along_sb, data1=multiply_rows(p_sb, s_sb), data2=dbeta_sb, op=nl.subtract)
-            nisa.tensor_scalar(
-                dst=along_sb, data=along_sb, op0=nl.multiply, operand0=beta_r_sb, op1=nl.multiply,
-                operand1=r_sb,
-            )  # fmt: skip
+        nisa.tensor_tensor(dst=along_sb, data1=multiply_rows(p_sb, s_sb), data2=dbeta_sb, op=nl.subtract)
+        nisa.tensor_scalar(
+            dst=along_sb, data=along_sb, op0=nl.multiply, operand0=beta_r_sb, op1=nl.multiply, operand1=r_sb
+        )
+        if k_eps == 0:
+            nisa.memset(dst=along_sb, value=0.0)
         dv_sb, rounded_sb = sbuf((count, DV), v.dtype), sbuf((count, 1), beta.dtype)
         nisa.tensor_scalar(dst=dv_sb, data=s_sb, op0=nl.multiply, operand0=beta_sb)
         nisa.dma_copy(dst=dv[start:stop, :], src=dv_sb)
@@ -170,15 +159,11 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
             nisa.dma_copy(dst=dx[start:stop, d0:d1, :], src=dx_sb)
             for entry in sums:
                 low, high, a_ps = entry
-                dk_sb = sbuf((count, high - low), k.dtype)
-                if k_eps == 0:
-                    nisa.tensor_scalar(dst=dk_sb, data=a_ps, op0=nl.multiply, operand0=beta_r_sb)
-                else:
-                    k_part_sb = sbuf((count, high - low))
-                    nisa.tensor_scalar(
-                        dst=k_part_sb, data=k_sb[:, d0 + low : d0 + high], op0=nl.multiply, operand0=along_sb
-                    )
-                    scale_and_add(dk_sb, a_ps, beta_r_sb, k_part_sb)
+                dk_sb, k_part_sb = sbuf((count, high - low), k.dtype), sbuf((count, high - low))
+                nisa.tensor_scalar(
+                    dst=k_part_sb, data=k_sb[:, d0 + low : d0 + high], op0=nl.multiply, operand0=along_sb
+                )
+                scale_and_add(dk_sb, a_ps, beta_r_sb, k_part_sb)
                 nisa.dma_copy(dst=dk[start:stop, d0 + low : d0 + high], src=dk_sb)
     return dx, dk, dv, dbeta
 
@@ -188,6 +173,15 @@ def check(D, k_eps):
     assert D <= MOST_D, f"D={D} exceeds {MOST_D}: keys stay on chip whole"
     if k_eps != 0:
         assert k_eps >= LEAST_EPS, f"k_eps={k_eps} is below {LEAST_EPS}, where rsqrt of its square is wrong"
+
+
+def invert_key_norms(k_sb, k_eps):
+    """Computes r of the keys, [P, 1]; 1 where k_eps is 0."""
+    if k_eps > 0:
+        return invert_norms(k_sb, build_norm(k_eps * k_eps))
+    r_sb = sbuf((k_sb.shape[0], 1))
+    nisa.memset(dst=r_sb, value=1.0)
+    return r_sb
 
 
 def choose_block(D, DV, most):

@@ -195,13 +195,13 @@ def list_runs(chunks):
 def apply_inverse(chunk, bundle, parts, goes_on):
     """Adds what T and the gates make, W only where another chunk of the stretch follows."""
     table = chunk.table
-    products, T_sb = table["products"], chunk.inverse["T"]
+    products, T_sb = table["products"], chunk.T
     if products == nl.float32:
         chunk.P = transpose(chunk.P_t, [(0, table["rows"])], table)[0]
     else:
         chunk.W_t = transpose_writes(T_sb, chunk, parts, products)
         chunk.PT = multiply_lanes_at_once(chunk.P_t, T_sb, 0, T_sb.shape[0], products)
-    chunk.T_t_rounded = round_tile(chunk.inverse["T_t"], products)
+    chunk.T_t_rounded = round_tile(chunk.T_t, products)
     if goes_on:
         chunk.W = sbuf(chunk.lambda_k.shape)
         for lane in range(T_sb.shape[1]):
@@ -444,9 +444,3 @@ def example(
         lanes, width,
     )  # fmt: skip
     return gated_delta_rule_bwd, arguments
-
-
-def between(arguments, outputs):
-    """Returns the kept states, which are no input of the operation."""
-    states = arguments[8]
-    return (states,) if states.ndim == 5 else ()

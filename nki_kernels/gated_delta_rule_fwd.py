@@ -209,9 +209,9 @@ def advance(stage, chunk, stream, index, call):
     """Runs a stage that needs T or the state."""
     products = chunk.table["products"]
     if stage == "W":
-        chunk.W = multiply_lanes(chunk.inverse["T"], chunk.lambda_k, chunk.growth)
+        chunk.W = multiply_lanes(chunk.T, chunk.lambda_k, chunk.growth)
     elif stage == "P T":
-        T_sb = round_tile(chunk.inverse["T"], products)
+        T_sb = round_tile(chunk.T, products)
         if len(chunk.growth) > 0:
             chunk.PT_t = multiply_lanes(T_sb, chunk.P_t, chunk.growth, products)
         else:
@@ -327,8 +327,3 @@ def example(
     """Returns the kernel and arguments as in training: no initial state, l2norm; every=0: as in inference."""
     q, k, v, g, beta, _ = rule_inputs(B, T, H, HV or H, K, V, dtype)
     return gated_delta_rule_fwd, (q, k, v, g, beta, beta, K**-0.5, True, False, every, C, lanes, width)
-
-
-def between(arguments, outputs):
-    """Returns the kept states, which are no output of the operation."""
-    return outputs[2:]

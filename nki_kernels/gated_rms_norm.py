@@ -14,7 +14,7 @@ per row are the Scalar engine's.
 """
 
 from delta_trn.nki_kernels.language import nisa, nki, nl
-from delta_trn.nki_kernels.plan import BANK, LEAST_RSQRT, PARTITIONS, split
+from delta_trn.nki_kernels.plan import BANK, LEAST_RSQRT, PARTITIONS, list_due, split
 from delta_trn.nki_kernels.tiles import (
     add_selected,
     build_norm,
@@ -103,14 +103,12 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
     lag = 1 if V <= MOST_AT_ONCE else 0
     x_sb, dy_sb, r, m, slope, h, n, nh, rest = [], [], [], [], [], [], [], [], []  # per tile
     for i in range(len(cuts) + 3 * lag):
-        j = i - 3 * lag  # RESULTS
-        if lag > 0 and j >= 0:
-            store_results(dx, rest[j], r[j], cuts[j])
-        j = i  # INPUTS, where tiles are not on their way together
-        if lag == 0:
-            load_inputs(x, dy, z, gated, cuts[j], norm, x_sb, dy_sb, r, m, slope)
-        j = i - lag  # PRODUCTS
-        if j >= 0 and j < len(cuts):
+        if lag > 0:  # RESULTS
+            for j in list_due(i - 3 * lag, len(cuts)):
+                store_results(dx, rest[j], r[j], cuts[j])
+        else:  # INPUTS, where tiles are not on their way together
+            load_inputs(x, dy, z, gated, cuts[i], norm, x_sb, dy_sb, r, m, slope)
+        for j in list_due(i - lag, len(cuts)):  # PRODUCTS
             start, P, slots = cuts[j]
             w = repeat_row(w_sb, P, slots)
             h.append(sbuf((P, slots, V)))
@@ -129,14 +127,12 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
             multiply_on_gpsimd(nh[j], mh_sb, w)
             n.append(sbuf((P, slots, V)))
             multiply_on_gpsimd(n[j], m[j], w)
-        j = i - 2 * lag  # SUMS
-        if j >= 0 and j < len(cuts):
+        for j in list_due(i - 2 * lag, len(cuts)):  # SUMS
             rest.append(subtract_projection(n[j], h[j], project(nh[j])))
-        j = i
-        if lag > 0 and j < len(cuts):
-            load_inputs(x, dy, z, gated, cuts[j], norm, x_sb, dy_sb, r, m, slope)
         if lag == 0:
-            store_results(dx, rest[j], r[j], cuts[j])
+            store_results(dx, rest[i], r[i], cuts[i])
+        elif i < len(cuts):
+            load_inputs(x, dy, z, gated, cuts[i], norm, x_sb, dy_sb, r, m, slope)
     dweight_sb = sbuf((1, V), weight.dtype)
     for entry in sums:
         low, high, sum_ps = entry

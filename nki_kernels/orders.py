@@ -4,120 +4,87 @@
 its estimates in microseconds on Trn1 for each of the program's SIZES. Any other is older than the program.
 """
 
-from delta_trn.nki_kernels.schedule import ALL, EVEN, ODD
+from delta_trn.nki_kernels.schedule import read_order
 
 MADE = {
     "RULE_BACKWARD": (527.74, 538.64, 322.29),
 }
 
-RULE_FORWARD = (
-    ("list columns", ODD, 4), ("scale q", ODD, 3), ("load", ODD, 0), ("transpose q", ODD, 1),
-    ("merge", ALL, 5), ("merge", ALL, 6), ("L", EVEN, 4), ("square keys", EVEN, 2), ("weight D", ODD, 3),
-    ("merge", ALL, 5), ("P T", EVEN, 6), ("transpose scaled q", EVEN, 4), ("invert norms", ODD, 2),
-    ("list columns", EVEN, 4), ("merge", ALL, 5), ("R", ODD, 6), ("P", ODD, 6), ("gates", EVEN, 3),
-    ("spread columns", ALL, 4), ("transpose k", ODD, 1), ("merge", ALL, 5), ("invert norms", EVEN, 2),
-    ("W", EVEN, 6), ("gates", ODD, 2), ("substitute", ALL, 4), ("D", EVEN, 3), ("O", EVEN, 6), ("D", ODD, 2),
-    ("square keys", ODD, 1), ("scale v", ODD, 5), ("L", ODD, 3), ("scale k", ODD, 4), ("merge", ALL, 5),
-    ("substitute", ALL, 4), ("transpose k", EVEN, 3), ("scale v", EVEN, 3), ("W", ODD, 6), ("merge", ALL, 5),
-    ("sum decays", EVEN, 2), ("sum decays", ODD, 1), ("scale k", EVEN, 4), ("S", EVEN, 6), ("P T", ODD, 6),
-    ("substitute", ALL, 4), ("merge", ALL, 5), ("O", ODD, 6), ("transpose scaled q", ODD, 3), ("P", EVEN, 5),
-    ("merge", ALL, 5), ("scale q", EVEN, 3), ("R", EVEN, 5), ("weight D", EVEN, 3), ("S", ODD, 6),
-    ("transpose q", EVEN, 3), ("load", EVEN, 1),
-)  # fmt: skip
+RULE_FORWARD = read_order("""
+    list columns odd 4; scale q odd 3; load odd 0; transpose q odd 1; merge all 5; merge all 6; L even 4;
+    square keys even 2; weight D odd 3; merge all 5; P T even 6; transpose scaled q even 4; invert norms odd
+    2; list columns even 4; merge all 5; R odd 6; P odd 6; gates even 3; spread columns all 4; transpose k odd
+    1; merge all 5; invert norms even 2; W even 6; gates odd 2; substitute all 4; D even 3; O even 6; D odd 2;
+    square keys odd 1; scale v odd 5; L odd 3; scale k odd 4; merge all 5; substitute all 4; transpose k even
+    3; scale v even 3; W odd 6; merge all 5; sum decays even 2; sum decays odd 1; scale k even 4; S even 6; P
+    T odd 6; substitute all 4; merge all 5; O odd 6; transpose scaled q odd 3; P even 5; merge all 5; scale q
+    even 3; R even 5; weight D even 3; S odd 6; transpose q even 3; load even 1
+""")
 
-RULE_BACKWARD = (
-    ("load", EVEN, 0), ("differentiate norms", EVEN, 1), ("dbeta", EVEN, 1), ("square keys", EVEN, 0),
-    ("sum along keys", EVEN, 1), ("sum decays", EVEN, 0), ("dR", ODD, 1), ("invert norms", EVEN, 0),
-    ("dg", ODD, 2), ("dS", ODD, 1), ("choose factors", EVEN, 0), ("U", ODD, 1), ("shorten keys", EVEN, 0),
-    ("gates", EVEN, 0), ("transpose keys", EVEN, 0), ("store", EVEN, 1), ("sum terms", EVEN, 1),
-    ("dg", EVEN, 3), ("dg", ODD, 2), ("L, P", EVEN, 0), ("transpose gradients", ODD, 1),
-    ("multiply pairs", ODD, 1), ("spread columns", EVEN, 0), ("dP, dL", ODD, 1),
-    ("transpose gradients", ODD, 1), ("transpose pairs", ODD, 1), ("substitute", EVEN, 0),
-    ("multiply pairs", ODD, 1), ("differentiate norms", EVEN, 1), ("dP, dL", ODD, 1),
-    ("transpose states", ODD, 1), ("transpose states", ODD, 1), ("merge", EVEN, 0),
-    ("sum crossing pairs", ODD, 1), ("merge", EVEN, 0), ("merge", EVEN, 0), ("dbeta", EVEN, 1),
-    ("merge", EVEN, 0), ("merge", EVEN, 0), ("merge", EVEN, 0), ("read states", ODD, 1),
-    ("transpose pairs", ODD, 1), ("merge", EVEN, 0), ("store", EVEN, 1), ("multiply terms", ODD, 1),
-    ("dq, dk", ODD, 1), ("merge", EVEN, 0), ("R", EVEN, 0), ("load", ODD, 0), ("merge", EVEN, 0),
-    ("sum along keys", ODD, 1), ("sum terms", ODD, 1), ("square keys", ODD, 0), ("read states", ODD, 1),
-    ("apply T", EVEN, 0), ("apply T", EVEN, 0), ("invert norms", ODD, 0), ("sum crossing pairs", ODD, 1),
-    ("U", EVEN, 0), ("multiply terms", ODD, 1), ("dq, dk", ODD, 1), ("sum along keys", ODD, 1),
-    ("choose factors", ODD, 0), ("dR", EVEN, 0), ("sum decays", ODD, 0), ("dS", EVEN, 0), ("R", EVEN, 0),
-    ("differentiate norms", ODD, 1), ("shorten keys", ODD, 0), ("gates", ODD, 0), ("transpose keys", ODD, 0),
-    ("store", ODD, 1), ("dg", EVEN, 1), ("L, P", ODD, 0), ("differentiate norms", ODD, 1),
-    ("sum terms", ODD, 1), ("U", EVEN, 0), ("spread columns", ODD, 0), ("dbeta", ODD, 1),
-    ("transpose gradients", EVEN, 0), ("dR", EVEN, 0), ("substitute", ODD, 0), ("transpose states", EVEN, 0),
-    ("transpose gradients", EVEN, 0), ("multiply pairs", EVEN, 0), ("dP, dL", EVEN, 0), ("merge", ODD, 0),
-    ("transpose states", EVEN, 0), ("merge", ODD, 0), ("multiply pairs", EVEN, 0), ("merge", ODD, 0),
-    ("dP, dL", EVEN, 0), ("merge", ODD, 0), ("merge", ODD, 0), ("R", ODD, 0), ("sum crossing pairs", EVEN, 0),
-    ("merge", ODD, 0), ("dbeta", ODD, 1), ("read states", EVEN, 0), ("merge", ODD, 0), ("store", ODD, 1),
-    ("sum crossing pairs", EVEN, 0), ("merge", ODD, 0), ("multiply terms", EVEN, 0),
-    ("transpose pairs", EVEN, 0), ("sum terms", EVEN, 0), ("merge", ODD, 0), ("transpose pairs", EVEN, 0),
-    ("read states", EVEN, 0), ("apply T", ODD, 0), ("apply T", ODD, 0), ("multiply terms", EVEN, 0),
-    ("dq, dk", EVEN, 0), ("sum along keys", EVEN, 0), ("dR", ODD, 0), ("U", ODD, 0), ("dS", ODD, 0),
-    ("dS", EVEN, 0), ("R", ODD, 0), ("dq, dk", EVEN, 0),
-)  # fmt: skip
+RULE_BACKWARD = read_order("""
+    load even 0; differentiate norms even 1; dbeta even 1; square keys even 0; sum along keys even 1; sum
+    decays even 0; dR odd 1; invert norms even 0; dg odd 2; dS odd 1; choose factors even 0; U odd 1; shorten
+    keys even 0; gates even 0; transpose keys even 0; store even 1; sum terms even 1; dg even 3; dg odd 2; L,
+    P even 0; transpose gradients odd 1; multiply pairs odd 1; spread columns even 0; dP, dL odd 1; transpose
+    gradients odd 1; transpose pairs odd 1; substitute even 0; multiply pairs odd 1; differentiate norms even
+    1; dP, dL odd 1; transpose states odd 1; transpose states odd 1; merge even 0; sum crossing pairs odd 1;
+    merge even 0; merge even 0; dbeta even 1; merge even 0; merge even 0; merge even 0; read states odd 1;
+    transpose pairs odd 1; merge even 0; store even 1; multiply terms odd 1; dq, dk odd 1; merge even 0; R
+    even 0; load odd 0; merge even 0; sum along keys odd 1; sum terms odd 1; square keys odd 0; read states
+    odd 1; apply T even 0; apply T even 0; invert norms odd 0; sum crossing pairs odd 1; U even 0; multiply
+    terms odd 1; dq, dk odd 1; sum along keys odd 1; choose factors odd 0; dR even 0; sum decays odd 0; dS
+    even 0; R even 0; differentiate norms odd 1; shorten keys odd 0; gates odd 0; transpose keys odd 0; store
+    odd 1; dg even 1; L, P odd 0; differentiate norms odd 1; sum terms odd 1; U even 0; spread columns odd 0;
+    dbeta odd 1; transpose gradients even 0; dR even 0; substitute odd 0; transpose states even 0; transpose
+    gradients even 0; multiply pairs even 0; dP, dL even 0; merge odd 0; transpose states even 0; merge odd 0;
+    multiply pairs even 0; merge odd 0; dP, dL even 0; merge odd 0; merge odd 0; R odd 0; sum crossing pairs
+    even 0; merge odd 0; dbeta odd 1; read states even 0; merge odd 0; store odd 1; sum crossing pairs even 0;
+    merge odd 0; multiply terms even 0; transpose pairs even 0; sum terms even 0; merge odd 0; transpose pairs
+    even 0; read states even 0; apply T odd 0; apply T odd 0; multiply terms even 0; dq, dk even 0; sum along
+    keys even 0; dR odd 0; U odd 0; dS odd 0; dS even 0; R odd 0; dq, dk even 0
+""")
 
-LAYER_FORWARD = (
-    ("taps", ALL, 0), ("window", ALL, 0), ("P T", EVEN, 6), ("transpose k", EVEN, 3), ("window", ALL, 0),
-    ("transpose q", EVEN, 5), ("window", ALL, 0), ("window", ALL, 0), ("h", EVEN, 7), ("window", ALL, 0),
-    ("window", ALL, 0), ("transpose k", ODD, 3), ("silu", ALL, 0), ("invert norms", EVEN, 2),
-    ("invert norms", ODD, 2), ("transpose scaled q", ODD, 5), ("substitute", ALL, 5), ("taps", ALL, 0),
-    ("silu", ALL, 0), ("taps", ALL, 0), ("taps", ALL, 0), ("sum decays", EVEN, 2), ("window", ALL, 0),
-    ("window", ALL, 0), ("W", EVEN, 6), ("taps", ALL, 0), ("load", ODD, 1), ("transpose q", ODD, 4),
-    ("W", ODD, 6), ("substitute", ALL, 5), ("O", EVEN, 6), ("invert norm of o", ODD, 7),
-    ("list columns", ODD, 4), ("load", EVEN, 1), ("sum decays", ODD, 1), ("merge", ALL, 5), ("S", EVEN, 6),
-    ("taps", ALL, 0), ("scale q", EVEN, 4), ("square o", EVEN, 6), ("merge", ALL, 5), ("L", EVEN, 3),
-    ("R", EVEN, 5), ("merge", ALL, 5), ("list columns", EVEN, 4), ("D", EVEN, 2), ("D", ODD, 1),
-    ("transpose scaled q", EVEN, 5), ("window", ALL, 0), ("taps", ALL, 0), ("silu", ALL, 0),
-    ("invert norm of o", EVEN, 6), ("window", ALL, 0), ("merge", ALL, 5), ("taps", ALL, 0), ("silu", ALL, 0),
-    ("silu", ALL, 0), ("scale k", ODD, 5), ("merge", ALL, 5), ("R", ODD, 6), ("L", ODD, 3), ("merge", ALL, 5),
-    ("P", ODD, 6), ("window", ALL, 0), ("S", ODD, 6), ("h", ODD, 7), ("gate", EVEN, 5), ("y", EVEN, 7),
-    ("gates", EVEN, 2), ("gates", ODD, 2), ("silu", ALL, 0), ("P T", ODD, 6), ("spread columns", ALL, 4),
-    ("window", ALL, 0), ("substitute", ALL, 4), ("gate", ODD, 5), ("window", ALL, 0), ("merge", ALL, 5),
-    ("taps", ALL, 0), ("scale v", EVEN, 3), ("silu", ALL, 0), ("taps", ALL, 0), ("square keys", EVEN, 1),
-    ("y", ODD, 7), ("O", ODD, 6), ("silu", ALL, 0), ("window", ALL, 0), ("taps", ALL, 0), ("taps", ALL, 0),
-    ("silu", ALL, 0), ("scale q", ODD, 4), ("taps", ALL, 0), ("merge", ALL, 5), ("square keys", ODD, 1),
-    ("weight D", EVEN, 2), ("scale k", EVEN, 5), ("square o", ODD, 6), ("silu", ALL, 0), ("P", EVEN, 5),
-    ("silu", ALL, 0), ("merge", ALL, 5), ("weight D", ODD, 2), ("scale v", ODD, 5), ("silu", ALL, 0),
-    ("taps", ALL, 0), ("silu", ALL, 0), ("silu", ALL, 0),
-)  # fmt: skip
+LAYER_FORWARD = read_order("""
+    taps all 0; window all 0; P T even 6; transpose k even 3; window all 0; transpose q even 5; window all 0;
+    window all 0; h even 7; window all 0; window all 0; transpose k odd 3; silu all 0; invert norms even 2;
+    invert norms odd 2; transpose scaled q odd 5; substitute all 5; taps all 0; silu all 0; taps all 0; taps
+    all 0; sum decays even 2; window all 0; window all 0; W even 6; taps all 0; load odd 1; transpose q odd 4;
+    W odd 6; substitute all 5; O even 6; invert norm of o odd 7; list columns odd 4; load even 1; sum decays
+    odd 1; merge all 5; S even 6; taps all 0; scale q even 4; square o even 6; merge all 5; L even 3; R even
+    5; merge all 5; list columns even 4; D even 2; D odd 1; transpose scaled q even 5; window all 0; taps all
+    0; silu all 0; invert norm of o even 6; window all 0; merge all 5; taps all 0; silu all 0; silu all 0;
+    scale k odd 5; merge all 5; R odd 6; L odd 3; merge all 5; P odd 6; window all 0; S odd 6; h odd 7; gate
+    even 5; y even 7; gates even 2; gates odd 2; silu all 0; P T odd 6; spread columns all 4; window all 0;
+    substitute all 4; gate odd 5; window all 0; merge all 5; taps all 0; scale v even 3; silu all 0; taps all
+    0; square keys even 1; y odd 7; O odd 6; silu all 0; window all 0; taps all 0; taps all 0; silu all 0;
+    scale q odd 4; taps all 0; merge all 5; square keys odd 1; weight D even 2; scale k even 5; square o odd
+    6; silu all 0; P even 5; silu all 0; merge all 5; weight D odd 2; scale v odd 5; silu all 0; taps all 0;
+    silu all 0; silu all 0
+""")
 
-LAYER_BACKWARD = (
-    ("load taps", ODD, 3), ("load rows", EVEN, 1), ("load taps", EVEN, 2), ("du", ODD, 3),
-    ("square o", EVEN, 1), ("multiply pairs", EVEN, 2), ("dbeta", ODD, 3), ("invert norm of o", EVEN, 1),
-    ("multiply taps", ODD, 3), ("dP, dL", EVEN, 2), ("load taps", ODD, 3), ("transpose states", EVEN, 2),
-    ("read states", EVEN, 2), ("load taps", ODD, 3), ("merge", ODD, 2), ("load taps", ODD, 3), ("dg", ODD, 3),
-    ("merge", ODD, 2), ("multiply terms", EVEN, 2), ("sum taps", EVEN, 3), ("merge", ODD, 2),
-    ("slope of z", EVEN, 1), ("load", EVEN, 1), ("square keys", EVEN, 1), ("load taps", ODD, 3),
-    ("dS", EVEN, 2), ("sum taps", ODD, 3), ("sum terms", EVEN, 2), ("multiply taps", ODD, 3),
-    ("merge", ODD, 2), ("transpose pairs", EVEN, 2), ("dbeta", EVEN, 2), ("gate", EVEN, 1),
-    ("invert norms", EVEN, 1), ("merge", ODD, 2), ("sum crossing pairs", EVEN, 2), ("store dx", EVEN, 3),
-    ("sum taps", ODD, 3), ("load", ODD, 1), ("multiply taps", ODD, 3), ("h", EVEN, 1),
-    ("multiply taps", ODD, 3), ("merge", ODD, 2), ("square keys", ODD, 1), ("store dx", EVEN, 3),
-    ("dq, dk", EVEN, 2), ("load state", ODD, 2), ("merge", ODD, 2), ("multiply rows", EVEN, 1),
-    ("sum along keys", EVEN, 2), ("sum decays", EVEN, 1), ("dg", EVEN, 2), ("choose factors", EVEN, 1),
-    ("merge", ODD, 2), ("R", ODD, 2), ("sum taps", ODD, 3), ("differentiate norms", EVEN, 2), ("do", EVEN, 1),
-    ("shorten keys", EVEN, 1), ("gates", EVEN, 1), ("merge", ODD, 2), ("load taps", ODD, 2),
-    ("multiply taps", ODD, 3), ("du", EVEN, 2), ("transpose keys", EVEN, 1), ("apply T", ODD, 2),
-    ("L, P", EVEN, 1), ("sum taps", ODD, 3), ("load rows", ODD, 1), ("square o", ODD, 1),
-    ("sum taps", ODD, 3), ("dR", ODD, 2), ("spread columns", EVEN, 1), ("multiply taps", ODD, 3),
-    ("sum decays", ODD, 1), ("load taps", EVEN, 2), ("sum taps", ODD, 3), ("store dx", ODD, 3), ("U", ODD, 2),
-    ("load taps", EVEN, 2), ("invert norm of o", ODD, 1), ("load taps", EVEN, 2), ("load taps", EVEN, 2),
-    ("multiply taps", EVEN, 2), ("substitute", EVEN, 1), ("transpose gradients", ODD, 2),
-    ("multiply pairs", ODD, 2), ("dP, dL", ODD, 2), ("transpose states", ODD, 2), ("merge", EVEN, 1),
-    ("read states", ODD, 2), ("store dx", ODD, 3), ("transpose pairs", ODD, 2), ("merge", EVEN, 1),
-    ("h", ODD, 1), ("multiply terms", ODD, 2), ("gate", ODD, 1), ("sum terms", ODD, 2), ("load u", ODD, 2),
-    ("load taps", EVEN, 2), ("merge", EVEN, 1), ("dS", ODD, 2), ("sum taps", EVEN, 2),
-    ("sum crossing pairs", ODD, 2), ("merge", EVEN, 1), ("load state", EVEN, 1), ("invert norms", ODD, 1),
-    ("multiply taps", EVEN, 2), ("store dx", ODD, 3), ("dq, dk", ODD, 2), ("choose factors", ODD, 1),
-    ("merge", EVEN, 1), ("multiply taps", EVEN, 2), ("sum taps", EVEN, 2), ("R", EVEN, 1),
-    ("sum along keys", ODD, 2), ("merge", EVEN, 1), ("slope of z", ODD, 1), ("shorten keys", ODD, 1),
-    ("sum taps", EVEN, 2), ("slope of u", ODD, 2), ("merge", EVEN, 1), ("store dx", EVEN, 2),
-    ("multiply rows", ODD, 1), ("merge", EVEN, 1), ("load u", EVEN, 1), ("differentiate norms", ODD, 2),
-    ("multiply taps", EVEN, 2), ("do", ODD, 1), ("slope of u", EVEN, 1), ("sum taps", EVEN, 2),
-    ("gates", ODD, 1), ("merge", EVEN, 1), ("multiply taps", EVEN, 2), ("dz", EVEN, 1),
-    ("transpose keys", ODD, 1), ("apply T", EVEN, 1), ("L, P", ODD, 1), ("sum taps", EVEN, 2), ("dz", ODD, 1),
-    ("multiply taps", EVEN, 2), ("U", EVEN, 1), ("dR", EVEN, 1), ("spread columns", ODD, 1),
-    ("substitute", ODD, 1), ("transpose gradients", EVEN, 1),
-)  # fmt: skip
+LAYER_BACKWARD = read_order("""
+    load taps odd 3; load rows even 1; load taps even 2; du odd 3; square o even 1; multiply pairs even 2;
+    dbeta odd 3; invert norm of o even 1; multiply taps odd 3; dP, dL even 2; load taps odd 3; transpose
+    states even 2; read states even 2; load taps odd 3; merge odd 2; load taps odd 3; dg odd 3; merge odd 2;
+    multiply terms even 2; sum taps even 3; merge odd 2; slope of z even 1; load even 1; square keys even 1;
+    load taps odd 3; dS even 2; sum taps odd 3; sum terms even 2; multiply taps odd 3; merge odd 2; transpose
+    pairs even 2; dbeta even 2; gate even 1; invert norms even 1; merge odd 2; sum crossing pairs even 2;
+    store dx even 3; sum taps odd 3; load odd 1; multiply taps odd 3; h even 1; multiply taps odd 3; merge odd
+    2; square keys odd 1; store dx even 3; dq, dk even 2; load state odd 2; merge odd 2; multiply rows even 1;
+    sum along keys even 2; sum decays even 1; dg even 2; choose factors even 1; merge odd 2; R odd 2; sum taps
+    odd 3; differentiate norms even 2; do even 1; shorten keys even 1; gates even 1; merge odd 2; load taps
+    odd 2; multiply taps odd 3; du even 2; transpose keys even 1; apply T odd 2; L, P even 1; sum taps odd 3;
+    load rows odd 1; square o odd 1; sum taps odd 3; dR odd 2; spread columns even 1; multiply taps odd 3; sum
+    decays odd 1; load taps even 2; sum taps odd 3; store dx odd 3; U odd 2; load taps even 2; invert norm of
+    o odd 1; load taps even 2; load taps even 2; multiply taps even 2; substitute even 1; transpose gradients
+    odd 2; multiply pairs odd 2; dP, dL odd 2; transpose states odd 2; merge even 1; read states odd 2; store
+    dx odd 3; transpose pairs odd 2; merge even 1; h odd 1; multiply terms odd 2; gate odd 1; sum terms odd 2;
+    load u odd 2; load taps even 2; merge even 1; dS odd 2; sum taps even 2; sum crossing pairs odd 2; merge
+    even 1; load state even 1; invert norms odd 1; multiply taps even 2; store dx odd 3; dq, dk odd 2; choose
+    factors odd 1; merge even 1; multiply taps even 2; sum taps even 2; R even 1; sum along keys odd 2; merge
+    even 1; slope of z odd 1; shorten keys odd 1; sum taps even 2; slope of u odd 2; merge even 1; store dx
+    even 2; multiply rows odd 1; merge even 1; load u even 1; differentiate norms odd 2; multiply taps even 2;
+    do odd 1; slope of u even 1; sum taps even 2; gates odd 1; merge even 1; multiply taps even 2; dz even 1;
+    transpose keys odd 1; apply T even 1; L, P odd 1; sum taps even 2; dz odd 1; multiply taps even 2; U even
+    1; dR even 1; spread columns odd 1; substitute odd 1; transpose gradients even 1
+""")

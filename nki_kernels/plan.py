@@ -96,6 +96,11 @@ def split(n, size):
     return parts
 
 
+def list_due(i, count):
+    """Returns [i] where it is one of `count` things, else []: what a stage does that is so far behind."""
+    return [i] if i >= 0 and i < count else []
+
+
 def split_evenly(n):
     """Cuts 0 .. n into equal parts of at most 128, the last one shorter: [(start, stop)]."""
     count = (n + PARTITIONS - 1) // PARTITIONS

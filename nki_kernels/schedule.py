@@ -10,8 +10,8 @@ issues, a tuple of entries
 in order. A stage may have several entries for the same bundles. Then each does a share of the stage, the
 first one that comes the first share. Chunks are counted as they are computed: backward, 0 is the last one.
 
-The tables are in `nki_kernels.orders`; `tools/schedule.py` finds them, and writes that file. `rank` refuses a
-table that issues a stage before what it needs, when the kernel's module is loaded.
+The tables are in `nki_kernels.orders`, as texts for `read_order`; `tools/schedule.py` finds them, and writes
+that file. When a kernel's module is loaded, `rank` refuses a table that issues a stage before what it needs.
 """
 
 from dataclasses import dataclass
@@ -39,6 +39,18 @@ class Stage:
     follows: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
     in_place: bool = False
+
+
+def read_order(text: str):
+    """Reads a table from its text.
+
+    >>> read_order("load even 0; L, P all 2")
+    (('load', 0, 0), ('L, P', 2, 2))
+    """
+    entries = [entry.rsplit(maxsplit=2) for entry in text.split(";")]
+    return tuple(
+        (" ".join(name.split()), BUNDLES.index(bundles), int(late)) for name, bundles, late in entries
+    )
 
 
 def rank(kernel: str, stages: tuple[Stage, ...], table):

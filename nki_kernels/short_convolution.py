@@ -23,7 +23,7 @@ as terms of dx may cancel. dweight is as exact as in float32.
 """
 
 from delta_trn.nki_kernels.language import nisa, nki, nl
-from delta_trn.nki_kernels.plan import PARTITIONS
+from delta_trn.nki_kernels.plan import PARTITIONS, list_due
 from delta_trn.nki_kernels.tiles import (
     add_product,
     add_transposed,
@@ -86,8 +86,7 @@ def short_convolution_fwd(x, weight, position, packed, prefix, continued):
     x_sb, keep, y_sb = [], [], []  # per bank and stretch of tokens
     windows, z, y_t = [], [], []  # per cell
     for i in range(n + RESULTS):
-        j = i - WINDOWS
-        if j < n:
+        for j in list_due(i - WINDOWS, n):
             cell = cells[j]
             if cell["group"] == len(taps):
                 taps.append(load_taps(weight, cell, 2, max(1, W - ON_VECTOR), eye))
@@ -95,18 +94,15 @@ def short_convolution_fwd(x, weight, position, packed, prefix, continued):
                 x_sb.append(load_tokens(x, cell))
                 keep.append(build_masks(position, packed, cell["t0"], cell["t1"], W))
             windows.append(load_window(x_sb[cell["unit"]], prefix, continued, cell, windows, W, eye))
-        j = i - SUMS
-        if j >= 0 and j < n:
+        for j in list_due(i - SUMS, n):
             cell = cells[j]
             slices = slice_window(windows[j], keep[cell["unit"]], W)
             z.append(sbuf(slices[0].shape))
             sum_taps(z[j], [slices], taps[cell["group"]], ON_VECTOR, 2)
-        j = i - SILU
-        if j >= 0 and j < n:
+        for j in list_due(i - SILU, n):
             y_t.append(sbuf(z[j].shape, x.dtype))
             nisa.activation(dst=y_t[j], op=nl.silu, data=z[j])
-        j = i - RESULTS
-        if j >= 0:
+        for j in list_due(i - RESULTS, n):
             cell = cells[j]
             count = cell["t1"] - cell["t0"]
             if cell["part"] == 0:
@@ -150,15 +146,12 @@ def short_convolution_bwd(dy, x, weight, position, packed, prefix, continued):
     x_sb, dy_sb, keep, dx_sb = [], [], [], []  # per bank and stretch of tokens
     windows, slices, z, slopes, dz, returns, products, dx_t, sums = [], [], [], [], [], [], [], [], []
     for i in range(n + TOTALS):
-        j = i - PRODUCTS
-        if j >= 0 and j < n:
+        for j in list_due(i - PRODUCTS, n):
             products.append(multiply_slices(slices[j], dz[j]))
-        j = i - RETURNS
-        if j >= 0 and j < n:
+        for j in list_due(i - RETURNS, n):
             cell = cells[j]
             returns.append(collect_returns(dz[j], keep[cell["unit"]], cell, returns, W, x.dtype))
-        j = i - WINDOWS
-        if j < n:
+        for j in list_due(i - WINDOWS, n):
             cell = cells[j]
             if cell["group"] == len(taps):
                 taps.append(load_taps(weight, cell, 3, W, eye))
@@ -169,8 +162,7 @@ def short_convolution_bwd(dy, x, weight, position, packed, prefix, continued):
                 dy_sb.append(load_tokens(dy, cell))
                 keep.append(build_masks(position, packed, cell["t0"], cell["t1"], W))
             windows.append(load_window(x_sb[cell["unit"]], prefix, continued, cell, windows, W, eye))
-        j = i - PRODUCTS
-        if j >= 0 and j < n:
+        for j in list_due(i - PRODUCTS, n):
             cell = cells[j]
             dx_t.append([])
             for piece in cut_returns(cell, W, continued):
@@ -178,8 +170,7 @@ def short_convolution_bwd(dy, x, weight, position, packed, prefix, continued):
                 wanted = slice_returns(returns[j], u0 - cell["t0"], count)
                 dx_t[j].append(sbuf(wanted[0][0].shape, x.dtype))
                 sum_taps(dx_t[j][len(dx_t[j]) - 1], wanted, taps[cell["group"]], 0, 2)
-        j = i - STORES
-        if j >= 0 and j < n:
+        for j in list_due(i - STORES, n):
             cell = cells[j]
             pieces = cut_returns(cell, W, continued)
             if cell["part"] == 0:
@@ -191,26 +182,21 @@ def short_convolution_bwd(dy, x, weight, position, packed, prefix, continued):
                 transpose_back(dx_sb[cell["unit"]][k], dx_t[j][k], cell, eye)
                 if cell["part"] == cell["parts"] - 1:
                     store_returns(dx, dprefix, dx_sb[cell["unit"]][k], cell, u0, count)
-        j = i - SUMS
-        if j >= 0 and j < n:
+        for j in list_due(i - SUMS, n):
             cell = cells[j]
             slices.append(slice_window(windows[j], keep[cell["unit"]], W))
             z.append(sbuf(slices[j][0].shape))
             sum_taps(z[j], [slices[j]], taps[cell["group"]], ON_VECTOR, 3)
-        j = i - GRADIENTS
-        if j >= 0 and j < n:
+        for j in list_due(i - GRADIENTS, n):
             dz.append(sbuf(slopes[j].shape))
             dy_ps = transpose_tokens(dy_sb[cells[j]["unit"]], cells[j], eye)
             multiply(dz[j], slopes[j], dy_ps)
-        j = i - SLOPES
-        if j >= 0 and j < n:
+        for j in list_due(i - SLOPES, n):
             slopes.append(sbuf(z[j].shape))
             nisa.activation(dst=slopes[j], op=nl.silu_dx, data=z[j])
-        j = i - STORES
-        if j >= 0 and j < n:
+        for j in list_due(i - STORES, n):
             sums.append(sum_products(products[j]))
-        j = i - TOTALS
-        if j >= 0:
+        for j in list_due(i - TOTALS, n):
             add_total(dweight, totals[cells[j]["group"]], sums[j], cells[j])
     if continued:
         return dx, dweight, dprefix

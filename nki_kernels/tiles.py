@@ -333,39 +333,43 @@ def allocate_tokens(cell, count, dtype):
     return sbuf((min(count, PARTITIONS), blocks, cell["c1"] - cell["c0"]), dtype)
 
 
-def view_tokens(x, cell, t0, blocks):
-    """Views tokens of x [B, T, C], from t0 on, as [128, blocks, channels of the bank]."""
+def split_blocks(count):
+    """Cuts `count` rows into whole blocks of 128 and the rest: [(rows, first block, blocks)]."""
+    whole, rest = count // PARTITIONS, count % PARTITIONS
+    spans = []
+    if whole > 0:
+        spans.append((PARTITIONS, 0, whole))
+    if rest > 0:
+        spans.append((rest, whole, 1))
+    return spans
+
+
+def view_tokens(x, cell, t0, rows, blocks):
+    """Views tokens of x [B, T, C], from t0 on, as [rows, blocks, channels of the bank]."""
     T, C = x.shape[1], x.shape[2]
     return x.ap(
-        pattern=[[C, PARTITIONS], [PARTITIONS * C, blocks], [1, cell["c1"] - cell["c0"]]],
+        pattern=[[C, rows], [PARTITIONS * C, blocks], [1, cell["c1"] - cell["c0"]]],
         offset=(cell["b"] * T + t0) * C + cell["c0"],
     )
 
 
 def load_tokens(x, cell):
     """Loads x of a cell's tokens, [128, blocks, channels of the bank]."""
-    b, t0, t1 = cell["b"], cell["t0"], cell["t1"]
-    x_sb = allocate_tokens(cell, t1 - t0, x.dtype)
-    whole = (t1 - t0) // PARTITIONS
-    rest = t1 - t0 - whole * PARTITIONS
-    if whole > 0:
-        nisa.dma_copy(dst=x_sb[:, 0:whole, :], src=view_tokens(x, cell, t0, whole))
-    if rest > 0:
-        nisa.dma_copy(dst=x_sb[0:rest, whole, :], src=x[b, t1 - rest : t1, cell["c0"] : cell["c1"]])
+    t0, count = cell["t0"], cell["t1"] - cell["t0"]
+    x_sb = allocate_tokens(cell, count, x.dtype)
+    for span in split_blocks(count):
+        rows, k, blocks = span
+        src = view_tokens(x, cell, t0 + k * PARTITIONS, rows, blocks)
+        nisa.dma_copy(dst=x_sb[0:rows, k : k + blocks, :], src=src)
     return x_sb
 
 
 def store_tokens(dst, x_sb, cell, t0, count):
     """Stores [128, blocks, channels] as `count` tokens of dst [B, T, C], from t0 on."""
-    whole = count // PARTITIONS
-    rest = count - whole * PARTITIONS
-    if whole > 0:
-        nisa.dma_copy(dst=view_tokens(dst, cell, t0, whole), src=x_sb[:, 0:whole, :])
-    if rest > 0:
-        nisa.dma_copy(
-            dst=dst[cell["b"], t0 + count - rest : t0 + count, cell["c0"] : cell["c1"]],
-            src=x_sb[0:rest, whole, :],
-        )
+    for span in split_blocks(count):
+        rows, k, blocks = span
+        tokens = view_tokens(dst, cell, t0 + k * PARTITIONS, rows, blocks)
+        nisa.dma_copy(dst=tokens, src=x_sb[0:rows, k : k + blocks, :])
 
 
 def store_returns(dx, dprefix, dx_sb, cell, u0, count):
@@ -411,12 +415,9 @@ def transpose_back(dst, y_t_sb, cell, eye):
 
 def copy_blocks(dst, low, high, src, count):
     """Sets channels low .. high of dst [128, blocks, channels] to src; there are `count` tokens."""
-    whole = count // PARTITIONS
-    rest = count - whole * PARTITIONS
-    if whole > 0:
-        copy_scaled(dst[:, 0:whole, low:high], src[:, 0:whole, :])
-    if rest > 0:
-        copy_scaled(dst[0:rest, whole, low:high], src[0:rest, whole, :])
+    for span in split_blocks(count):
+        rows, k, blocks = span
+        copy_scaled(dst[0:rows, k : k + blocks, low:high], src[0:rows, k : k + blocks, :])
 
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}

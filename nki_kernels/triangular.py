@@ -175,94 +175,70 @@ def list_block_columns(minus_L_t, blocks):
     return columns_sb
 
 
-def spread_blocks(block_columns, blocks):
+def spread_blocks(chunk, blocks):
     """Puts each partition's whole block on it, column a of -L at [C, a, lanes, n].
 
     The columns leave PSUM at once: Vector and Scalar engine take turns there, and substitution is long.
-    Returns per bundle the tiles [C, columns, lanes, n], all but the last with as many columns.
+    `columns` are tiles [C, columns, lanes, n], all but the last with as many columns.
     """
-    bundles = []
-    for columns_sb in block_columns:
-        C, columns, lanes, n = columns_sb.shape
-        width = lanes * n
-        flat_sb = columns_sb.reshape((C, columns * width))
-        tiles = []
-        for span in split(columns, BANK // width):
-            start, stop = span
-            out_ps = psum((C, stop - start, lanes, n))
-            add_selected(
-                out_ps.reshape((C, (stop - start) * width)),
-                blocks["shared"][0:C, 0:C],
-                flat_sb[:, start * width : stop * width],
-            )
-            out_sb = sbuf((C, stop - start, lanes, n))
-            copy_scaled(out_sb, out_ps)
-            tiles.append(out_sb)
-        bundles.append(tiles)
-    return bundles
+    C, columns, lanes, n = chunk.block_columns.shape
+    width = lanes * n
+    flat_sb = chunk.block_columns.reshape((C, columns * width))
+    chunk.columns = []
+    for span in split(columns, BANK // width):
+        start, stop = span
+        out_ps = psum((C, stop - start, lanes, n))
+        flat_ps = out_ps.reshape((C, (stop - start) * width))
+        add_selected(flat_ps, blocks["shared"][0:C, 0:C], flat_sb[:, start * width : stop * width])
+        out_sb = sbuf((C, stop - start, lanes, n))
+        copy_scaled(out_sb, out_ps)
+        chunk.columns.append(out_sb)
 
 
-def begin_solutions(minus_L_ts, blocks):
-    """Starts the substitution of each bundle: x = e_p on every partition, tiles [C, lanes, n]."""
-    C = minus_L_ts[0].shape[0]
-    n = min(BLOCK, C)
-    place_sb = blocks["place"]
-    solutions = []
-    for b in range(len(minus_L_ts)):
-        lanes = minus_L_ts[b].shape[1]
-        x_sb = sbuf((C, lanes, n))
-        nisa.tensor_copy(
-            dst=x_sb, src=place_sb.ap(pattern=[[place_sb.shape[1], C], [0, lanes], [1, n]], offset=0),
-            engine=nisa.engine.gpsimd,
-        )  # fmt: skip
-        solutions.append(x_sb)
-    return solutions
+def begin_solution(chunk, blocks):
+    """Starts the substitution: x = e_p on every partition, a tile [C, lanes, n]."""
+    C, lanes, _ = chunk.minus_L_t.shape
+    n, place_sb = min(BLOCK, C), blocks["place"]
+    chunk.solution = sbuf((C, lanes, n))
+    nisa.tensor_copy(
+        dst=chunk.solution, engine=nisa.engine.gpsimd,
+        src=place_sb.ap(pattern=[[place_sb.shape[1], C], [0, lanes], [1, n]], offset=0),
+    )  # fmt: skip
 
 
-def substitute(solutions, columns, start, stop):
-    """Subtracts columns start .. stop of each block of L, `columns` are those of `spread_blocks`."""
+def substitute(chunks, start, stop):
+    """Subtracts columns start .. stop of each block of L."""
     for a in range(start, stop):
         terms = []
-        for b in range(len(solutions)):
-            x_sb, count = solutions[b], columns[b][0].shape[1]
+        for chunk in chunks:
+            x_sb, count = chunk.solution, chunk.columns[0].shape[1]
             C, lanes, n = x_sb.shape
             terms_sb = sbuf((C, lanes, n - 1 - a))
             multiply(
                 terms_sb,
-                columns[b][a // count][:, a % count, :, a + 1 : n],
+                chunk.columns[a // count][:, a % count, :, a + 1 : n],
                 x_sb.ap(pattern=[[lanes * n, C], [n, lanes], [0, n - 1 - a]], offset=a),
             )
             terms.append(terms_sb)
-        for b in range(len(solutions)):
-            later = solutions[b][:, :, a + 1 : solutions[b].shape[2]]
+        for b in range(len(chunks)):
+            later = chunks[b].solution[:, :, a + 1 : chunks[b].solution.shape[2]]
             nisa.tensor_tensor(dst=later, data1=later, data2=terms[b], op=nl.add)
 
 
-def place_blocks(minus_L_ts, solutions, blocks, table):
-    """Puts the inverted blocks on a diagonal. Returns what merges work on:
-
-    minus_L_t       -L transposed, a tile [C, lanes, C]; below its diagonal, anything finite
-    T_t             the inverse's transpose, blocks on the diagonal yet, [C, lanes, C]
-    T               the inverse, where C <= 16; else the last merge makes it
-    """
-    shared_sb = blocks["shared"]
-    inverses = []
-    for b in range(len(solutions)):
-        x_sb = solutions[b]
-        C, lanes, n = x_sb.shape
-        inverse = {"minus_L_t": minus_L_ts[b], "T": x_sb, "T_t": x_sb}
-        if C <= BLOCK:
-            inverse["T"] = transpose_columns(x_sb, table["identity"])
-        else:
-            T_t_sb = sbuf((C, lanes, C))
-            multiply_on_gpsimd(
-                T_t_sb.reshape((C, lanes, C // n, n)),
-                x_sb.ap(pattern=[[lanes * n, C], [n, lanes], [0, C // n], [1, n]], offset=0),
-                shared_sb.ap(pattern=[[shared_sb.shape[1], C], [0, lanes], [n, C // n], [0, n]], offset=0),
-            )
-            inverse["T_t"] = T_t_sb
-        inverses.append(inverse)
-    return inverses
+def place_blocks(chunk, blocks):
+    """Puts the inverted blocks on the diagonal of T_t; makes T where C <= 16, else the last merge does."""
+    shared_sb, x_sb = blocks["shared"], chunk.solution
+    C, lanes, n = x_sb.shape
+    chunk.T_t = x_sb
+    if C <= BLOCK:
+        chunk.T = transpose_columns(x_sb, chunk.table["identity"])
+    else:
+        chunk.T_t = sbuf((C, lanes, C))
+        multiply_on_gpsimd(
+            chunk.T_t.reshape((C, lanes, C // n, n)),
+            x_sb.ap(pattern=[[lanes * n, C], [n, lanes], [0, C // n], [1, n]], offset=0),
+            shared_sb.ap(pattern=[[shared_sb.shape[1], C], [0, lanes], [n, C // n], [0, n]], offset=0),
+        )
 
 
 def transpose_columns(x_sb, columns):
@@ -315,86 +291,74 @@ def keeps_transpose(last, table, both):
     return both or not last or is_refined(table)
 
 
-def transpose_blocks(inverses, blocks, level, table, both):
+def transpose_blocks(chunks, blocks, level, both):
     """Makes the even columns of T, and all of them at the last level: the first third of a merge."""
-    C, s = table["rows"], find_size(level)
+    table, s = chunks[0].table, find_size(level)
+    C = table["rows"]
     last = 2 * s == C
     corners = table["identity"] if last else blocks["even_columns"][level][0:C, 0 : C // 2]
-    for inverse in inverses:
-        inverse["T"] = transpose_columns(inverse["T_t"], corners)
-    for inverse in inverses:
-        inverse["odd"] = list_odd_columns(inverse["T_t"], s) if keeps_transpose(last, table, both) else []
+    for chunk in chunks:
+        chunk.T = transpose_columns(chunk.T_t, corners)
+    for chunk in chunks:
+        chunk.odd = list_odd_columns(chunk.T_t, s) if keeps_transpose(last, table, both) else []
 
 
-def multiply_corners(inverses, spaces, blocks, level, table):
-    """Makes M T in the even columns of `spaces`: the second third of a merge."""
-    C, s = table["rows"], find_size(level)
+def multiply_corners(chunk, space_sb, blocks, level):
+    """Makes M T in the even columns of a level's space: the second third of a merge."""
+    C, lanes, _ = chunk.minus_L_t.shape
+    size, s = space_sb.shape[0], find_size(level)
     half, pairs = C // 2, C // (2 * s)
     corners_sb = blocks["corners"][level]
-    for b in range(len(inverses)):
-        inverse, space_sb = inverses[b], spaces[b][level]
-        lanes, size = inverse["T"].shape[1], space_sb.shape[0]
-        LT_ps = psum((C, lanes, half))  # all of -L T in the even columns
-        for lane in range(lanes):
-            add_product(LT_ps[:, lane, :], inverse["minus_L_t"][:, lane, :], inverse["T"][:, lane, 0:half])
-        nisa.tensor_tensor(  # -M T: the same, masked
-            dst=space_sb.reshape((size, lanes, size // (2 * s), 2, s))[0:C, :, 0:pairs, 0, :],
-            data1=LT_ps.reshape((C, lanes, pairs, s)),
-            # the mask [C, C/2] of the full size, its corner for C rows repeated over the lanes
-            data2=corners_sb.ap(
-                pattern=[[corners_sb.shape[1], C], [0, lanes], [s, pairs], [1, s]], offset=0
-            ),
-            op=nl.multiply,
-        )  # fmt: skip
+    LT_ps = psum((C, lanes, half))  # all of -L T in the even columns
+    for lane in range(lanes):
+        add_product(LT_ps[:, lane, :], chunk.minus_L_t[:, lane, :], chunk.T[:, lane, 0:half])
+    # -M T: the same, masked by the mask [C, C/2] of the full size, its corner for C rows for every lane
+    multiply(
+        space_sb.reshape((size, lanes, size // (2 * s), 2, s))[0:C, :, 0:pairs, 0, :],
+        LT_ps.reshape((C, lanes, pairs, s)),
+        corners_sb.ap(pattern=[[corners_sb.shape[1], C], [0, lanes], [s, pairs], [1, s]], offset=0),
+    )
 
 
-def update_blocks(inverses, spaces, level, table, both):
+def update_blocks(chunk, space_sb, level, both):
     """Adds T M T to T at the last level, and its transpose to T_t: the last third of a merge."""
-    C, s = table["rows"], find_size(level)
+    C, lanes, _ = chunk.T_t.shape
+    s = find_size(level)
     half, pairs, last = C // 2, C // (2 * s), 2 * s == C
-    for b in range(len(inverses)):
-        inverse, space_sb = inverses[b], spaces[b][level]
-        T_t_sb = inverse["T_t"]
-        lanes = T_t_sb.shape[1]
-        if last:
-            update_ps = psum((C, lanes, half))  # T M T
-            for lane in range(lanes):
-                add_product(update_ps[:, lane, :], T_t_sb[:, lane, :], space_sb[0:C, lane, 0:half])
-            even = inverse["T"][:, :, 0:half]
-            nisa.tensor_tensor(dst=even, data1=update_ps, data2=even, op=nl.add)
-        if keeps_transpose(last, table, both):
-            update_t_ps = psum((C, lanes, half))
-            for lane in range(lanes):
-                add_product(update_t_ps[:, lane, :], space_sb[0:C, lane, 0:C], inverse["odd"][lane])
-            columns = T_t_sb.reshape((C, lanes, pairs, 2, s))[:, :, :, 1, :]
-            nisa.tensor_tensor(
-                dst=columns, data1=update_t_ps.reshape((C, lanes, pairs, s)), data2=columns, op=nl.add
-            )
-    if last and is_refined(table):
-        refine(inverses, both)
+    if last:
+        update_ps = psum((C, lanes, half))  # T M T
+        for lane in range(lanes):
+            add_product(update_ps[:, lane, :], chunk.T_t[:, lane, :], space_sb[0:C, lane, 0:half])
+        even = chunk.T[:, :, 0:half]
+        nisa.tensor_tensor(dst=even, data1=update_ps, data2=even, op=nl.add)
+    if keeps_transpose(last, chunk.table, both):
+        update_t_ps = psum((C, lanes, half))
+        for lane in range(lanes):
+            add_product(update_t_ps[:, lane, :], space_sb[0:C, lane, 0:C], chunk.odd[lane])
+        columns = chunk.T_t.reshape((C, lanes, pairs, 2, s))[:, :, :, 1, :]
+        nisa.tensor_tensor(
+            dst=columns, data1=update_t_ps.reshape((C, lanes, pairs, s)), data2=columns, op=nl.add
+        )
 
 
-def refine(inverses, both):
+def refine(chunks, both):
     """Adds T E to the complete T, and its transpose to T_t if `both`; E = I - (I + L) T is what T lacks.
 
     E is made of -L T - T, whose diagonal and what is above it are cut off: T has ones there and zeros. The
     diagonal of `minus_L_t`, and what is below it, become 0 before.
     """
     residuals = []
-    for inverse in inverses:
-        minus_L_t, T_sb = inverse["minus_L_t"], inverse["T"]
-        C, lanes = T_sb.shape[0], T_sb.shape[1]
-        keep_upper(minus_L_t, nl.greater)
-        E_sb = sbuf((C, lanes, C))
-        multiply_and_add(E_sb, minus_L_t, T_sb, T_sb, nl.subtract)
+    for chunk in chunks:
+        keep_upper(chunk.minus_L_t, nl.greater)
+        E_sb = sbuf(chunk.T.shape)
+        multiply_and_add(E_sb, chunk.minus_L_t, chunk.T, chunk.T, nl.subtract)
         keep_upper(E_sb, nl.less)
         residuals.append(E_sb)
-    for b in range(len(inverses)):
-        inverse, E_sb = inverses[b], residuals[b]
-        T_sb, T_t_sb = inverse["T"], inverse["T_t"]
-        multiply_and_add(T_sb, T_t_sb, E_sb, T_sb, nl.add)
+    for b in range(len(chunks)):
+        chunk, E_sb = chunks[b], residuals[b]
+        multiply_and_add(chunk.T, chunk.T_t, E_sb, chunk.T, nl.add)
         if both:
-            multiply_and_add(T_t_sb, E_sb, T_t_sb, T_t_sb, nl.add)
+            multiply_and_add(chunk.T_t, E_sb, chunk.T_t, chunk.T_t, nl.add)
 
 
 def multiply_and_add(dst, x, y, z, op):
@@ -416,54 +380,42 @@ def invert_chunks(stage, share, shares, chunks, spaces, both, blocks):
     Unless `both`, nobody needs the transpose of T afterwards.
     """
     if stage == "spread columns":
-        block_columns = []
         for chunk in chunks:
-            block_columns.append(chunk.block_columns)
-        columns = spread_blocks(block_columns, blocks)
-        for i in range(len(chunks)):
-            chunks[i].columns = columns[i]
+            spread_blocks(chunk, blocks)
     elif stage == "substitute":
         first, stop = list_steps(SUBSTITUTIONS, share, shares)
         for step in range(first, stop):
             substitute_columns(step, chunks, blocks)
     else:
-        inverses = []
-        for chunk in chunks:
-            inverses.append(chunk.inverse)
         first, stop = list_steps(3 * LEVELS, share, shares)
         for step in range(first, stop):
-            merge_blocks(step // 3, step % 3, inverses, spaces, blocks, chunks[0].table, both)
+            merge_blocks(step // 3, step % 3, chunks, spaces, blocks, both)
 
 
 def substitute_columns(step, chunks, blocks):
     """Solves a third of the columns of all blocks; the last third puts the inverted blocks on a diagonal."""
-    table = chunks[0].table
-    minus_L_ts, columns, solutions = [], [], []
-    for chunk in chunks:
-        minus_L_ts.append(chunk.minus_L_t)
-        columns.append(chunk.columns)
     if step == 0:
-        solutions = begin_solutions(minus_L_ts, blocks)
-        for i in range(len(chunks)):
-            chunks[i].solution = solutions[i]
-    else:
         for chunk in chunks:
-            solutions.append(chunk.solution)
-    last = min(BLOCK, table["rows"]) - 1
-    substitute(solutions, columns, min(step * COLUMNS, last), min((step + 1) * COLUMNS, last))
+            begin_solution(chunk, blocks)
+    last = min(BLOCK, chunks[0].table["rows"]) - 1
+    substitute(chunks, min(step * COLUMNS, last), min((step + 1) * COLUMNS, last))
     if step == SUBSTITUTIONS - 1:
-        inverses = place_blocks(minus_L_ts, solutions, blocks, table)
-        for i in range(len(chunks)):
-            chunks[i].inverse = inverses[i]
+        for chunk in chunks:
+            place_blocks(chunk, blocks)
 
 
-def merge_blocks(level, third, inverses, spaces, blocks, table, both):
+def merge_blocks(level, third, chunks, spaces, blocks, both):
     """Runs a third of a merge; a chunk of few rows has fewer levels."""
-    if level >= count_levels(table["rows"]):
+    C = chunks[0].table["rows"]
+    if level >= count_levels(C):
         return
     if third == 0:
-        transpose_blocks(inverses, blocks, level, table, both)
-    elif third == 1:
-        multiply_corners(inverses, spaces, blocks, level, table)
-    else:
-        update_blocks(inverses, spaces, level, table, both)
+        transpose_blocks(chunks, blocks, level, both)
+        return
+    for b in range(len(chunks)):
+        if third == 1:
+            multiply_corners(chunks[b], spaces[b][level], blocks, level)
+        else:
+            update_blocks(chunks[b], spaces[b][level], level, both)
+    if third == 2 and 2 * find_size(level) == C and is_refined(chunks[0].table):
+        refine(chunks, both)

@@ -13,6 +13,7 @@ import argparse
 import math
 import random
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any
 
 from delta_trn.nki_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, orders
 from delta_trn.nki_kernels.gated_delta_layer import bwd, cells, fwd
-from delta_trn.nki_kernels.schedule import ALL, EVEN, ODD, list_waits, rank
+from delta_trn.nki_kernels.schedule import ALL, BUNDLES, EVEN, ODD, list_waits, rank
 from tools.instruction_times import Trace, build_timer
 
 SIZES = (  # that an order is judged by
@@ -41,7 +42,7 @@ HEAD = '''"""Has the orders in which the kernels issue their stages; `tools/sche
 its estimates in microseconds on Trn1 for each of the program's SIZES. Any other is older than the program.
 """
 
-from delta_trn.nki_kernels.schedule import ALL, EVEN, ODD
+from delta_trn.nki_kernels.schedule import read_order
 '''
 
 
@@ -60,7 +61,7 @@ class Search:
 SEARCHES = {
     "RULE_FORWARD": Search(gated_delta_rule_fwd, {"every": 0}, 5.0, 132_000, 8, 60_000),
     "RULE_BACKWARD": Search(gated_delta_rule_bwd, {"every": 2}, 1.25, 144_000, 8, 50_000),
-    "LAYER_FORWARD": Search(fwd, {"save": 2}, 3.0, 160_000, 8, 25_000),
+    "LAYER_FORWARD": Search(fwd, {"save": 1}, 3.0, 160_000, 8, 25_000),
     "LAYER_BACKWARD": Search(bwd, {}, 1.25, 167_500, 7, 50_000),
 }
 
@@ -182,15 +183,9 @@ def write(tables: dict[str, Any], made: Mapping[str, Sequence[float]]) -> None:
     lines += [f'    "{name}": ({", ".join(f"{x:.2f}" for x in times)}),' for name, times in made.items()]
     lines.append("}")
     for name, table in tables.items():
-        lines.append(f"\n{name} = (")
-        line = "   "
-        for stage, bundles, late in table:
-            entry = f' ("{stage}", {("EVEN", "ODD", "ALL")[bundles]}, {late}),'
-            if len(line) + len(entry) > 110:
-                lines.append(line)
-                line = "   "
-            line += entry
-        lines += [line, ")  # fmt: skip"]
+        entries = [f"{stage} {BUNDLES[bundles]} {late}" for stage, bundles, late in table]
+        text = textwrap.fill("; ".join(entries), 110, initial_indent="    ", subsequent_indent="    ")
+        lines.append(f'\n{name} = read_order("""\n{text}\n""")')
     Path(orders.__file__).write_text("\n".join(lines) + "\n")
 
 

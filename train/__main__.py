@@ -35,7 +35,7 @@ COMMANDS: dict[str, Command] = {
         "whether what a model computes and learns depends on its width",
     ),
     "throughput": (
-        "RECIPE|--family all [--peer fla] [key=value ...]",
+        "RECIPE [--peer fla] [key=value ...]",
         "tokens/s and memory of a step, beside a peer's operator",
     ),
     "warmup": (

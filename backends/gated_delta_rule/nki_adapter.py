@@ -106,18 +106,9 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
             sizes = plan.choose(rows.stop - rows.start, H, HV, K, V)
             if save and S is not None and piece is not group[0]:
                 states.append((piece.rows, piece.handed_on, S.transpose(1, 2).unsqueeze(1)))
-            o, S, *kept = run(
-                gated_delta_rule_fwd,
-                *inputs,
-                call.beta if S is None else S,
-                call.scale,
-                call.l2norm,
-                S is not None,
-                sizes.every if save else 0,
-                sizes.C,
-                sizes.lanes,
-                sizes.width,
-            )
+            how = (sizes.every if save else 0, sizes.C, sizes.lanes, sizes.width)
+            before, given = (call.beta, False) if S is None else (S, True)
+            o, S, *kept = run(gated_delta_rule_fwd, *inputs, before, call.scale, call.l2norm, given, *how)
             outs.append((piece.rows, piece.tokens, o))
             states += [(piece.rows, piece.kept, x) for x in kept]
         if S is None:
@@ -152,21 +143,11 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
             S = None if call.initial_state is None else call.initial_state[sequences]
             if piece is not group[0]:
                 S = saved[0][piece.rows, piece.handed_on].squeeze(1).transpose(1, 2)
-            *gradients, dS = run(
-                gated_delta_rule_bwd,
-                *tensors,
-                call.beta if dS is None else dS,
-                call.beta if S is None else S,
-                saved[0][piece.rows, piece.kept] if piece.kept.start < piece.kept.stop else call.beta,
-                call.scale,
-                call.l2norm,
-                dS is not None,
-                S is not None,
-                sizes.every,
-                sizes.C,
-                sizes.lanes,
-                sizes.width,
-            )
+            states = saved[0][piece.rows, piece.kept] if piece.kept.start < piece.kept.stop else call.beta
+            ends = (call.beta if x is None else x for x in (dS, S))
+            options = (call.scale, call.l2norm, dS is not None, S is not None)
+            how = (sizes.every, sizes.C, sizes.lanes, sizes.width)
+            *gradients, dS = run(gated_delta_rule_bwd, *tensors, *ends, states, *options, *how)
             for part, gradient, x in zip(parts, gradients, inputs, strict=True):
                 part.append((piece.rows, piece.tokens, _sum_parts(gradient, x)))
         if dS is None:

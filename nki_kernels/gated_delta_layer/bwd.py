@@ -204,7 +204,7 @@ def gated_delta_layer_bwd(
     dy, x, weight_t, q, k, v, o, u, g, beta, z, gain, position, packed, prefix, continued, dstate, has_dstate,
     initial_state, has_state, states, scale, eps, C, lanes, width,
 ):  # fmt: skip
-    """Computes the gradients of `gated_delta_layer_fwd`, called with every = 1 and the same C.
+    """Computes the gradients of `gated_delta_layer_fwd`, called with save and the same C.
 
     Args:
         dy              like y

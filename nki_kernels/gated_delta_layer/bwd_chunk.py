@@ -1,37 +1,31 @@
 """Runs the stages of `gated_delta_layer_bwd` that belong to the norm and to the slopes of SiLU."""
 
 from delta_trn.nki_kernels.chunk import load_lanes, store_lanes
+from delta_trn.nki_kernels.chunk_gradients import view_key_gradient
 from delta_trn.nki_kernels.gated_delta_layer.convolution import sum_gain
 from delta_trn.nki_kernels.gated_delta_layer.fwd import collect_rows, normalize
 from delta_trn.nki_kernels.gated_rms_norm import normalize_rows, project, repeat_row
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import PARTITIONS
-from delta_trn.nki_kernels.tiles import copy_scaled, multiply_on_gpsimd, sbuf
+from delta_trn.nki_kernels.tiles import copy_scaled, multiply_on_gpsimd, sbuf, split_blocks
 
 
 def load_channels(u, n, first, width, start, tokens):
     """Loads channels first .. first + width of u [N, channels, T]: views [128 or fewer, tokens]."""
     _, channels, T = u.shape
-    whole = width // PARTITIONS
-    rest = width - whole * PARTITIONS
     views = []
-    if whole > 0:
-        tile_sb = sbuf((PARTITIONS, whole, tokens), u.dtype)
+    for span in split_blocks(width):
+        rows, k, blocks = span
+        tile_sb = sbuf((rows, blocks, tokens), u.dtype)
         nisa.dma_copy(
             dst=tile_sb,
             src=u.ap(
-                pattern=[[T, PARTITIONS], [PARTITIONS * T, whole], [1, tokens]],
-                offset=(n * channels + first) * T + start,
+                pattern=[[T, rows], [PARTITIONS * T, blocks], [1, tokens]],
+                offset=(n * channels + first + k * PARTITIONS) * T + start,
             ),
         )
-        for i in range(whole):
+        for i in range(blocks):
             views.append(tile_sb[:, i, :])
-    if rest > 0:
-        tile_sb = sbuf((rest, tokens), u.dtype)
-        nisa.dma_copy(
-            dst=tile_sb, src=u[n, first + whole * PARTITIONS : first + width, start : start + tokens]
-        )
-        views.append(tile_sb)
     return views
 
 
@@ -102,19 +96,16 @@ def compute_slopes(own, stream, call):
 
 def multiply_slopes(chunk, own, stream, call):
     """Multiplies SiLU'(u) by the gradients of q, k and v."""
-    du_sb, heads, first = own.du, stream.bundle["key_heads"], 0
+    du_sb, heads = own.du, stream.bundle["key_heads"]
     K, lanes, V, plan = call["K"], stream.bundle["lanes"], call["V"], stream.plan
     gradient_sb = sbuf((du_sb.shape[0], plan["channels"]))
-    for tile in chunk.dqk:
-        last = first + tile.shape[2]
-        for side in range(2):
-            for h in range(first, last):
-                i = side * heads + h
-                copy_scaled(
-                    gradient_sb[:, i * K : (i + 1) * K], tile[:, side, h - first, :],
-                    chunk.shortening[0][:, i : i + 1],
-                )  # fmt: skip
-        first = last
+    for side in range(2):
+        for h in range(heads):
+            i = side * heads + h
+            copy_scaled(
+                gradient_sb[:, i * K : (i + 1) * K], view_key_gradient(chunk, side, h),
+                chunk.shortening[0][:, i : i + 1],
+            )  # fmt: skip
     for lane in range(lanes):
         low = 2 * heads * K + lane * V
         copy_scaled(gradient_sb[:, low : low + V], chunk.dR[:, lane, :], chunk.dv_scale[:, lane : lane + 1])

@@ -114,7 +114,7 @@ def activate(cell, stream, call):
     Where a head's channels fill whole cells, those of q and k become what the rule takes as q_t and k_t.
     """
     z, C, K = cell["z"], call["C"], call["K"]
-    if call["save"] == 2:
+    if call["save"]:
         first = cell["c0"] + cell["a0"]
         nisa.dma_copy(dst=call["u"][cell["b"], first : first + z.shape[0], cell["t0"] : cell["t1"]], src=z)
     if not call["whole"] or cell["side"] == 2:
@@ -196,7 +196,7 @@ def load_layer(stream, index, call):
     collect_rows(
         v_sb.reshape((rows, bundle["lanes"] * V)), list_transposed((2,), stream, index, tokens, call), eye
     )
-    if call["save"] > 0:
+    if call["save"]:
         q, k, v = call["saved"]
         n, first, heads = bundle["n"], bundle["key_first"], bundle["key_heads"]
         nisa.dma_copy(
@@ -233,7 +233,7 @@ def finish(stage, chunk, own, bundle, call):
     normalize(stage, own, call)
     if stage == "O":
         own.o = compute_output(chunk, call["y"].dtype)
-        if call["save"] > 0:
+        if call["save"]:
             store_lanes(call["o"], own.o, bundle, start, tokens)
     elif stage == "gate":
         z_sb = load_lanes(call["z"], bundle, start, tokens, own.rows, call["z"].dtype)
@@ -261,7 +261,7 @@ def run_layer_stage(stage, share, shares, streams, index, call):
 @nki.jit
 def gated_delta_layer_fwd(
     x, weight, g, beta, z, gain, position, packed, prefix, continued, initial_state, has_state, K, scale, eps,
-    save, every, C, lanes, width,
+    save, C, lanes, width,
 ):  # fmt: skip
     """Computes a layer's mixer over whole sequences.
 
@@ -273,16 +273,15 @@ def gated_delta_layer_fwd(
         g, beta         as in `gated_delta_rule_fwd`
         z, gain, eps    gate [N, T, HV, V] and gain [V] of the norm
         position, packed, prefix, continued     as in `short_convolution_fwd`
-        initial_state, has_state, scale, every, C, lanes, width     as in `gated_delta_rule_fwd`
-        save            what backward takes: 0 nothing, 1 for the kernels of the three parts, 2 for
-                        `gated_delta_layer_bwd`
+        initial_state, has_state, scale, C, lanes, width    as in `gated_delta_rule_fwd`
+        save            bool: return what `gated_delta_layer_bwd` takes
 
     Returns:
         y               [N, T, HV, V] in x's dtype
         final_state     [N, HV, K, V] float32
-        q, k, v, o      as the rule takes and leaves them, in x's dtype; only if save is not 0
-        u               conv(x) [N, channels, T] float32; only if save is 2
-        states          as of `gated_delta_rule_fwd`, only if there are any
+        q, k, v, o      as the rule takes and leaves them, in x's dtype; only if save, like all that follow
+        u               conv(x) [N, channels, T] float32
+        states          before each chunk but the first, as of `gated_delta_rule_fwd`, only if there are any
 
     Pseudocode, chunk by chunk:
         for wave in waves:
@@ -303,16 +302,14 @@ def gated_delta_layer_fwd(
     y = nl.ndarray((N, T, HV, V), dtype=x.dtype, buffer=nl.shared_hbm)
     final_state = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
     states, saved, o, u = final_state, (y, y, y), y, y
-    kept = (chunks - 1) // every if every > 0 else 0
-    if kept > 0:
-        states = nl.ndarray((N, kept, K, HV, V), dtype=nl.float32, buffer=nl.shared_hbm)
-    if save > 0:
+    if save and chunks > 1:
+        states = nl.ndarray((N, chunks - 1, K, HV, V), dtype=nl.float32, buffer=nl.shared_hbm)
+    if save:
         q = nl.ndarray((N, T, H, K), dtype=x.dtype, buffer=nl.shared_hbm)
         k = nl.ndarray((N, T, H, K), dtype=x.dtype, buffer=nl.shared_hbm)
         v = nl.ndarray((N, T, HV, V), dtype=x.dtype, buffer=nl.shared_hbm)
         o = nl.ndarray((N, T, HV, V), dtype=x.dtype, buffer=nl.shared_hbm)
         saved = (q, k, v)
-    if save == 2:
         u = nl.ndarray((N, channels, T), dtype=nl.float32, buffer=nl.shared_hbm)
     largest = min(C, pad_to_rows(T))
     call = {
@@ -321,7 +318,7 @@ def gated_delta_layer_fwd(
         "gain": load_everywhere(gain), "norm": build_norm(eps), "save": save, "saved": saved, "u": u,
         "constants": build_constants(largest, x.dtype),
         "blocks": build_block_constants(largest), "parts": parts, "scale": scale, "l2norm": True,
-        "every": every, "C": C, "o": o, "y": y, "states": states, "whole": K % PARTITIONS == 0,
+        "every": 1 if save else 0, "C": C, "o": o, "y": y, "states": states, "whole": K % PARTITIONS == 0,
     }  # fmt: skip
     for wave in list_waves(N, H, HV, width, lanes):
         groups = [[], [], []]  # streams: EVEN, ODD, ALL
@@ -341,14 +338,10 @@ def gated_delta_layer_fwd(
                 run_layer_stage(stage, share, shares, groups[bundles], index, call)
         for stream in groups[ALL]:
             store_state(final_state, stream.S, stream.bundle, parts)
-    if save == 0:
+    if not save:
         return y, final_state
     q, k, v = saved
-    if save == 1:
-        if kept > 0:
-            return y, final_state, q, k, v, o, states
-        return y, final_state, q, k, v, o
-    if kept > 0:
+    if chunks > 1:
         return y, final_state, q, k, v, o, u, states
     return y, final_state, q, k, v, o, u
 
@@ -356,13 +349,13 @@ def gated_delta_layer_fwd(
 def example(
     B=1, T=1024, H=6, K=128, V=256, HV=0, W=4, dtype="bfloat16", save=0, C=128, lanes=6, width=3
 ):  # fmt: skip
-    """Returns the kernel and its arguments, as in evaluation, or as in training with save=1 or 2."""
+    """Returns the kernel and its arguments, as in evaluation, or as in training with save=1."""
     HV = HV or H
     _, _, _, g, beta, z = rule_inputs(B, T, H, HV, K, V, dtype)
     channels = 2 * H * K + HV * V
     x = normals(dtype, (B, T, channels))[0]
     weight, gain = normals("float32", (channels, W), (V,))
     return gated_delta_layer_fwd, (
-        x, weight, g, beta, z, gain, x, False, x, False, beta, False, K, K**-0.5, 1e-5, save,
-        (0, 2, 1)[save], C, lanes, width,
+        x, weight, g, beta, z, gain, x, False, x, False, beta, False, K, K**-0.5, 1e-5,
+        bool(save), C, lanes, width,
     )  # fmt: skip

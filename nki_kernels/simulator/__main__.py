@@ -72,11 +72,10 @@ def main(argv: list[str] | None = None) -> int:
         run = record(kernel, *arguments, target=target, nki=options.nki)
         readings = estimates(run.trace, run.target)
         print(table(options.kernel, shape, run, readings))
-        between = module.between(arguments, run.outputs) if hasattr(module, "between") else ()
         if options.jsonl:
             title = {"kernel": options.kernel, "shape": shape}
             with options.jsonl.open("a") as lines:
-                lines.write(json.dumps(title | numbers(run, readings, arguments, between)) + "\n")
+                lines.write(json.dumps(title | numbers(run, readings, arguments)) + "\n")
     return 0
 
 
@@ -111,11 +110,8 @@ def _array(word: str) -> np.ndarray:
     return values.astype(BY_NAME[dtype or "float32"].numpy)
 
 
-def numbers(run: Run, readings: Sequence[Estimate], arguments: Any, between: Any = ()) -> dict[str, Any]:
-    """Return the slowest estimate without its steps, the other readings' bounds, memory peaks and traffic.
-
-    `between` are arrays that one kernel hands to another, neither inputs nor outputs of the operation.
-    """
+def numbers(run: Run, readings: Sequence[Estimate], arguments: Any) -> dict[str, Any]:
+    """Return the slowest estimate without its steps, the other readings' bounds, memory peaks and traffic."""
     costs = readings[-1]
     fields = vars(costs).copy()
     del fields["steps"], fields["target"]
@@ -123,7 +119,7 @@ def numbers(run: Run, readings: Sequence[Estimate], arguments: Any, between: Any
     fields["readings"] = {
         e.reading.name: {"lower": e.lower, "schedule": e.schedule, "upper": e.upper} for e in readings
     }
-    moved, least = traffic(run, arguments, between)
+    moved, least = traffic(run, arguments)
     return {
         "label": LABEL,
         "unit": "microseconds",

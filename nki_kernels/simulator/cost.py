@@ -143,11 +143,16 @@ def estimates(trace: Sequence[Record], target: Target) -> tuple[Estimate, ...]:
     ['rate', 'issue']
     """
     dependencies = list_dependencies(trace)
-    return tuple(_estimate(trace, target, reading, dependencies) for reading in READINGS)
+    return tuple(estimate(trace, target, reading, dependencies) for reading in READINGS)
 
 
-def estimate(trace: Sequence[Record], target: Target, reading: Reading = ISSUE) -> Estimate:
+def estimate(
+    trace: Sequence[Record], target: Target, reading: Reading = ISSUE,
+    dependencies: Sequence[set[int]] | None = None,
+) -> Estimate:  # fmt: skip
     """Estimate the time that a traced kernel call takes on one core of the target.
+
+    `dependencies` are what `list_dependencies` returns, where that is known.
 
     >>> from delta_trn.nki_kernels.simulator import nl, record
     >>> def ones():
@@ -159,12 +164,7 @@ def estimate(trace: Sequence[Record], target: Target, reading: Reading = ISSUE) 
     >>> costs.binding, costs.instructions, 3.4 < costs.lower < 3.6
     ('dependency path', {'memset': 1, 'dma_copy': 1}, True)
     """
-    return _estimate(trace, target, reading, list_dependencies(trace))
-
-
-def _estimate(
-    trace: Sequence[Record], target: Target, reading: Reading, dependencies: Sequence[set[int]]
-) -> Estimate:
+    dependencies = list_dependencies(trace) if dependencies is None else dependencies
     steps: list[Step] = []
     free: dict[str, float] = defaultdict(float)
     busy_of: dict[str, float] = defaultdict(float)

@@ -67,23 +67,8 @@ def jit(
     return decorate if function is None else decorate(function)
 
 
-def simulate(
-    kernel: Kernel | Callable[..., Any],
-    *,
-    target: str | None = None,
-    strict: bool = True,
-    check_source: bool = True,
-    numerics: Numerics = EXACT,
-    nki: str | None = None,
-) -> Callable[..., Any]:
-    """Return a function that runs the kernel on NumPy arrays, and updates the arguments that it writes.
-
-    target         trn1, trn2 or trn3
-    nki            the release of NKI whose rules hold, "0.2.0" to "0.7.0"; without one, here or in the
-                   environment variable DELTA_TRN_NKI, those of all of them
-    strict         False drops the checks that AWS's simulator does not make
-    check_source   False drops only the check of the compiler's Python subset
-    numerics       makes the engines less exact
+def simulate(kernel: Kernel | Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return a function that runs the kernel on NumPy arrays; the options are those of `record`.
 
     >>> from delta_trn.nki_kernels.simulator import nl, simulate
     >>> def double(x):
@@ -93,9 +78,6 @@ def simulate(
     >>> simulate(double, target="trn2", nki="0.7.0")(np.ones((2, 3), np.float32)).tolist()
     [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
     """
-    options: dict[str, Any] = {
-        "target": target, "strict": strict, "check_source": check_source, "numerics": numerics, "nki": nki
-    }  # fmt: skip
 
     @functools.wraps(kernel.function if isinstance(kernel, Kernel) else kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +97,16 @@ def record(
     trace: bool = True,
     **kwargs: Any,
 ) -> Run:
-    """Run a kernel as `simulate` does, and return its outputs, instruction trace and memory peaks.
+    """Run a kernel on NumPy arrays, and return its outputs, instruction trace and memory peaks.
+
+    Arguments that the kernel writes are updated.
+
+    target         trn1, trn2 or trn3
+    nki            the release of NKI whose rules hold, "0.2.0" to "0.7.0"; without one, here or in the
+                   environment variable DELTA_TRN_NKI, those of all of them
+    strict         False drops the checks that AWS's simulator does not make
+    check_source   False drops only the check of the compiler's Python subset
+    numerics       makes the engines less exact
 
     >>> from delta_trn.nki_kernels.simulator import nl, record
     >>> def double(x):

@@ -1,6 +1,6 @@
 """nki.language, imported as `nl`: dtypes, buffers, operators, tensors and tile functions, named as in NKI."""
 
-# ruff: noqa: F401 (a namespace: every imported name is part of nl)
+# ruff: noqa: F401, F403 (a namespace: every imported name is part of nl)
 
 import contextlib
 import inspect
@@ -29,21 +29,8 @@ from delta_trn.nki_kernels.simulator.isa.elementwise import memset
 from delta_trn.nki_kernels.simulator.isa.operators import Operator
 from delta_trn.nki_kernels.simulator.isa.randomness import dropout as _isa_dropout
 from delta_trn.nki_kernels.simulator.isa.search import nc_n_gather
-from delta_trn.nki_kernels.simulator.tile_functions import (
-    apply,
-    broadcast_to,
-    ceil,
-    floor,
-    matmul,
-    mean,
-    reduce,
-    rms_norm,
-    softmax,
-    transpose,
-    trunc,
-    var,
-    where,
-)
+from delta_trn.nki_kernels.simulator.tile_functions import *
+from delta_trn.nki_kernels.simulator.tile_functions import apply, reduce, transpose
 
 sbuf, psum = SBUF, PSUM
 private_hbm = hbm = MemoryRegion.private_hbm

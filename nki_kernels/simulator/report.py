@@ -65,15 +65,13 @@ def table(name: str, shape: str, run: Run, readings: Sequence[Estimate]) -> str:
     return "\n".join(lines)
 
 
-def traffic(run: Run, arguments: Sequence[Any], between: Sequence[Any] = ()) -> tuple[int, int]:
+def traffic(run: Run, arguments: Sequence[Any]) -> tuple[int, int]:
     """Return the bytes moved to and from HBM, and the fewest: each input and output once.
 
-    `between` are arrays that one kernel hands to another; the fewest bytes leave them out. A row that goes to
-    all partitions counts once.
+    A row that goes to all partitions counts once.
     """
     accesses = [o for r in run.trace for o in (*r.reads, *r.writes) if o.buffer in HBM]
     moved = sum(min(o.bytes, o.region.span[1] - o.region.span[0]) for o in accesses)
     outputs = run.outputs if isinstance(run.outputs, tuple) else (run.outputs,)
     arrays = {id(x): x for x in (*arguments, *outputs) if isinstance(x, np.ndarray)}
-    least = sum(x.nbytes for x in arrays.values())
-    return moved, least - sum(x.nbytes for x in between)
+    return moved, sum(x.nbytes for x in arrays.values())

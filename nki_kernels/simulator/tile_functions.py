@@ -26,6 +26,11 @@ from delta_trn.nki_kernels.simulator.isa.matmul import nc_matmul, nc_transpose
 from delta_trn.nki_kernels.simulator.isa.operators import Operator
 from delta_trn.nki_kernels.simulator.isa.reduction import tensor_reduce
 
+__all__ = [
+    "broadcast_to", "ceil", "floor", "matmul", "mean", "rms_norm", "softmax", "transpose", "trunc", "var",
+    "where",
+]  # fmt: skip
+
 
 def tile(shape: Any, dtype: Any) -> NkiTensor:
     """Return a new tile in SBUF."""

@@ -11,9 +11,9 @@ from delta_trn.backends.bench import __main__ as bench
 from delta_trn.backends.bench import roofline, timing
 from delta_trn.backends.bench.peers import PEERS
 from delta_trn.backends.bench.roofline import Ceilings, Work, ceilings, work
-from delta_trn.backends.bench.timing import Spread, interleaved
+from delta_trn.backends.bench.timing import interleaved
 from delta_trn.backends.parity import rule
-from delta_trn.backends.parity.rule_cases import BY_NAME, inputs, select
+from delta_trn.backends.parity.rule_cases import BY_NAME, inputs
 from tests.support import planted_bugs
 from tests.support.tiny_models import assert_same
 
@@ -33,8 +33,9 @@ def run(case, file, *options):
     return status, [json.loads(line) for line in file.read_text().splitlines()]
 
 
-@pytest.mark.serial
-def test_a_case_of_the_rule_is_timed_beside_its_peer(tmp_path, capsys, quick):
+def test_a_case_of_the_rule_is_timed_beside_its_peer(tmp_path, capsys, monkeypatch, quick):
+    """With ceilings that no pass beats, however busy the machine is."""
+    monkeypatch.setattr(bench, "ceilings", lambda device, dtype: Ceilings(1e15, {2**21: 1e13}))
     status, rows = run("ragged", tmp_path / "bench.jsonl")
     assert status == 0
     passes = {(row["backend"], row["pass"]) for row in rows}
@@ -110,11 +111,6 @@ def test_unknown_cases_and_backends_are_refused_by_name(capsys):
     assert "no backend is named 'nope'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("tag, name", [("bench", "paper_1024"), ("bench-cpu", "cpu_train")])
-def test_selecting_timed_cases_by_tag_includes_slow_ones(tag, name):
-    assert name in [case.name for case in select(tags=frozenset({tag}))]
-
-
 def test_floors_agree_with_the_published_counts():
     """For d = 1024, B = 30, T = 1024: 54.9 GFLOP and 285 MB forward, 163 GFLOP backward with its rescan."""
     case = BY_NAME["paper_1024"]
@@ -131,15 +127,10 @@ def test_floors_agree_with_the_published_counts():
     assert work(step, torch.bfloat16)["step"].bytes == pytest.approx(8 * 64 * 32 * 128 * 128, rel=0.01)
 
 
-def test_a_floor_is_the_longer_of_the_times_for_operations_and_bytes():
-    limits = Ceilings(flops_per_s=1e12, copies={2**20: 1e9})
-    assert limits.floor_ms(Work(2e9, 1e6)) == 2.0 and limits.floor_ms(Work(1e9, 5e6)) == 5.0
-
-
-def test_the_floor_of_little_data_is_that_of_a_copy_in_the_cache():
-    limits = Ceilings(1e15, {2**20: 8e9, 2**30: 1e9})
+def test_a_floor_is_the_longer_time_and_that_of_little_data_is_a_copy_in_the_cache():
+    limits = Ceilings(flops_per_s=1e12, copies={2**20: 8e9, 2**30: 1e9})
+    assert limits.floor_ms(Work(2e9, 8e6)) == 2.0 and limits.floor_ms(Work(1e9, 4e7)) == 5.0
     assert [limits.bytes_per_s(Work(1, size)) for size in (1e3, 1e8, 2e9)] == [8e9, 8e9, 1e9]
-    assert limits.floor_ms(Work(1, 2e9)) == pytest.approx(2e9 / 1e6)
 
 
 def test_ceilings_of_this_machine_are_plausible(monkeypatch):
@@ -171,10 +162,6 @@ def test_a_timed_pass_runs_forward_backward_or_both():
         calls.clear()
         call()
         assert calls == phase.split("+")
-
-
-def test_a_spread_of_times_has_the_median_and_two_percentiles():
-    assert Spread.of([float(x) for x in range(1, 102)]) == Spread(21.0, 51.0, 81.0)
 
 
 @pytest.mark.serial

@@ -1,4 +1,4 @@
-"""The NKI kernels of the residual update, beyond the parity grid: planted faults, bytes of HBM, refusals."""
+"""The NKI kernels of the residual update, beyond the parity grid: cuts and refusals."""
 
 from dataclasses import replace
 
@@ -12,26 +12,18 @@ from delta_trn.backends.parity.layer_cases import BY_NAME, OPERATIONS, inputs, v
 from delta_trn.nki_kernels import delta_residual as kernels
 from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.delta_residual import (
-    add_projection,
-    build_diagonal,
     delta_residual_bwd,
     delta_residual_fwd,
 )
-from delta_trn.nki_kernels.language import nisa
-from delta_trn.nki_kernels.tiles import sbuf
 from tests.support.nki_judge import (
     EXACT,
     ROUNDED_PRODUCTS,
     assert_close,
     assert_passed,
-    hbm_bytes,
     normal,
-    plant,
     record_run,
     run,
 )
-
-KERNELS = (delta_residual_fwd, delta_residual_bwd)
 
 
 def tensors(dtype):
@@ -75,54 +67,6 @@ def test_the_adapter_cuts_tokens_without_changing_results(beta_dtype, monkeypatc
     out, _ = nki_adapter.forward(call, save=True)
     cut = [out, *nki_adapter.backward(dout, call, [])]
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
-
-
-def _first_block_only(p_sb, x_sb, k_sb, d0):
-    """Sums over no block of D but the first."""
-    if d0 == 0:
-        add_projection(p_sb, x_sb, k_sb, d0)
-
-
-def _wrong_sign(x_sb, eye_sb, sign):
-    """Computes dX' e + X s for dX' e - X s."""
-    return build_diagonal(x_sb, eye_sb, 1.0)
-
-
-def _no_projection(x_sb, y_sb):
-    """Leaves in dk its part along k: s . e and p . s count as 0."""
-    out_sb = sbuf((x_sb.shape[0], 1))
-    nisa.memset(dst=out_sb, value=0.0)
-    return out_sb
-
-
-def _no_norm(x_sb, norm):
-    """Takes k as it is, although it is not of length 1."""
-    out_sb = sbuf((x_sb.shape[0], 1))
-    nisa.memset(dst=out_sb, value=1.0)
-    return out_sb
-
-
-@pytest.mark.parametrize(
-    ("function", "fault", "case", "wrong"),
-    [
-        ("add_projection", _first_block_only, "residual_blocks", {"out", "dx", "dv"}),
-        ("build_diagonal", _wrong_sign, "residual_odd", {"dk"}),
-        ("multiply_rows", _no_projection, "residual_odd", {"dk", "dbeta"}),
-        ("invert_norms", _no_norm, "residual_huge", {"out", "dx", "dk", "dv", "dbeta"}),
-    ],
-)
-def test_a_fault_planted_in_the_residual_is_seen(function, fault, case, wrong, monkeypatch):
-    plant(monkeypatch, kernels, function, fault, KERNELS)
-    failed = {v.tensor for v in verdicts(BY_NAME[case], torch.float32, "nki-simulator") if v.ratio > 5}
-    assert failed >= wrong
-
-
-@pytest.mark.parametrize("backward", [0, 1])
-def test_x_travels_once_where_it_fits_on_chip(backward):
-    """At the paper's two widths the bytes of HBM are those of inputs and outputs."""
-    for D in (768, 1024):
-        moved, least = hbm_bytes(*kernels.example(M=128, D=D, DV=4, backward=backward))
-        assert moved == least
 
 
 def test_a_width_that_does_not_fit_is_refused():

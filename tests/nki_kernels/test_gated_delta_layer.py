@@ -35,7 +35,7 @@ QUICK = (
     "mixer_packed_empty", "mixer_packed_resets", "mixer_near_2", "mixer_zero_keys", "mixer_reset",
 )  # fmt: skip
 REFUSED = {torch.float32: ("mixer_k128", "mixer_v256"), torch.bfloat16: ()}
-ALWAYS_REFUSED = ("mixer_k136", "mixer_taps")
+ALWAYS_REFUSED = ("mixer_k136", "mixer_taps", "mixer_one_key")
 
 
 def pairs():
@@ -52,7 +52,7 @@ def pairs():
 def test_the_layer_agrees_with_the_judge(case, dtype, release, monkeypatch):
     monkeypatch.setenv("DELTA_TRN_NKI", release)
     if case.name in (*ALWAYS_REFUSED, *REFUSED[dtype]):
-        with pytest.raises(BackendRefusal, match=r"nki-simulator +[KVW]=\d+ is "):
+        with pytest.raises(BackendRefusal, match=r"nki-simulator +([KVW]=\d+ is|5 value heads per key head)"):
             mixer_cases.verdicts(case, dtype, "nki-simulator")
     else:
         assert_passed(mixer_cases.verdicts(case, dtype, "nki-simulator"))
@@ -91,11 +91,6 @@ def test_one_kernel_computes_the_layer(name, monkeypatch):
 def test_one_kernel_computes_the_gradients(name, monkeypatch):
     expected = ["gated_delta_layer_fwd", "gated_delta_layer_bwd"]
     assert called_kernels(monkeypatch, BY_NAME[name], gradients=True) == expected
-
-
-def test_gradients_of_a_group_that_no_bundle_holds_take_the_kernels_of_the_parts(monkeypatch):
-    called = called_kernels(monkeypatch, BY_NAME["mixer_one_key"], gradients=True)
-    assert called == ["gated_delta_layer_fwd"]
 
 
 def test_backward_takes_as_many_calls_as_forward(monkeypatch):
@@ -240,7 +235,7 @@ def measure_sbuf(dtype, B, T, H, HV, K, V, packed, *, backward=False):
     how = plan.choose(B, H, HV, K, V, plan.LAYER_LANES if dtype == "float32" else 8)
     kernel, arguments = (bwd if backward else fwd).example(
         B=B, T=T, H=H, HV=HV, K=K, V=V, dtype=dtype, lanes=how.lanes, width=how.width,
-        **({} if backward else {"save": 2}),
+        **({} if backward else {"save": 1}),
     )  # fmt: skip
     if packed:
         at = 12 if backward else 6  # of `position`

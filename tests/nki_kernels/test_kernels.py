@@ -17,6 +17,7 @@ from delta_trn.nki_kernels import (
 )
 from delta_trn.nki_kernels.simulator import TARGETS
 from delta_trn.nki_kernels.simulator.cost import estimate
+from delta_trn.nki_kernels.simulator.report import traffic
 from delta_trn.nki_kernels.simulator.subset import findings
 from tests.support.nki_judge import record_run, run
 from tools import first_hour_trn1
@@ -37,7 +38,7 @@ EXAMPLES = [
     gated_rms_norm.example(**NORM, backward=1),
     short_convolution.example(**CONVOLUTION),
     short_convolution.example(**CONVOLUTION, backward=1),
-    gated_delta_layer.example(**LAYER, save=2),
+    gated_delta_layer.example(**LAYER, save=1),
     gated_delta_layer.example(**LAYER, backward=1),
     cross_entropy.example(**READOUT),
     cross_entropy.example(**READOUT, backward=0),
@@ -73,7 +74,7 @@ def test_later_generations_compute_the_same(kernel, arguments, target):
         (gated_delta_rule_bwd.example(T=512, dtype="bfloat16"), {"exp"}, 1),
         (gated_delta_rule_step.example(H=2, HV=4, K=96, V=192), {"exp"}, 1),
         (delta_residual.example(**RESIDUAL), set(), 0),
-        (gated_delta_layer.example(**LAYER | {"T": 512, "C": 128}, save=2), {"exp", "silu"}, 22),
+        (gated_delta_layer.example(**LAYER | {"T": 512, "C": 128}, save=1), {"exp", "silu"}, 22),
         (
             gated_delta_layer.example(**LAYER | {"T": 512, "C": 128}, backward=1),
             {"exp", "silu", "silu_dx"},
@@ -88,3 +89,25 @@ def test_kernels_change_tables_seldom(example, tables, most):
     trace = record_run(kernel, *arguments).trace
     costs = estimate(trace, TARGETS["trn1"])
     assert set(costs.tables) == tables and costs.loads <= most
+
+
+# the example, what it may move beside its inputs and outputs once each, as a number of bytes and as a share
+TRAFFIC = {
+    "norm": (gated_rms_norm.example(M=1000, V=256), 0, 0),
+    "norm's gradients": (gated_rms_norm.example(M=1000, V=256, backward=1), 0, 0),
+    "convolution": (short_convolution.example(T=1000, C=96), 0, 0),
+    "convolution's gradients": (short_convolution.example(T=1000, C=96, backward=1), 0, 0),
+    "residual": (delta_residual.example(M=128, D=1024, DV=4), 0, 0),
+    "residual's gradients": (delta_residual.example(M=128, D=1024, DV=4, backward=1), 0, 0),
+    "cross-entropy, whose weight is read twice": (cross_entropy.example(N=256, d=64, V=1200), 153_600, 0),
+    # a key row goes to each of its value heads
+    "step": (gated_delta_rule_step.example(B=1, H=2, HV=6, K=96, V=192), 0, 0.02),
+    "step, K = 256": (gated_delta_rule_step.example(B=1, H=2, HV=6, K=256, V=512), 0, 0.02),
+}
+
+
+@pytest.mark.parametrize(("example", "more", "share"), TRAFFIC.values(), ids=TRAFFIC)
+def test_inputs_and_outputs_travel_once(example, more, share):
+    kernel, arguments = example
+    moved, least = traffic(record_run(kernel, *arguments), arguments)
+    assert least <= moved - more <= (1 + share) * least

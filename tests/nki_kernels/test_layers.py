@@ -1,4 +1,4 @@
-"""The NKI kernels of a layer and of the readout, beyond the parity grid: faults, bytes of HBM, refusals."""
+"""The NKI kernels of a layer and of the readout, beyond the parity grid: cuts, limits, refusals."""
 
 from dataclasses import replace
 
@@ -10,23 +10,10 @@ from delta_trn.backends import gated_rms_norm as gated_rms_norm_of_layers
 from delta_trn.backends import short_convolution as short_convolution_of_layers
 from delta_trn.backends.layers import nki_adapter
 from delta_trn.backends.parity.layer_cases import BY_NAME, verdicts
-from delta_trn.nki_kernels import cross_entropy, gated_rms_norm, plan, short_convolution, tiles
-from delta_trn.nki_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
-from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
-from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
-from delta_trn.nki_kernels.simulator import StrictError
-from delta_trn.nki_kernels.tiles import sbuf
-from tests.support.nki_judge import assert_passed, hbm_bytes, normal, plant, run
-
-CONVOLUTION = (short_convolution_fwd, short_convolution_bwd)
-NORM = (gated_rms_norm_fwd, gated_rms_norm_bwd)
-CROSS_ENTROPY = (cross_entropy_fwd, cross_entropy_bwd)
-
-
-def failed_tensors(case):
-    """Returns the tensors of a case that the kernels get wrong by more than a factor of five."""
-    return {v.tensor for v in verdicts(BY_NAME[case], torch.float32, "nki-simulator") if v.ratio > 5}
+from delta_trn.nki_kernels import cross_entropy, gated_rms_norm, plan
+from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_fwd
+from delta_trn.nki_kernels.short_convolution import short_convolution_fwd
+from tests.support.nki_judge import assert_passed, normal, run
 
 
 @pytest.mark.slow
@@ -45,87 +32,6 @@ def test_a_convolution_in_two_calls_equals_one():
     for cut in (3, 17):
         later = run(short_convolution_fwd, x[:, cut:], weight, x, False, x[:, cut - 3 : cut], True)
         torch.testing.assert_close(later, whole[:, cut:], rtol=0, atol=1e-6)
-
-
-def _unmasked(position, packed, t0, t1, W):
-    """Packed sequences see their neighbors."""
-    return []
-
-
-def _anticausal(window_sb, masks, W):
-    """Reverses the taps: a token reads its oldest neighbor with the newest one's weight."""
-    count = window_sb.shape[1] - (W - 1)
-    return [window_sb[:, W - 1 - j : W - 1 - j + count] for j in range(W)]
-
-
-def _nothing_before(dst, before, count):
-    """Forgets the end of the cell before."""
-    nisa.memset(dst=dst[:, 0:count], value=0.0)
-
-
-@pytest.mark.parametrize(
-    ("function", "fault", "case", "tensor"),
-    [
-        ("build_masks", _unmasked, "conv_packed_tiles", "y"),
-        ("slice_window", _anticausal, "conv_seam", "y"),
-        ("copy_tail", _nothing_before, "conv_cells", "y"),
-        ("copy_tail", _nothing_before, "conv_cells", "dx"),
-    ],
-)
-def test_a_fault_planted_in_the_convolution_is_seen(function, fault, case, tensor, monkeypatch):
-    assert not failed_tensors(case)
-    plant(monkeypatch, short_convolution, function, fault, CONVOLUTION)
-    assert tensor in failed_tensors(case)
-
-
-def _no_rows(W, continued):
-    """Forgets the gradient of the prefix."""
-    return 0
-
-
-def test_a_forgotten_gradient_of_the_prefix_is_seen(monkeypatch):
-    plant(monkeypatch, tiles, "count_prefix_rows", _no_rows, CONVOLUTION)
-    with pytest.raises(StrictError, match="is unwritten"):
-        failed_tensors("conv_prefix_tiles")
-
-
-def _no_projection(nh_sb):
-    """Leaves in dx its part along x."""
-    out_sb = sbuf((nh_sb.shape[0], nh_sb.shape[1]))
-    nisa.memset(dst=out_sb, value=0.0)
-    return out_sb
-
-
-def _first_slot_for_all(out_sb, x_sb, r_sb, w_sb):
-    """Scales every row of a partition by the norm of its first."""
-    P, slots = r_sb.shape
-    for i in range(slots):
-        nisa.scalar_tensor_tensor(
-            dst=out_sb[:, i, :], data=x_sb[:, i, :], op0=nl.multiply, operand0=r_sb[:, 0:1],
-            op1=nl.multiply, operand1=w_sb[0:P, :],
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("function", "fault", "tensor"),
-    [("project", _no_projection, "dx"), ("scale_rows", _first_slot_for_all, "y")],
-)
-def test_a_fault_planted_in_the_norm_is_seen(function, fault, tensor, monkeypatch):
-    plant(monkeypatch, gated_rms_norm, function, fault, NORM)
-    assert tensor in failed_tensors("norm_head")
-
-
-@pytest.mark.parametrize("backward", [0, 1])
-def test_the_norm_reads_and_writes_hbm_once(backward):
-    moved, least = hbm_bytes(*gated_rms_norm.example(M=1000, V=256, backward=backward))
-    assert moved == least
-
-
-@pytest.mark.parametrize("backward", [0, 1])
-def test_the_convolution_reads_and_writes_hbm_once(backward):
-    """No cell reads what another one has read."""
-    moved, least = hbm_bytes(*short_convolution.example(T=1000, C=96, backward=backward))
-    assert moved == least
 
 
 def test_sizes_that_do_not_fit_are_refused():
@@ -196,34 +102,6 @@ def test_no_tokens_have_no_loss_and_no_gradient():
     loss = linear_cross_entropy(x, w, torch.ones(0, dtype=torch.int64), backend="nki-simulator")
     loss.backward()
     assert loss.item() == 0 and x.grad is not None and w.grad is not None and not w.grad.any()
-
-
-def _all_count(low_sb, goal_sb):
-    """Lets ignored targets count."""
-
-
-def _no_first_block(dx_sb, dz_t_sb, w_sb, columns, first):
-    """Forgets all blocks of words but the last one."""
-    ADD_DX(dx_sb, dz_t_sb, w_sb, columns, True)
-
-
-ADD_DX = cross_entropy.add_dx
-
-
-@pytest.mark.parametrize(
-    ("function", "fault", "case"),
-    [("silence", _all_count, "loss_ignored"), ("add_dx", _no_first_block, "loss_ragged")],
-)
-def test_a_fault_planted_in_the_cross_entropy_is_seen(function, fault, case, monkeypatch):
-    plant(monkeypatch, cross_entropy, function, fault, CROSS_ENTROPY)
-    assert "dhidden" in failed_tensors(case)
-
-
-def test_the_cross_entropy_moves_no_logits():
-    """Beside its inputs and outputs, once each, the kernel reads the weight a second time."""
-    kernel, arguments = cross_entropy.example(N=256, d=64, V=1200)
-    moved, least = hbm_bytes(kernel, arguments)
-    assert moved == least + arguments[2].nbytes
 
 
 def test_a_readout_that_does_not_fit_is_refused():

@@ -23,7 +23,7 @@ RULE = {"T": 168, "H": 4, "K": 32, "V": 48, "C": 32, "lanes": 4, "width": 2}
 MODULES = {
     "RULE_FORWARD": (gated_delta_rule_fwd, RULE | {"every": 2}),
     "RULE_BACKWARD": (gated_delta_rule_bwd, RULE | {"every": 2, "T": 232}),
-    "LAYER_FORWARD": (fwd, RULE | {"save": 2}),
+    "LAYER_FORWARD": (fwd, RULE | {"save": 1}),
     "LAYER_BACKWARD": (bwd, RULE),
 }
 

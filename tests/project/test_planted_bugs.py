@@ -1,4 +1,4 @@
-"""Eighty mistakes of one line each turn a small check red: the checks that the project rests on can fail."""
+"""A hundred mistakes of one line each turn a small check red: what the project rests on can fail."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from delta_trn.backends import gated_delta_rule
 from delta_trn.backends.dispatch import BACKENDS
 from delta_trn.backends.gated_delta_rule import triton_time_adapter
 from delta_trn.backends.parity import layer_cases, mixer_cases, rule
@@ -62,6 +63,17 @@ def decoding_passes(backend, case):
     return all(verdict.passed for verdict in rule.step_verdicts(case, torch.float32, backend))
 
 
+def packed_passes():
+    """Sequences without states are one call of NKI's kernels; no state may pass from one to the next."""
+    x = inputs(replace(PACKED, state=False), torch.float32)
+    options = {"cu_seqlens": x.cu_seqlens, "use_qk_l2norm_in_kernel": True}
+    ours, theirs = (
+        gated_delta_rule(x.q, x.k, x.v, x.g, x.beta, **options, backend=name)[0]
+        for name in ("nki-simulator", "chunked")
+    )
+    return torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
 def carry_passes():
     """The state's gradient is nearly orthogonal to the state, so that what rounding takes from it counts."""
     case = Case(
@@ -81,8 +93,7 @@ def layer_passes(case, backend="chunked"):
 
 
 def mixer_passes(*names, dtype=torch.float32):
-    """By default a case whose gradients one kernel computes, and one whose gradients take three kernels."""
-    cases = [mixer_cases.BY_NAME[name] for name in names or ("mixer_short", "mixer_one_key")]
+    cases = [mixer_cases.BY_NAME[name] for name in names or ("mixer_short", "mixer_groups")]
     return all(
         verdict.passed for case in cases for verdict in mixer_cases.verdicts(case, dtype, "nki-simulator")
     )
@@ -205,7 +216,19 @@ CHECKS = {
     "triton's convolution": lambda: layer_passes("conv_packed", "triton"),
     "nki": lambda: judged("nki-simulator", WHOLE),
     "nki, decoding": lambda: decoding_passes("nki-simulator", HEADS),
+    "nki, decoding, normalized": lambda: decoding_passes("nki-simulator", replace(HEADS, norm="random")),
+    "nki, packed": packed_passes,
+    "nki, resets": lambda: judged("nki-simulator", replace(WHOLE, decay="reset")),
+    "nki, ragged": lambda: judged("nki-simulator", BY_NAME["ragged"]),
     "nki, words": lambda: layer_passes(WORDS, "nki-simulator"),
+    "nki's ignored words": lambda: layer_passes("loss_ignored", "nki-simulator"),
+    "nki's convolution": lambda: all(
+        layer_passes(f"conv_{name}", "nki-simulator") for name in ("packed_tiles", "cells", "prefix_tiles")
+    ),
+    "nki's norm": lambda: layer_passes("norm_head", "nki-simulator"),
+    "nki's residual": lambda: all(
+        layer_passes(f"residual_{name}", "nki-simulator") for name in ("odd", "blocks")
+    ),
     "nki, K = 256": lambda: judged("nki-simulator", BY_NAME["k256_short"]),
     "nki, layer": mixer_passes,
     "nki, layer's gradients": mixer_gradients_pass,

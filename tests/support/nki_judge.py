@@ -1,4 +1,4 @@
-"""Runs NKI kernels on tensors in the simulator, applies the criterion, and plants faults."""
+"""Runs NKI kernels on tensors in the simulator, and applies the criterion."""
 
 import math
 
@@ -9,8 +9,6 @@ from delta_trn.backends.nki_runtime_adapter import simulate, to_array, to_tensor
 from delta_trn.backends.parity.judge import FACTOR, error
 from delta_trn.nki_kernels.language import RUNTIME
 from delta_trn.nki_kernels.simulator import Numerics, record
-from delta_trn.nki_kernels.simulator.report import traffic
-from delta_trn.nki_kernels.simulator.subset import findings
 
 DTYPES = (torch.float32, torch.bfloat16)
 EXACT = Numerics()
@@ -46,11 +44,6 @@ def record_run(kernel, *args, **options):
     return record(kernel, *args, **options)
 
 
-def hbm_bytes(kernel, arguments):
-    """Returns the bytes that the kernel moves, and the bytes of its inputs and outputs once each."""
-    return traffic(record_run(kernel, *arguments), arguments)
-
-
 def assert_close(outcome, judge, baseline, terms):
     """Asserts the rule of `backends.parity.judge` for sums kept in float32, for every tensor of the judge.
 
@@ -72,12 +65,3 @@ def assert_passed(verdicts):
     """Asserts that all verdicts passed, and names those that failed."""
     failed = [str(verdict) for verdict in verdicts if not verdict.passed]
     assert not failed, "\n".join(failed)
-
-
-def plant(monkeypatch, module, function, fault, kernels):
-    """Replaces a function of a kernel's module by a faulty one.
-
-    The kernels' sources are checked first: findings are cached, so the fault's own source is not judged.
-    """
-    assert all(findings(kernel) == () for kernel in kernels)
-    monkeypatch.setattr(module, function, fault)

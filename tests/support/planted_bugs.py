@@ -36,6 +36,7 @@ TRITON_REVERSE = "triton_kernels.gated_delta_rule_reverse"
 TRITON_CONVOLUTION = "triton_kernels.short_convolution"
 NKI_BACK, NKI_LAYER = "nki_kernels.chunk_gradients", "nki_kernels.gated_delta_layer"
 TRITON_SEGMENTS, NKI_STEP = "triton_kernels.segments:chain_kernel", "nki_kernels.gated_delta_rule_step"
+NKI_CONVOLUTION = "nki_kernels.short_convolution"
 LAYERS, READOUT = "backends.layers.pytorch", "models.language_model"
 
 # fmt: off
@@ -142,7 +143,7 @@ BUGS = (
     Bug("muP: initial values do not shrink with width", "models.parameters:initial_std",
         "tag.ratio(config) ** power", "1.0", "muP"),
     Bug("muP: rates do not shrink with width", "models.parameters:scaled_parameters",
-        "factor = m ** _power(rule, optimizer, tag, config)", "factor = 1.0", "muP"),
+        "factor = m ** rule.lr(optimizer)", "factor = 1.0", "muP"),
     Bug("muP: independent weight decay follows the rate", "models.parameters:scaled_parameters",
         "decay / factor if independent_weight_decay else decay", "decay", "muP"),
     Bug("muP: the logits are not scaled", "models.config:DeltaConfig.logit_scale",
@@ -212,6 +213,46 @@ BUGS = (
         "x_sb[:, lane, start:stop]", "x_sb[:, lane, 0:stop - start]", "nki, K = 256"),
     Bug("nki: dx of a second block of words replaces the first one's", "nki_kernels.cross_entropy:add_dx",
         "if first:", "if True:", "nki, words"),
+    Bug("nki: ignored targets count", "nki_kernels.cross_entropy:silence",
+        "op0=nl.less, operand0=0.0", "op0=nl.less, operand0=-2.0", "nki's ignored words"),
+    Bug("nki: resets reach the kernels as they are", f"{RULE}.nki_adapter:_prepare",
+        "g = call.g.clamp(min=RESET)", "g = call.g", "nki, resets"),
+    Bug("nki: a state leaks into the next packed sequence", f"{RULE}.nki_adapter:_prepare",
+        "call.cu_seqlens), RESET)", "call.cu_seqlens), -1.0)", "nki, packed"),
+    Bug("nki: dg without erasures", f"{NKI_BACK}:sum_crossing_pairs",
+        "(chunk.reads_t, chunk.erasures_t)", "(chunk.reads_t,)", "nki"),
+    Bug("nki: dk without what goes through the norm", f"{NKI_BACK}:differentiate_norm",
+        "for side in range(2):", "for side in range(1):", "nki"),
+    Bug("nki: a token erases itself", f"{NKI_BACK}:compute_pair_gradients",
+        "nl.greater)", "nl.greater_equal)", "nki, ragged"),
+    Bug("nki: every decoded value head reads the first key", f"{NKI_STEP}:load_key_rows",
+        "row = (start + i) // shared", "row = 0", "nki, decoding"),
+    Bug("nki: decoded keys are as long as rsqrt's scale leaves them", f"{NKI_STEP}:normalize",
+        'factor * norm["scale"]', "factor", "nki, decoding, normalized"),
+    Bug("nki: decoded states leak into each other", f"{NKI_STEP}:build_block_diagonal",
+        "cmp_op=nl.equal", "cmp_op=nl.greater_equal", "nki, decoding"),
+    Bug("nki: packed sequences see their neighbors", f"{NKI_CONVOLUTION}:build_masks",
+        "if not packed:", "if True:", "nki's convolution"),
+    Bug("nki: taps of the convolution are reversed", f"{NKI_CONVOLUTION}:slice_window",
+        "slices.append(window_sb[:, j : j + count])",
+        "slices.append(window_sb[:, W - 1 - j : W - 1 - j + count])", "nki's convolution"),
+    Bug("nki: a cell continues the beginning of the one before", f"{NKI_CONVOLUTION}:copy_tail",
+        "before[:, columns - count : columns]", "before[:, 0:count]", "nki's convolution"),
+    Bug("nki: the prefix has no gradient", "nki_kernels.tiles:count_prefix_rows",
+        "W - 1 if continued else 0", "0", "nki's convolution"),
+    Bug("nki: dx keeps its part along x", "nki_kernels.gated_rms_norm:project",
+        "operand0=-1.0 / nh_sb.shape[2]", "operand0=0.0", "nki's norm"),
+    Bug("nki: rows of a partition have the norm of its first", "nki_kernels.gated_rms_norm:scale_rows",
+        "r_sb[:, i : i + 1]", "r_sb[:, 0:1]", "nki's norm"),
+    Bug("nki: a projection sums over the last block alone", "nki_kernels.delta_residual:add_projection",
+        "if d0 > 0:", "if d0 < 0:", "nki's residual"),
+    Bug("nki: X s is added to dk", "nki_kernels.delta_residual:build_diagonal",
+        "operand1=sign", "operand1=1.0", "nki's residual"),
+    Bug("nki: dk keeps its part along k", "nki_kernels.delta_residual:delta_residual_bwd",
+        "data=k_sb[:, d0 + low : d0 + high], op0=nl.multiply, operand0=along_sb",
+        "data=k_sb[:, d0 + low : d0 + high], op0=nl.multiply, operand0=0.0", "nki's residual"),
+    Bug("nki: keys are as long as rsqrt's scale leaves them", "nki_kernels.tiles:invert_norms",
+        'operand0=norm["scale"]', "operand0=1.0", "nki's residual"),
 )
 # fmt: on
 BY_NAME = {bug.name: bug for bug in BUGS}

@@ -24,9 +24,10 @@ from pathlib import Path
 import triton
 from triton import knobs
 
+from delta_trn.backends.compiler import NotCompiled
 from tools.estimate import choices, layers
 from tools.estimate.estimates import UNCERTAINTY, Estimate, Estimator
-from tools.estimate.simulate import CannotSimulate, simulator
+from tools.estimate.simulate import simulator
 from tools.estimate.work import SHAPES, launches
 
 RECORDED = Path(__file__).with_name("recorded.json")
@@ -170,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("TRITON_INTERPRET is set, so the kernels are Python functions; unset it to compile them")
     try:
         simulator()
-    except CannotSimulate as failure:
+    except NotCompiled as failure:
         parser.error(str(failure))
     if options.launches:
         for shape in options.shapes or SHAPES:

@@ -11,8 +11,6 @@ from delta_trn.train.settings.overrides import apply, parse, read_arguments
 if TYPE_CHECKING:
     from delta_trn.models.parameters import ScaledParameter
 
-COLUMNS = ("name", "shape", "role", "init_std", "multiplier", "lr", "weight_decay")
-
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
@@ -30,39 +28,28 @@ def main(arguments: Sequence[str]) -> int:
 
     from delta_trn.train.run.optimizer import scaled
 
-    rows = [_row(row) for row in scaled(config)]
-    print(json.dumps(rows, indent=1) if options.json else _table(rows))
+    rows = [_row(parameter) for parameter in scaled(config)]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    lines = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
     return 0
 
 
 def _row(parameter: "ScaledParameter") -> dict[str, Any]:
-    values = (
-        parameter.name,
-        list(parameter.shape),
-        getattr(parameter.role, "name", str(parameter.role)).lower(),
-        parameter.init_std,
-        parameter.multiplier,
-        parameter.lr,
-        parameter.weight_decay,
-    )
-    return dict(zip(COLUMNS, values, strict=True))
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    cells = [[_cell(row[column]) for column in COLUMNS] for row in rows]
-    widths = [max(len(row[i]) for row in [list(COLUMNS), *cells]) for i in range(len(COLUMNS))]
-    lines = [[*COLUMNS], *cells]
-    return "\n".join(
-        "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    columns = ("init_std", "multiplier", "lr", "weight_decay")
+    return {
+        "name": parameter.name,
+        "shape": list(parameter.shape),
+        "role": parameter.role.name.lower(),
+        **{column: getattr(parameter, column) for column in columns},
+    }
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.4g}"
     if isinstance(value, list):
         return "x".join(map(str, value))
-    return str(value)
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

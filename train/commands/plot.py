@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
         print(draw(readings, rows, first / "coordinates.png"))
         return 0
     if len(folders) == 1 and (first / "sweep.json").is_file():
-        from delta_trn.train.studies.sweep.picture import write_report
+        from delta_trn.train.studies.sweep.report import write_report
 
         print(write_report(first))
         return 0

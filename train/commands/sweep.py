@@ -81,7 +81,7 @@ def _sweep(name: str, options: Mapping[str, str], out: str | None) -> "tuple[Swe
 def _execute(sweep: "Sweep", folder: Path, own: Mapping[str, str | None]) -> int:
     from delta_trn.train.checkpoints.run_folder import RunFolder
     from delta_trn.train.run.setup import load_dataset
-    from delta_trn.train.studies.sweep.picture import write_report
+    from delta_trn.train.studies.sweep.report import write_report
     from delta_trn.train.studies.sweep.results import SAFE
     from delta_trn.train.studies.sweep.runner import execute
     from delta_trn.train.watch.display import console, duration
@@ -101,16 +101,16 @@ def _execute(sweep: "Sweep", folder: Path, own: Mapping[str, str | None]) -> int
         write_file(folder / "sweep.json", json.dumps(sweep.asked, indent=1) + "\n", SAFE)
         tell(f"{folder}  {jobs} at a time on {', '.join(devices) if devices else 'cpu'}")
         start = time.monotonic()
-        ended = execute(
+        stop, failed = execute(
             sweep, folder, jobs=jobs, devices=devices, threads=threads, max_minutes=minutes, tell=tell
         )
         print(write_report(folder))
     tell(f"time     {duration(time.monotonic() - start)}")
-    if ended.stopped:
-        tell(f"stopped by {ended.stopped}; the same command continues")
-    if ended.failed:
-        tell(f"{ended.failed} trials failed, see above; the same command tries them again")
-    return 128 + ended.signal if ended.signal is not None else 1 if ended.failed else 0
+    if stop.reason:
+        tell(f"stopped by {stop.reason}; the same command continues")
+    if failed:
+        tell(f"{failed} trials failed, see above; the same command tries them again")
+    return 128 + stop.signal if stop.signal is not None else 1 if failed else 0
 
 
 def _places(sweep: "Sweep", own: Mapping[str, str | None]) -> tuple[int, list[str], int]:
@@ -119,12 +119,10 @@ def _places(sweep: "Sweep", own: Mapping[str, str | None]) -> tuple[int, list[st
 
     from delta_trn.train.run.model import pick_device
 
-    device = sweep.trials[0].config.device
-    devices = []
-    if pick_device(device).type == "cuda":
-        everywhere = device in ("auto", "cuda")
-        devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if everywhere else [device]
+    asked, devices = sweep.trials[0].config.device, []
+    if pick_device(asked).type == "cuda":
+        every = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        devices = every if asked in ("auto", "cuda") else [asked]
     cores = len(os.sched_getaffinity(0))
     jobs = whole_number("jobs", own["jobs"] or str(len(devices) or cores))
-    threads = whole_number("threads", own["threads"] or str(max(cores // jobs, 1)))
-    return jobs, devices, threads
+    return jobs, devices, whole_number("threads", own["threads"] or str(max(cores // jobs, 1)))

@@ -64,8 +64,6 @@ def compile_all(run: Run, tell: Tell, observers: Sequence[Observer] = ()) -> Non
 
     def train() -> None:
         for i in range(STEPS):
-            for observer in observers:
-                observer.before_step(c.steps)  # an evaluation follows the last step
             step(run.next_batch(), learning_rate(c, i))
         for observer in observers:
             observer.after_evaluation()

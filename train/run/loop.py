@@ -49,9 +49,6 @@ class _Pending:
 class Observer(Protocol):
     """Looks into a model while it trains, and changes nothing. One that fails does not end the training."""
 
-    def before_step(self, step: int) -> None:
-        """Called before each step, with the number that the step will have."""
-
     def after_evaluation(self) -> dict[str, float]:
         """Called after each evaluation. Returns what the line in metrics.jsonl is to have, by name."""
         ...
@@ -144,8 +141,6 @@ class _Loop:
         state = self.run.state
         batch = self.run.next_batch()
         lr = learning_rate(self.run.config, state.step)
-        for observer in self.observers:
-            self._attempt("probes", lambda observer=observer: observer.before_step(state.step + 1))
         loss, norm = self.step(batch, lr)
         state.step += 1
         state.tokens += self._tokens_in_a_step()

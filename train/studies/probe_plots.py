@@ -14,26 +14,12 @@ from delta_trn.train.settings.errors import RunFolderError
 from delta_trn.train.watch import metrics
 from delta_trn.train.watch.figure import dress, new_figure, save_figure
 
+# of a layer, by the names in probes.py; of Sk the one at the latest token
 PANELS = (
-    ("k", "size of k before normalization"),
-    ("q", "size of q before normalization"),
-    ("v", "size of v"),
-    ("o", "size of S^T q"),
-    ("hidden", "size of the block's input"),
-    ("grad_q", "gradient of q, times width"),
-    ("grad_k", "gradient of k, times width"),
-    ("grad_hidden", "gradient of the block's input, times width"),
-    ("beta_mean", "mean of beta"),
-    ("beta_strong", "share of strong writes"),
-    ("alpha_mean", "mean of alpha"),
-    ("memory", "tokens that a head remembers"),
-    ("gate_decay_std", "spread of W_a x"),
-    ("gate_beta_std", "spread of W_b x"),
-    ("qk_mean", "mean cosine of q and k"),
-    ("Sk", "|S k| sqrt(K) / |S|, last"),
+    *("q", "k", "v", "o", "hidden", "grad_q", "grad_k", "grad_hidden"),
+    *("beta_mean", "beta_strong", "alpha_mean", "memory", "gate_decay_std", "gate_beta_std", "qk_mean", "Sk"),
 )
-PLACES = (("qk", "cosine of q and k, by token"), ("Sk", "|S k| sqrt(K) / |S|, by token"))
-GROUP_PANELS = (("fraction", "last update over weight"), ("grad", "norm of the gradient"))
+BY_TOKEN = ("qk", "Sk")
 # theory says 1/d: times d the widths share one curve
 TIMES_WIDTH = frozenset(("grad_q", "grad_k", "grad_hidden"))
 MAPS = (
@@ -90,21 +76,22 @@ def plot_probes(runs: Sequence[Probed], path: Path) -> Path:
     from matplotlib import colormaps
 
     middle = [(run.label, run, f"layers/{layers[len(layers) // 2]}") for run, layers in lines]
-    shown, widest = middle, middle[-1][1]
+    shown = middle
     if len(lines) == 1:
-        shown = [(f"layer {layer}", widest, f"layers/{layer}") for layer in lines[0][1]]
+        ((run, layers),) = lines
+        shown = [(f"layer {layer}", run, f"layers/{layer}") for layer in layers]
     panels = [
-        (title, [(label, *run.curve(f"{layer}/{name}")) for label, run, layer in shown])
-        for name, title in PANELS
+        (
+            name + " times width" * (name in TIMES_WIDTH),
+            [(at, *run.curve(f"{of}/{name}")) for at, run, of in shown],
+        )
+        for name in PANELS
     ]
-    for name, title in GROUP_PANELS:
-        groups = widest.names("groups/")
-        panels.append((title, [(group, *widest.curve(f"groups/{group}/{name}")) for group in groups]))
     for label, run, layer in middle:
-        for name, title in PLACES:
+        for name in BY_TOKEN:
             places = run.names(f"{layer}/{name}/")
             curves = [(f"t = {t}", *run.curve(f"{layer}/{name}/{t}")) for t in places]
-            panels.append((f"{title}, {label}", curves))
+            panels.append((f"{name} by token, {label}", curves))
     rows = -(-len(panels) // COLUMNS)
     figure = new_figure(3.2 * COLUMNS, 2.3 * rows, dpi=110)
     for i, (title, curves) in enumerate(panels):
@@ -114,8 +101,6 @@ def plot_probes(runs: Sequence[Probed], path: Path) -> Path:
             axes.plot(steps, values, color=color, linewidth=1.2, marker=".", markersize=3, label=label)
         dress(axes, title, size=7)
         axes.tick_params(labelsize=6)
-        if len(PANELS) <= i < len(PANELS) + len(GROUP_PANELS):
-            axes.set_yscale("log")
         if i == 0 or i >= len(PANELS):
             axes.legend(fontsize=5, frameon=False, ncols=2)
     return save_figure(figure, path)

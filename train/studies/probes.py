@@ -21,13 +21,8 @@ grows with width d under muP; K is the key size (arXiv:2606.04048):
     grad_q grad_k grad_v grad_hidden grad_y    gradients of the same tensors       1/d
     grad_o              gradient of S^T q                                          1/d to d^-1/2
 
-    of a group          groups/NAME/..., NAME one of GROUPS
-    weight  grad        Frobenius norms of the parameters and of their gradient
-    lr                  mean learning rate, weighted by parameters, factors included
-    update              Frobenius norm of the last step's change, decay included; fraction: update over weight
-
     of a write          depth/I/NAME, of Deep Delta Learning's residuals, I from 0 to 2 L - 1 with depth
-    beta_05 _50 _95     quantiles of beta over tokens, and beta_mean
+    beta_mean           mean of beta over tokens
     identity            share of tokens with beta below 1/2: the stream stays
     projection          from 1/2 to 3/2: what the stream holds along k is replaced
     reflection          above 3/2: what the stream holds along k changes its sign
@@ -41,7 +36,6 @@ grows with width d under muP; K is the key size (arXiv:2606.04048):
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,13 +44,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim import Optimizer
 
 from delta_trn.backends import gated_delta_rule
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.residual import DeepDelta, LatentUpdate, WriteOnly
 from delta_trn.train.data import Batch
-from delta_trn.train.run.evaluate import held_out_crops, is_due
+from delta_trn.train.run.evaluate import held_out_crops
 from delta_trn.train.run.step import loss_function
 
 if TYPE_CHECKING:
@@ -64,9 +57,7 @@ if TYPE_CHECKING:
     from delta_trn.train.run.setup import Run
     from delta_trn.train.run.step import Loss
 
-GROUPS = ("embedding", "main_proj", "gate_proj", "scalar", "conv", "norm", "mlp", "residual")
 PLACES = 8  # qk/T and Sk/T divide the sequence into so many parts
-COUNTED = 2**20  # torch.quantile takes 2^24 numbers at most, and sorts them
 L2_EPSILON = 1e-6  # as in the operation's own normalization of q and k
 
 
@@ -191,73 +182,34 @@ def rms(x: Tensor) -> float:
 class Probes:
     """Measures and leaves training alone: weights, their gradients and random numbers stay as they are."""
 
-    def __init__(
-        self,
-        model: DeltaForCausalLM,
-        optimizer: Optimizer,
-        loss: Loss,
-        batch: Batch,
-        device: torch.device,
-    ):
-        self.model, self.optimizer, self.loss = model, optimizer, loss
+    def __init__(self, model: DeltaForCausalLM, loss: Loss, batch: Batch, device: torch.device):
+        self.model, self.loss = model, loss
         self.batch = batch.each(lambda x: x.to(device))
-        self._before: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def before_step(self) -> None:
-        """Copies the weights, to see what the coming step changes. Needed only before an evaluation."""
-        self._before = {name: p.detach().clone() for name, p, _ in self._parameters()}
 
     def measure(self) -> dict[str, float]:
         """Returns every probe by its name."""
         training = self.model.training
-        kept = {name: p.grad for name, p, _ in self._parameters()}
+        kept = [(p, p.grad) for p in self.model.parameters()]
         self.model.eval()
         try:
-            for _, p, _ in self._parameters():
+            for p, _ in kept:
                 p.grad = None
             with observed(self.model) as view:
                 # the sum over tokens, not their mean
                 (self.loss(*self.batch) * self.batch.targets.numel()).backward()
             with torch.no_grad():
-                values = {"logit_std": self._logit_std(view.hidden)} | self._groups()
+                values = {"logit_std": self._logit_std(view.hidden)}
                 for i, (write, inputs) in view.writes.items():
-                    of_write = write_probes(
-                        *operands(write, *inputs), erases=not isinstance(write, WriteOnly)
-                    )
+                    erases = not isinstance(write, WriteOnly)
+                    of_write = write_probes(*operands(write, *inputs), erases=erases)
                     values |= {f"depth/{i}/{name}": value for name, value in of_write.items()}
                 for i, mixer in view.mixers.items():
                     values |= {f"layers/{i}/{name}": value for name, value in layer_probes(mixer).items()}
         finally:
             self.model.train(training)
-            for name, p, _ in self._parameters():
-                p.grad = kept[name]
-            self._before = {}
+            for p, grad in kept:
+                p.grad = grad
         return {name: float(f"{value:.6g}") for name, value in values.items()}
-
-    def _parameters(self) -> list[tuple[str, torch.nn.Parameter, float]]:
-        """Lists the name, the parameter and the current learning rate of all parameters."""
-        groups = self.optimizer.param_groups
-        return [(name, p, g["lr"]) for g in groups for name, p in zip(g["names"], g["params"], strict=True)]
-
-    def _groups(self) -> dict[str, float]:
-        squares: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for name, p, lr in self._parameters():
-            into = squares[group_of(name)]
-            into["count"] += p.numel()
-            into["lr"] += lr * p.numel()
-            into["weight"] += _square(p)
-            into["grad"] += 0.0 if p.grad is None else _square(p.grad)
-            if name in self._before:
-                into["update"] += _square(p - self._before[name])
-        values = {}
-        for group, sums in squares.items():
-            count = sums.pop("count")
-            of_group = {"lr": sums.pop("lr") / count} | {key: value**0.5 for key, value in sums.items()}
-            if "update" in of_group and of_group["weight"]:
-                of_group["fraction"] = of_group["update"] / of_group["weight"]
-            values |= {f"groups/{group}/{key}": value for key, value in of_group.items()}
-        return values
 
     def _logit_std(self, hidden: Tensor) -> float:
         head = self.model.lm_head
@@ -266,21 +218,15 @@ class Probes:
         return float(logits.std(-1).mean())
 
 
-class ProbeObserver:
+class ProbeObserver(Probes):
     """Measures the probes of a run of one process at every evaluation (see `train.run.loop.Observer`)."""
 
     def __init__(self, run: Run):
-        self.config = run.config
         plain = loss_function(run.model, run.config.model_copy(update={"compile": False}), run.device)
         (batch,) = held_out_crops(run.config, run.dataset, run.layout, at_most=1)
-        self.probes = Probes(run.model, run.optimizer, plain, batch, run.device)
+        super().__init__(run.model, plain, batch, run.device)
 
-    def before_step(self, step: int) -> None:
-        if is_due(self.config, step):
-            self.probes.before_step()
-
-    def after_evaluation(self) -> dict[str, float]:
-        return self.probes.measure()
+    after_evaluation = Probes.measure
 
 
 def layer_probes(view: MixerView) -> dict[str, float]:
@@ -333,13 +279,8 @@ def write_probes(X: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, erases: bool 
     X, k, v, beta = (x.float() for x in (X, k, v, beta))
     along = torch.einsum("...d,...dv->...v", k, X).norm(dim=-1)
     determinant = (1 - beta) ** X.shape[-1] if erases else torch.ones_like(beta)
-    quantiles = torch.quantile(beta.flatten()[:COUNTED], beta.new_tensor([0.05, 0.5, 0.95]))
-    low, middle, high = quantiles.tolist()
     return {
         "beta_mean": float(beta.mean()),
-        "beta_05": low,
-        "beta_50": middle,
-        "beta_95": high,
         "identity": float((beta < 0.5).float().mean()),
         "projection": float(((beta >= 0.5) & (beta <= 1.5)).float().mean()),
         "reflection": float((beta > 1.5).float().mean()),
@@ -359,25 +300,3 @@ def recall(S: Tensor, k: Tensor) -> float:
     values = torch.einsum("bhkv,bhk->bhv", S.float(), k)
     share = values.square().sum(-1) / S.float().square().sum((-2, -1)).clamp_min(1e-30)
     return float((share.mean() * S.shape[2]).sqrt())
-
-
-def group_of(name: str) -> str:
-    """Returns which of GROUPS a parameter belongs to."""
-    parts = name.removeprefix("model.").split(".")
-    if parts[0] in ("embed", "lm_head"):
-        return "embedding"
-    if "a_proj" in parts or "b_proj" in parts:
-        return "gate_proj"
-    if parts[-1] in ("A_log", "dt_bias"):
-        return "scalar"
-    if "conv" in parts:
-        return "conv"
-    if any(part == "norm" or part.endswith("_norm") for part in parts):
-        return "norm"
-    if "mlp" in parts:
-        return "mlp"
-    return "main_proj" if "mixer" in parts else "residual"
-
-
-def _square(x: Tensor) -> float:
-    return float(x.detach().double().square().sum())

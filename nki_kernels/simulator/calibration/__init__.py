@@ -2,5 +2,5 @@
 
 measurements   published times, their sources, and which program runs the same instructions
 programs       the published kernels, written again
-compare        model against measurement, and the constants that the fitted source implies
+compare        model against measurement
 """

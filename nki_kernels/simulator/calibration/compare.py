@@ -15,7 +15,6 @@ from delta_trn.nki_kernels.simulator.calibration.measurements import (
     Measurement,
 )
 from delta_trn.nki_kernels.simulator.calibration.programs import arguments
-from delta_trn.nki_kernels.simulator.core.targets import TARGETS
 from delta_trn.nki_kernels.simulator.cost import ISSUE, READINGS, estimates
 from delta_trn.nki_kernels.simulator.kernel import record
 
@@ -27,7 +26,6 @@ class Comparison:
     """The model's times of one measurement in milliseconds, by reading."""
 
     measurement: Measurement
-    lower: dict[str, float]
     in_order: dict[str, float]
     vector: float
     scalar: float
@@ -55,7 +53,6 @@ def compare(measurement: Measurement) -> Comparison:
     slow = by_reading[ISSUE.name]
     return Comparison(
         measurement,
-        {name: extend([e.lower for e in costs]) for name, costs in by_reading.items()},
         {name: extend([e.schedule for e in costs]) for name, costs in by_reading.items()},
         extend([e.engines["vector"] for e in slow]),
         extend([e.engines["scalar"] for e in slow]),
@@ -102,37 +99,6 @@ def verdict(comparisons: list[Comparison]) -> tuple[list[str], bool]:
     return lines, met
 
 
-def implied_constants() -> dict[str, float]:
-    """Returns what the published times of the fitted source say about each constant of the model."""
-    of = {m.kernel.split()[0].strip(","): m for m in MEASUREMENTS if m.source == FITTED}
-    chip = TARGETS["trn1"]
-
-    def cycles(busy: float | None, ghz: float) -> float:
-        return (busy or 0.0) * ghz * 1e6
-
-    copies = {  # how many copies out of PSUM, and the elements of all
-        "matmul": (32 * 12 * 42, 32 * 12 * (40 * 128 + 2 * 512)),
-        "bmm": (512 + 4096, 512 * 128 + 4096 * 512),
-    }
-    constants = {
-        f"Scalar, cycles of an instruction beside its elements ({name}: {count:,} copies)": (
-            cycles(of[name].scalar, chip.scalar_ghz) - elements
-        )
-        / count
-        for name, (count, elements) in copies.items()
-    }
-    two = cycles(of["AdamW"].vector, chip.vector_ghz) / 342 / 512 / 6
-    reciprocal = cycles(of["SiLU"].vector, chip.vector_ghz) / 448 / 512 - 2
-    scan = cycles(of["mamba"].vector, chip.vector_ghz) / 32 / 7168 - 4 * two
-    product = cycles(of["transpose"].ms, chip.tensor_ghz) / (4 * 8 * 16 * 4 * 10944)
-    return constants | {
-        "reciprocal, cycles per element (SiLU, beside one instruction with two inputs)": reciprocal,
-        "two inputs, cycles per element (AdamW, six of them)": two,
-        "scan, cycles per element (mamba, beside four instructions with two inputs)": scan,
-        "Tensor, cycles per column and pass, at most (transpose and matmul, whole time)": product,
-    }
-
-
 def main(options: argparse.Namespace) -> int:
     """Runs the comparison. Returns 1 if the model is farther from a measurement than the aims allow."""
     chosen = [m for m in MEASUREMENTS if options.only in m.kernel or options.only == m.source]
@@ -147,7 +113,5 @@ def main(options: argparse.Namespace) -> int:
     if not options.only:
         lines, met = verdict(comparisons)
         print("\n".join(lines) + "\n")
-        constants = (f"{value:6.2f}  {what}" for what, value in implied_constants().items())
-        print(f"What {FITTED} implies:", *constants, sep="\n  ")
     print("\nSources:", *(f"{name}: {address}" for name, address in SOURCES.items()), sep="\n  ")
     return 0 if met else 1

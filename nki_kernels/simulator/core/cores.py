@@ -6,6 +6,7 @@ of the other. Everything else is private. `meet` is the barrier of core_barrier 
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -36,25 +37,19 @@ class Pair:
 
 def run_both(pair: Pair, bodies: list[Callable[[], Any]]) -> list[Any]:
     """Run both bodies and return their results; the first failure ends both and is raised."""
-    results: list[Any] = [None, None]
-    failures: list[BaseException] = []
 
-    def run(core: int) -> None:
+    def run(body: Callable[[], Any]) -> Any:
         try:
-            results[core] = bodies[core]()
+            return body()
         except threading.BrokenBarrierError:
-            pass  # the other core's failure is the cause
-        except BaseException as failure:
-            failures.append(failure)
+            return None  # the other core's failure is the cause
+        except BaseException:
             pair.barrier.abort()
+            raise
 
-    threads = [threading.Thread(target=run, args=(core,)) for core in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(run, body) for body in bodies]
+    results = [core.result() for core in running]
     if pair.barrier.broken:
         raise RuntimeError("the two cores did not reach the same barrier within 60 s")
     return results

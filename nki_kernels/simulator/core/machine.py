@@ -85,14 +85,11 @@ class Record:
 class Numerics:
     """How exact the engines are. Settings other than the default show how sensitive a kernel is.
 
-    matmul            "bfloat16" or "tfloat32" rounds float32 operands before they are multiplied. Public
-                      measurements disagree on whether the Tensor engine's float32 products are exact.
-    activation_ulps   largest relative error of activation functions in units of 2^-23, drawn at random.
-                      On the chip they are piecewise polynomials.
+    matmul    "bfloat16" or "tfloat32" rounds float32 operands before they are multiplied. Public measurements
+              disagree on whether the Tensor engine's float32 products are exact.
     """
 
     matmul: str = "float32"
-    activation_ulps: float = 0.0
 
 
 EXACT = Numerics()

@@ -19,6 +19,8 @@ from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
 from delta_trn.nki_kernels.simulator.isa.operators import Operator
 
+__all__ = ["activation", "activation_reduce"]
+
 
 @instruction(engines.scalar)
 def activation(
@@ -62,10 +64,6 @@ def _activate(
     assert function.activation is not None
     run.machine.tables.load_for(function.name)
     result = function.activation(values)
-    ulps = run.machine.numerics.activation_ulps
-    if ulps and function.name != "copy":
-        draws = run.machine.rng.uniform(-ulps, ulps, result.shape)
-        result = result * (1 + draws * 2.0**-23).astype(np.float32)
     run.write_like(dst, result, data)
     check_command(run, reduce_cmd, commands.idle, commands.reset, commands.reduce, commands.reset_reduce)
     registers = run.machine.scalar_registers

@@ -13,6 +13,8 @@ from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import oob_mode as oob_modes
 from delta_trn.nki_kernels.simulator.isa.operators import Operator
 
+__all__ = ["dma_compute", "dma_copy", "dma_transpose"]
+
 DMA_MEMORY = (SBUF, *HBM)
 
 

@@ -9,6 +9,11 @@ from delta_trn.nki_kernels.simulator.isa.arithmetic import alu_operator, bits, c
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.operators import Operator
 
+__all__ = [
+    "memset", "nc_stream_shuffle", "reciprocal", "scalar_tensor_tensor", "tensor_copy",
+    "tensor_copy_predicated", "tensor_scalar", "tensor_tensor",
+]  # fmt: skip
+
 INT32 = ("int32", "uint32")
 ON_GPSIMD = ("power", "rsqrt")
 # On Trn2 the Scalar engine's tensor_scalar knows these pairs only; Trn1's list is not published.

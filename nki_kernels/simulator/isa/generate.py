@@ -11,6 +11,8 @@ from delta_trn.nki_kernels.simulator.isa.arithmetic import one_of
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.operators import Operator, equal
 
+__all__ = ["affine_select", "iota"]
+
 COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
 
 

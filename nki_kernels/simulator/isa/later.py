@@ -23,6 +23,8 @@ from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
 from delta_trn.nki_kernels.simulator.isa.operators import Operator, add, maximum
 
+__all__ = ["activate2", "exponential", "nc_matmul_mx", "quantize_mx", "range_select", "topk"]
+
 FP32_MIN = float(np.finfo(np.float32).min)
 RANGE_COMPARISONS = ("equal", "less", "less_equal", "greater", "greater_equal")
 PIPELINES = {

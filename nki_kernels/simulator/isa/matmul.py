@@ -19,6 +19,8 @@ from delta_trn.nki_kernels.simulator.isa.arithmetic import pick
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import matmul_perf_mode
 
+__all__ = ["nc_matmul", "nc_transpose"]
+
 WIDE = ("float32", "tfloat32")
 
 

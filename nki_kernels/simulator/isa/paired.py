@@ -6,6 +6,8 @@ from delta_trn.nki_kernels.simulator.core.memory import HBM, SBUF, NkiTensor
 from delta_trn.nki_kernels.simulator.isa.enums import dma_engine as dma_engines
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 
+__all__ = ["core_barrier", "sendrecv"]
+
 
 def _pair(run: Instruction) -> Pair:
     """Return what the two cores share; refuse an instruction on one core."""

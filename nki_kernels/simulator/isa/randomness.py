@@ -10,6 +10,8 @@ from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instru
 from delta_trn.nki_kernels.simulator.core.memory import NkiTensor
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 
+__all__ = ["dropout", "rand2", "rand_get_state", "rand_set_state", "rng", "set_rng_seed"]
+
 
 @instruction(engines.vector)
 def rng(run: Instruction, dst: NkiTensor, engine: engines = engines.vector):

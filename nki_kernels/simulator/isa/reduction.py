@@ -19,6 +19,11 @@ from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
 from delta_trn.nki_kernels.simulator.isa.operators import Operator
 
+__all__ = [
+    "bn_aggr", "bn_stats", "select_reduce", "tensor_partition_reduce", "tensor_reduce",
+    "tensor_scalar_cumulative", "tensor_scalar_reduce", "tensor_tensor_scan",
+]  # fmt: skip
+
 ACCUMULATING = ("add", "multiply", "maximum", "minimum")
 BN_STATS_FMAX = 512
 

@@ -7,6 +7,8 @@ from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instru
 from delta_trn.nki_kernels.simulator.core.memory import HBM, SBUF, NkiTensor
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 
+__all__ = ["VirtualRegister", "register_alloc", "register_load", "register_move", "register_store"]
+
 
 class VirtualRegister:
     """A scalar that the chip holds: a scalar_offset of .ap, or a loop bound."""

@@ -7,6 +7,11 @@ from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instru
 from delta_trn.nki_kernels.simulator.core.memory import SBUF, NkiTensor
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 
+__all__ = [
+    "local_gather", "max8", "nc_find_index8", "nc_match_replace8", "nc_n_gather", "nonzero_with_count",
+    "sequence_bounds",
+]  # fmt: skip
+
 LEAST, MOST = 8, 16384
 
 

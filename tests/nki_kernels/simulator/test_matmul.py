@@ -4,14 +4,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from delta_trn.nki_kernels.simulator import Numerics, nisa, nl, record
+from delta_trn.nki_kernels.simulator import nisa, nl
 from delta_trn.nki_kernels.simulator.isa.matmul import down_the_rows
 from tests.support.simulator_harness import (
     F32,
     execute,
     near,
     normal,
-    on_chip,
     psum,
     sbuf,
 )
@@ -108,44 +107,6 @@ def test_the_vector_engine_transposes_bit_for_bit():
         nisa.nc_transpose(dst=out, data=tile, engine=nisa.engine.vector)
 
     assert (execute(body, x, shape=(20, 32), dtype=nl.bfloat16) == x.T).all()
-
-
-def test_the_precision_probe_tells_float32_products_from_rounded_ones():
-    """Entries 1 + 2^-12: exact in float32 and lost in bfloat16, the first thing to run on a chip."""
-    x = np.full((64, 16), 1 + 2.0**-12, np.float32)
-
-    def kernel(a):
-        out = nl.ndarray((16, 16), F32, nl.shared_hbm)
-        ps, tile = psum(16, 16), on_chip(a)
-        nisa.nc_matmul(dst=ps, stationary=tile, moving=tile)
-        sb = sbuf(16, 16)
-        nisa.tensor_copy(dst=sb, src=ps)
-        nisa.dma_copy(dst=out, src=sb)
-        return out
-
-    exact = 64 * (1 + 2.0**-12) ** 2
-    corner = {
-        mode: record(kernel, x, check_source=False, numerics=Numerics(matmul=mode)).outputs[0, 0]
-        for mode in ("float32", "tfloat32", "bfloat16")
-    }
-    assert abs(corner["float32"] - exact) < 1e-5
-    assert corner["bfloat16"] == corner["tfloat32"] == 64
-
-
-def test_activations_are_perturbed_by_at_most_the_ulps_asked_for():
-    def kernel(a):
-        out, tile = nl.ndarray((64, 64), F32, nl.shared_hbm), on_chip(a)
-        nisa.activation(dst=tile, op=nl.exp, data=tile)
-        nisa.dma_copy(dst=out, src=tile)
-        return out
-
-    x = normal(64, 64)
-    exact, off = (
-        record(kernel, x, check_source=False, numerics=Numerics(activation_ulps=ulps)).outputs
-        for ulps in (0, 8)
-    )
-    relative = np.abs(off / exact - 1) / 2.0**-23
-    assert 4 < relative.max() <= 9.0  # 8, and the rounding of the product
 
 
 @pytest.mark.parametrize(

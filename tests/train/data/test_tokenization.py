@@ -56,47 +56,32 @@ def gpt2_like():
     return made
 
 
-@pytest.mark.parametrize("text", NASTY, ids=range(len(NASTY)))
 @pytest.mark.parametrize("kind", ["bytebpe", "bytes"])
-def test_any_text_survives_tokenizing(bpe, kind, text):
+def test_any_text_survives_tokenizing(bpe, kind):
     tokenizer = bpe if kind == "bytebpe" else plain_bytes()
-    (ids,) = tokenizer.encode_documents([text])
-    assert ids[0] == tokenizer.bos and ids[-1] == tokenizer.eos
-    assert not {tokenizer.bos, tokenizer.eos, tokenizer.pad} & set(ids[1:-1].tolist())
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.encode(text) == ids[:-1].tolist()
+    for text, ids in zip(NASTY, tokenizer.encode_documents(NASTY), strict=True):
+        assert ids[0] == tokenizer.bos and ids[-1] == tokenizer.eos
+        assert not {tokenizer.bos, tokenizer.eos, tokenizer.pad} & set(ids[1:-1].tolist())
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.encode(text) == ids[:-1].tolist()
 
 
-def test_ids_of_plain_bytes_are_the_bytes():
+def test_ids_mean_what_is_said_of_them(bpe):
     tokenizer = plain_bytes()
-    data = "aé漢\x00".encode()
-    assert tokenizer.encode(data.decode()) == [256, *data]
+    assert tokenizer.encode("aé漢\x00") == [256, *"aé漢\x00".encode()]
     assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (256, 257, 258)
     assert (tokenizer.size, tokenizer.vocab_size) == (259, 320)
-
-
-def test_ids_of_a_trained_bpe(bpe):
-    assert (bpe.bos, bpe.eos, bpe.pad) == (0, 1, 2)
-    assert bpe.size == bpe.vocab_size == 320
+    assert (bpe.bos, bpe.eos, bpe.pad) == (0, 1, 2) and bpe.size == bpe.vocab_size == 320
     assert len(bpe.encode("def function_3(argument):")) < len("def function_3(argument):") / 2
-
-
-def test_too_little_text_leaves_rows_of_the_vocabulary_unused():
-    tokenizer = train_byte_bpe(iter(["aaaa"]), 4096)
-    assert tokenizer.size < 300 and tokenizer.vocab_size == 4096
+    short = train_byte_bpe(iter(["too little text leaves rows unused"]), 4096)
+    assert short.size < 300 and short.vocab_size == 4096
 
 
 def test_only_the_first_bytes_train_a_bpe(monkeypatch):
     monkeypatch.setattr("delta_trn.train.data.tokenizer.TRAINING_BYTES", 100)
-    taken = []
-
-    def documents():
-        for text in ["x" * 60] * 10:
-            taken.append(text)
-            yield text
-
-    train_byte_bpe(documents(), 300)
-    assert len(taken) <= 3
+    left = iter(["x" * 60] * 10)
+    train_byte_bpe(left, 300)
+    assert len(list(left)) >= 7
 
 
 SCRIPT = """
@@ -123,22 +108,17 @@ def test_training_a_bpe_has_one_result_on_any_number_of_threads():
 # -- files -------------------------------------------------------------------------------------------------
 
 
-def test_a_saved_tokenizer_loads_unchanged(bpe, tmp_path):
+def test_a_saved_tokenizer_loads_unchanged_here_and_in_transformers(bpe, tmp_path):
     bpe.save(tmp_path)
-    loaded = load_tokenizer(tmp_path)
-    specials = (loaded.bos, loaded.eos, loaded.pad, loaded.vocab_size)
-    assert specials == (bpe.bos, bpe.eos, bpe.pad, bpe.vocab_size)
+    loaded, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    specials = (bpe.bos, bpe.eos, bpe.pad)
+    assert (loaded.bos, loaded.eos, loaded.pad, loaded.vocab_size) == (*specials, bpe.vocab_size)
     assert loaded.sha256 == bpe.sha256
-
-
-def test_transformers_reads_a_saved_tokenizer_and_pads_on_the_left(bpe, tmp_path):
-    """generate() continues each row's last token, which must not be padding."""
-    bpe.save(tmp_path)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == specials
     text = "def function_1(argument): ünïcödé"
-    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (bpe.bos, bpe.eos, bpe.pad)
     assert theirs(text)["input_ids"] == bpe.encode(text)
     assert theirs.decode(bpe.encode(text), skip_special_tokens=True) == text
+    # generate() continues each row's last token, which must not be padding
     rows = theirs(["one", "one two three"], padding=True)["input_ids"]
     assert theirs.padding_side == "left" and rows[0][0] == bpe.pad and rows[0][-1] != bpe.pad
     assert theirs.decode(rows[0], skip_special_tokens=True) == "one"
@@ -151,11 +131,8 @@ def test_gpt2_out_of_reach_says_at_once_what_to_pass_instead(tmp_path, monkeypat
     def unreachable(*args, **kwargs):
         raise ConnectionError
 
-    def download(*names):
-        raise AssertionError("it would be tried six times")
-
     monkeypatch.setattr("huggingface_hub.get_session", lambda: SimpleNamespace(head=unreachable))
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", None)  # it would try six times
     message = r"out of reach \(ConnectionError\); .*data.tokenizer=bytebpe, .*data.tokenizer=PATH"
     (tmp_path / "text.txt").write_text("a\n<|endoftext|>\nb")
     with pytest.raises(TokenizerError, match=message):
@@ -212,27 +189,19 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(bpe, tmp_path):
         make_tokenizer(str(tmp_path), 256, iter([]))
 
 
-def _change(name, content):
-    return lambda folder: (folder / name).write_text(content)
-
-
 DAMAGES = [
-    (
-        lambda folder: (folder / "tokenizer.json").unlink(),
-        r"cannot be read as a tokenizer\.json \(No such file",
-    ),
-    (_change("tokenizer.json", '{"version": "1.0", '), r"cannot be read as a tokenizer\.json \(EOF"),
-    (
-        _change("tokenizer_config.json", '{"eos_token": "<|endoftext|>"}'),
-        r"lacks model_vocab_size: it was not",
-    ),
-    (_change("tokenizer_config.json", "{"), r"tokenizer_config\.json is not JSON"),
+    ("tokenizer.json", None, r"cannot be read as a tokenizer\.json \(No such file"),
+    ("tokenizer.json", '{"version": "1.0", ', r"cannot be read as a tokenizer\.json \(EOF"),
+    ("tokenizer_config.json", '{"eos_token": "</s>"}', r"lacks model_vocab_size: it was not written by"),
+    ("tokenizer_config.json", "{", r"tokenizer_config\.json is not JSON"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGES)
-def test_load_tokenizer_names_damaged_files(bpe, tmp_path, damage, message):
+@pytest.mark.parametrize(("name", "content", "message"), DAMAGES)
+def test_load_tokenizer_names_damaged_files(bpe, tmp_path, name, content, message):
     bpe.save(tmp_path)
-    damage(tmp_path)
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_text(content)
     with pytest.raises(TokenizerError, match=message):
         load_tokenizer(tmp_path)

@@ -85,7 +85,6 @@ def test_a_wall_that_moves_alone_is_told_from_the_flank(options):
 def test_a_flank_that_moves_alone_is_told_from_the_wall():
     flanks, walls = fit(0.3, 0.0)
     assert sum(s.low > 0 for s in flanks) >= 36 and covered(walls, 0.0) >= ENOUGH
-    assert np.mean([s.octaves for s in flanks]) == pytest.approx(0.3, abs=0.06)
 
 
 def test_a_curve_that_moves_as_a_whole_moves_on_both_sides():
@@ -93,20 +92,13 @@ def test_a_curve_that_moves_as_a_whole_moves_on_both_sides():
         assert covered(sides, -0.8) >= ENOUGH and {s.verdict for s in sides} == {"moves"}
 
 
-def test_four_paired_seeds_at_half_octaves_reach_the_goals():
-    """Half-widths of 0.06 for the flank and 0.10 for the wall, at a noise of 0.02 nats."""
-    flanks, walls = fit(0.0, 0.0)
-    assert np.median([s.high - s.low for s in flanks]) / 2 < 0.06
-    assert np.median([s.high - s.low for s in walls]) / 2 < 0.10
-
-
 def test_seeds_that_drift_apart_widen_the_interval():
     """With seeds' own drifts taken for noise of single curves, the interval would be too short."""
-    together, _ = fit(0.0, 0.0)
+    together, walls = fit(0.0, 0.0)
     apart, _ = fit(0.0, 0.0, of_seeds=0.3)
     assert covered(apart, 0.0) >= ENOUGH
-    median = [np.median([s.high - s.low for s in sides]) for sides in (together, apart)]
-    assert median[1] > 4 * median[0]
+    flank, wall, wide = (np.median([s.high - s.low for s in sides]) / 2 for sides in (together, walls, apart))
+    assert flank < 0.06 and wall < 0.10 and wide > 4 * flank
 
 
 def test_the_interval_covers_the_intervals_of_all_windows():
@@ -114,13 +106,6 @@ def test_the_interval_covers_the_intervals_of_all_windows():
     assert len(s.windows) == 3 and len({line.rates for line in s.windows}) == 3
     assert s.low == min(line.slope - line.half_width() for line in s.windows)
     assert s.high == max(line.slope + line.half_width() for line in s.windows)
-
-
-def test_one_seed_at_two_widths_has_a_drift_but_no_interval():
-    curves, best = plant(0.0, 0.0, rng=np.random.default_rng(0), seeds=1)
-    two = {key: points for key, points in curves.items() if key[0] < 8}
-    s = side("wall", two, {scale: x for scale, x in best.items() if scale < 8})
-    assert s.windows and math.isinf(s.high) and s.verdict == "undecided"
 
 
 def test_rates_that_diverge_are_left_out_and_a_side_without_rates_says_so():

@@ -4,9 +4,7 @@ Under muP nothing that another layer reads grows or vanishes with width, neither
 few steps change. The size of an output is the root mean square of its entries. Its change is that of the
 difference to its value for the same tokens before training.
 
-Models are those of a recipe, or of anybody's function `make(width)`. Of the latter, the plain one is trained
-with one learning rate; the others get muP's initial values and groups from `delta_trn.mup`, with the smallest
-width as the base.
+Models are those of a recipe (`of_recipe`), or of anybody's function `make(width)` (`Maker`).
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_leaves
 
 from delta_trn.models.ecosystem.widths import (
     find_readout,
@@ -30,11 +29,9 @@ from delta_trn.models.ecosystem.widths import (
     parameter_groups,
     scaled_parameters,
 )
-from delta_trn.train.data import Batch
 from delta_trn.train.parallel.sharding import Sharding
-from delta_trn.train.run.model import make_model, model_config
-from delta_trn.train.run.optimizer import learning_rate, make_optimizer
-from delta_trn.train.run.step import TrainingStep, loss_function
+from delta_trn.train.run.model import make_model, model_config, pick_device, vocabulary
+from delta_trn.train.run.optimizer import make_optimizer, set_learning_rate
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import RunConfig
 from delta_trn.train.studies.probes import rms
@@ -43,7 +40,10 @@ PLAIN = "plain"
 # Tokens are drawn from few of the vocabulary. What is learned of a token then outweighs what its gradient
 # shares by chance with unrelated tokens, which is 1 / sqrt(width) and would look like a law of width.
 DISTINCT, ROWS, TOKENS = 16, 4, 64
-Outputs = tuple[int, dict[str, list[Tensor]]]  # step, module -> what its calls returned
+# width, seed -> a model and what trains it
+Start = Callable[[int, int], tuple[nn.Module, torch.optim.Optimizer]]
+# seed -> what a model's forward gets: a tensor, a sequence, or a mapping of arguments
+MakeBatch = Callable[[int], "Mapping[str, Any] | Sequence[Any] | Tensor"]
 
 
 @dataclass(frozen=True)
@@ -60,160 +60,130 @@ class Reading:
     change: float
 
 
-def compare(
-    outputs: Iterator[Outputs], parametrization: str, optimizer: str, width: int, seed: int
+def readings(
+    start: Start,
+    parametrization: str,
+    optimizer_name: str,
+    *,
+    widths: Sequence[int],
+    steps: int,
+    seeds: int,
+    batch: MakeBatch | None = None,
 ) -> Iterator[Reading]:
-    """Reads outputs after each step, beside those before training."""
-    before: dict[str, list[Tensor]] = {}
-    for step, now in outputs:
-        before = before or now
-        for name, parts in now.items():
-            first = before.get(name, [])
-            if [x.shape for x in parts] != [x.shape for x in first]:
-                continue  # an expert, say, that gets other tokens
-            change = _joint_rms([a - b for a, b in zip(parts, first, strict=True)])
-            yield Reading(parametrization, optimizer, width, seed, step, name, _joint_rms(parts), change)
+    """Trains on one batch over and over at every width and seed, and reads every module before and after.
+
+    One batch is best for few steps: tokens that were not trained on share less with those that were, the
+    wider the model.
+
+    batch   None: random tokens. Tokens are passed as labels, too, where a model takes labels
+    """
+    for width in widths:
+        for seed in range(seeds):
+            model, optimizer = start(width, seed)
+            given = batch(seed) if batch else draw_tokens(model, seed)
+            before: dict[str, list[Tensor]] = {}
+            for step in range(steps + 1):
+                optimizer.zero_grad()
+                with watched(model.eval()) as now:
+                    loss = _loss(model, given, now)
+                if not math.isfinite(loss.item()):
+                    raise ConfigError(
+                        f"the loss is {loss.item()} at step {step}: take a lower rate, lr.adamw=2**-10"
+                    )
+                before = before or now
+                for name, parts in now.items():
+                    first = before.get(name, [])
+                    if [x.shape for x in parts] != [x.shape for x in first]:
+                        continue  # an expert, say, that gets other tokens
+                    change = _joint_rms([a - b for a, b in zip(parts, first, strict=True)])
+                    size = _joint_rms(parts)
+                    yield Reading(parametrization, optimizer_name, width, seed, step, name, size, change)
+                if step < steps:
+                    loss.backward()
+                    optimizer.step()
 
 
 def _joint_rms(parts: Sequence[Tensor]) -> float:
     return math.sqrt(sum(rms(part) ** 2 for part in parts) / len(parts))
 
 
-def recipe_readings(
-    config: RunConfig,
-    *,
-    widths: Sequence[int],
-    steps: int,
-    seeds: int,
-    batches: Callable[[int], Iterator[Batch]],
-    scheduled: bool = False,
-) -> Iterator[Reading]:
-    """Trains our own model `steps` at every width and seed, and reads its modules before and after.
+def of_recipe(config: RunConfig) -> Start:
+    """Returns what starts a recipe's model, under the configuration's parametrization and optimizer."""
 
-    config      a configuration without `auto`: its model, parametrization, optimizer and learning rate count
-    batches     seed -> the batches to train on, the same at every width. The first is looked at. One batch
-                over and over is best for few steps: tokens that were not trained on share less with those
-                that were, the wider the model
-    scheduled   whether the rate follows the configuration's schedule; then only steps 1, 2, 4, ... and the
-                last are read
-    """
-    for width in widths:
-        for seed in range(seeds):
-            model = config.model.model_copy(update={"width": width})
-            own = config.model_copy(update={"model": model, "seed": seed})
-            outputs = _train_recipe(own, steps, batches(seed), scheduled)
-            yield from compare(outputs, config.parametrization, config.optimizer.name, width, seed)
+    def start(width: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        sized = config.model.model_copy(update={"width": width})
+        own = config.model_copy(update={"model": sized, "seed": seed})
+        settings = model_config(own, rows=vocabulary(config))
+        model = make_model(settings, seed=seed, device=pick_device(config.device))
+        optimizer = make_optimizer(Sharding(model), own)
+        set_learning_rate(optimizer, config.optimizer.lr)
+        return model, optimizer
+
+    return start
 
 
-def _train_recipe(
-    config: RunConfig, steps: int, batches: Iterator[Batch], scheduled: bool
-) -> Iterator[Outputs]:
-    batch, device, rows = next(batches), torch.device(config.device), config.model.vocab_size
-    assert rows is not None, "the data set it"
-    model = make_model(model_config(config, rows=rows), seed=config.seed, device=device)
-    loss, sharding = loss_function(model, config, device), Sharding(model)
-    optimizer = make_optimizer(sharding, config)
-    step = TrainingStep(loss, optimizer, sharding, micro=len(batch.inputs), clip=config.optimizer.clip)
-    tokens, targets = batch.inputs.to(device), batch.targets.to(device)
-    for number in range(steps + 1):
-        if number:
-            rate = learning_rate(config, number - 1) if scheduled else config.optimizer.lr
-            step(batch if number == 1 else next(batches), rate)
-        if scheduled and number != steps and number & (number - 1):  # neither the last nor a power of 2
-            continue
-        with torch.no_grad(), watched(model) as outputs:
-            logits = model(tokens, use_cache=False).logits
-        yield number, {**outputs, "logit_next": [logits.gather(-1, targets[..., None])]}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is trained, and how.
+@dataclass(frozen=True)
+class Maker:
+    """Anybody's models.
 
     make        width -> model
-    batch       seed -> what the model's forward gets: a tensor, a sequence, or a mapping of arguments; None:
-                random tokens. Tokens are passed as labels, too, where a model takes labels
-    rates       optimizer ("adamw", "sgd") -> learning rate at the smallest width
+    base        muP's base width, the smallest that is checked
     roles       pattern of parameters' names -> role, where shapes do not tell
-    readout_init    times the readout's initial values, under muP. From their own size, a readout adds noise
-                to all gradients that only dies out at larger widths
     """
 
     make: Callable[[int], nn.Module]
-    widths: Sequence[int]
-    steps: int
-    seeds: int
-    rates: Mapping[str, float]
-    batch: Callable[[int], Mapping[str, Any] | Sequence[Any] | Tensor] | None = None
+    base: int
     roles: Mapping[str, str] = field(default_factory=dict)
-    readout_init: float = 0.0
-    device: str = "cpu"
 
     def model(self, width: int, seed: int = 0) -> nn.Module:
         """Makes a model. Raises ConfigError if `make` cannot."""
         torch.manual_seed(seed)
+        name = getattr(self.make, "__name__", repr(self.make))
         try:
             inspect.signature(self.make).bind(width)
         except TypeError as error:
-            raise ConfigError(f"{_name(self.make)} does not take a width: {error}") from None
+            raise ConfigError(f"{name} does not take a width: {error}") from None
         model = self.make(width)
         if not isinstance(model, nn.Module):
             raise ConfigError(
-                f"{_name(self.make)}({width}) returned a {type(model).__name__}, expected a torch.nn.Module"
+                f"{name}({width}) returned a {type(model).__name__}, expected a torch.nn.Module"
             )
-        return model.eval().to(self.device)
+        return model
 
-
-def require_widths(plan: Plan, parametrizations: Sequence[str]) -> None:
-    """Raises ConfigError unless models grow with the width, and muP can scale them."""
-    narrow, wide = plan.widths[0], plan.widths[-1]
-    small, large = plan.model(narrow), plan.model(wide)
-    fewer, more = (sum(p.numel() for p in model.parameters()) for model in (small, large))
-    if fewer >= more:
-        raise ConfigError(
-            f"{_name(plan.make)} makes {fewer:,} weights at width {narrow} and {more:,} at {wide}; expected "
-            "more at the larger width"
-        )
-    if set(parametrizations) != {PLAIN}:
+    def require_growth(self, wide: int) -> None:
+        """Raises ConfigError unless models grow with the width, and muP can scale them."""
+        small, large = self.model(self.base), self.model(wide)
+        fewer, more = (sum(p.numel() for p in model.parameters()) for model in (small, large))
+        if fewer >= more:
+            raise ConfigError(
+                f"the model has {fewer:,} weights at width {self.base} and {more:,} at {wide}; expected more "
+                "at the larger width"
+            )
         try:
-            scaled_parameters(large, small, plan.roles)
+            scaled_parameters(large, small, self.roles)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
+    def start(self, parametrization: str, optimizer: str, lr: float) -> Start:
+        """Returns what starts a model.
 
-def module_readings(plan: Plan, parametrization: str, optimizer: str) -> Iterator[Reading]:
-    """Trains at every width and seed, and reads every module's output before and after each step.
+        The plain one is trained with one learning rate; the others get muP's initial values and groups from
+        `delta_trn.mup`. Their readouts begin at 0: from their own size they add noise to all gradients that
+        only dies out at larger widths.
+        """
+        base = self.model(self.base)
 
-    parametrization   PLAIN, or a table of `models.mup`
-    """
-    base = plan.model(plan.widths[0])
-    for width in plan.widths:
-        for seed in range(plan.seeds):
-            model = plan.model(width, seed)
+        def start(width: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+            model = self.model(width, seed)
             groups: Any = list(model.parameters())
-            rate = plan.rates[optimizer]
             if parametrization != PLAIN:
-                options: Any = {"base": base, "table": parametrization, "roles": plan.roles}
-                initialize(model, **options, readout_init=plan.readout_init)
-                groups = parameter_groups(model, **options, lr=rate, optimizer=optimizer)
+                options: Any = {"base": base, "table": parametrization, "roles": self.roles}
+                initialize(model, **options, readout_init=0.0)
+                groups = parameter_groups(model, **options, lr=lr, optimizer=optimizer)
             kind = torch.optim.AdamW if optimizer == "adamw" else torch.optim.SGD
-            outputs = _train(plan, model, kind(groups, lr=rate, weight_decay=0.0), seed)
-            yield from compare(outputs, parametrization, optimizer, width, seed)
+            return model, kind(groups, lr=lr, weight_decay=0.0)
 
-
-def _train(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Iterator[Outputs]:
-    """Yields every module's output before each step and after the last."""
-    batch = plan.batch(seed) if plan.batch else draw_tokens(model, seed)
-    for step in range(plan.steps + 1):
-        with watched(model) as outputs:
-            loss = _loss(model, _moved(batch, plan.device), outputs)
-        if not math.isfinite(loss.item()):
-            raise ConfigError(f"the loss is {loss.item()} at step {step}: take a lower rate, lr.adamw=2**-10")
-        yield step, outputs
-        if step < plan.steps:
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        return start
 
 
 def draw_tokens(model: nn.Module, seed: int) -> Tensor:
@@ -228,7 +198,8 @@ def draw_tokens(model: nn.Module, seed: int) -> Tensor:
         )
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randperm(vocabulary, generator=generator)[:DISTINCT]
-    return drawn[torch.randint(len(drawn), (ROWS, TOKENS), generator=generator)]
+    tokens = drawn[torch.randint(len(drawn), (ROWS, TOKENS), generator=generator)]
+    return tokens.to(next(model.parameters()).device)
 
 
 @contextlib.contextmanager
@@ -281,15 +252,6 @@ def _loss(model: nn.Module, batch: Any, outputs: dict[str, list[Tensor]]) -> Ten
     return loss
 
 
-def _moved(batch: Any, device: str) -> Any:
-    """Returns a batch whose tensors are on the device."""
-    if isinstance(batch, Mapping):
-        return {name: _moved(x, device) for name, x in batch.items()}
-    if isinstance(batch, tuple | list):
-        return [_moved(x, device) for x in batch]
-    return batch.to(device) if isinstance(batch, Tensor) else batch
-
-
 def _entry(output: Any, name: Literal["loss", "logits"]) -> Tensor | None:
     """Returns what a model calls its loss or its logits; a bare tensor is the one that its shape says."""
     if isinstance(output, Mapping):
@@ -301,13 +263,5 @@ def _entry(output: Any, name: Literal["loss", "logits"]) -> Tensor | None:
 
 def _first_tensor(output: Any) -> Tensor | None:
     """Returns the first floating tensor of what a module returned."""
-    if isinstance(output, Tensor):
-        return output if output.is_floating_point() else None
-    parts = output.values() if isinstance(output, Mapping) else output
-    if not isinstance(output, Mapping | Sequence) or isinstance(output, str):
-        return None
-    return next((x for part in parts if (x := _first_tensor(part)) is not None), None)
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", repr(function))
+    parts = tree_leaves(output)
+    return next((x for x in parts if isinstance(x, Tensor) and x.is_floating_point()), None)

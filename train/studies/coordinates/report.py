@@ -186,9 +186,8 @@ def draw(readings: Sequence[Reading], rows: Sequence[Verdict], path: Path) -> Pa
 
 def write(folder: Path, head: Mapping[str, Any], readings: Sequence[Reading]) -> Path:
     """Writes coordinates.json: the check's settings, theory, and every reading; then the picture."""
-    rows = [{k: _plain(v) for k, v in asdict(r).items()} for r in readings]
     folder.mkdir(parents=True, exist_ok=True)
-    tree = {**head, "tensors": THEORY, "readings": rows}
+    tree = {**head, "tensors": THEORY, "readings": [asdict(r) for r in readings]}
     write_file(folder / "coordinates.json", json.dumps(tree) + "\n", ADVICE)
     return draw(readings, judge(readings), folder / "coordinates.png")
 
@@ -205,10 +204,3 @@ def read(folder: Path) -> tuple[list[Reading], Theory] | None:
         [math.nan if row[name] is None else row[name] for name in names] for row in tree["readings"]
     ]
     return [Reading(*row) for row in rows], tree["tensors"]
-
-
-def _plain(value: Any) -> Any:
-    """Rounds a number to six digits, and turns NaN, which JSON lacks, into None."""
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.6g}") if math.isfinite(value) else None

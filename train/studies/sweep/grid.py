@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from delta_trn.models.mup import OPTIMIZERS
 from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.effects import require_effect, require_effect_somewhere
 from delta_trn.train.settings.errors import RunFolderError, UsageError
@@ -17,7 +16,7 @@ from delta_trn.train.settings.overrides import change, number, whole_numbers
 from delta_trn.train.settings.schema import RunConfig
 from delta_trn.train.studies.sweep.results import ANY, Place, place_of
 
-AXES = {"widths", "lrs", "parametrizations", "optimizers", "seeds", "arms"} | {f"lrs.{x}" for x in OPTIMIZERS}
+AXES = {"widths", "lrs", "parametrizations", "optimizers", "seeds", "arms"}
 # keys of the configuration that an axis replaces
 SWEPT = {
     "model.width": "widths", "optimizer.lr": "lrs", "optimizer.name": "optimizers",
@@ -91,20 +90,17 @@ def define(name: str, options: Mapping[str, str]) -> Sweep:
 
     Raises UsageError or ConfigError, before anything runs, if some trial could not be made.
     """
-    axes = {key: value for key, value in options.items() if key in AXES}
-    changes = {key: value for key, value in options.items() if key not in AXES}
+    start = recipe(name)
+    optimizers = _words("optimizers", options.get("optimizers", start.optimizer.name))
+    known = AXES | {f"lrs.{optimizer}" for optimizer in optimizers}
+    axes = {key: value for key, value in options.items() if key in known}
+    changes = {key: value for key, value in options.items() if key not in known}
     for key, axis in SWEPT.items():
         if key in changes:
             raise UsageError(f"{key} is an axis of a sweep; give {axis}={changes[key]}")
     if "epochs" in changes:
         raise UsageError(f"epochs={changes['epochs']}: all trials of a sweep are equally long; give steps=N")
-    start = recipe(name)
-    optimizers = _words("optimizers", axes.get("optimizers", start.optimizer.name))
     rates = {optimizer: _rates(optimizer, axes) for optimizer in optimizers}
-    for optimizer in OPTIMIZERS:
-        if f"lrs.{optimizer}" in axes and optimizer not in optimizers:
-            names = ",".join(optimizers)
-            raise UsageError(f"lrs.{optimizer} is for an optimizer that is not swept; optimizers={names}")
     widths = sorted(whole_numbers("widths", axes.get("widths", str(start.model.width))))
     tables = _words("parametrizations", axes.get("parametrizations", start.parametrization))
     seeds = whole_numbers("seeds", axes.get("seeds", "0"), least=0)
@@ -158,26 +154,19 @@ def parse_arms(text: str) -> Arms:
     Raises UsageError for anything else.
     """
     key, equals, values = text.partition("=")
-    if equals:
-        names = [value.strip() for value in values.split(",")]
-        if not key or not all(names) or len(set(names)) < len(names):
-            raise UsageError(f"arms={text}: expected a key and different values, such as model.layers=2,4,8")
-        return {name: {key: name} for name in names}
-    if not text.endswith(".json"):
-        raise UsageError(f"arms={text}: expected KEY=V1,V2, such as model.layers=2,4,8, or FILE.json")
     try:
+        if equals:
+            return {name: {key: name} for name in _words(f"arms={key}", values)}
         tree = json.loads(Path(text).read_text(encoding="utf-8"))
-        arms = {
+        return {
             name: {key: value if isinstance(value, str) else json.dumps(value) for key, value in keys.items()}
             for name, keys in tree.items()
-        }
+        } or {"": {}}
     except (OSError, ValueError, AttributeError) as error:
         raise UsageError(
-            f'arms={text} cannot be read ({error}); expected {{"name": {{"key": "value"}}, ...}}'
+            f"arms={text} cannot be read ({error}); expected KEY=V1,V2, such as model.layers=2,4,8, or "
+            'FILE.json with {"name": {"key": "value"}, ...}'
         ) from None
-    if not arms:
-        raise UsageError(f"arms={text} contains no arm")
-    return arms
 
 
 def _rates(optimizer: str, axes: Mapping[str, str]) -> list[float]:

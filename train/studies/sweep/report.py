@@ -1,6 +1,7 @@
 """What a sweep's results say: the best rate of every width, how flank and wall move, and how sure that is.
 
-It is read from the lines alone, which say where they belong.
+It is read from the lines alone, which say where they belong. The picture is as figures 1 and 2 of
+arXiv:2606.04048: loss above each width's best against the rate.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from delta_trn.train.files import write_file
 from delta_trn.train.studies.fits import optimum
-from delta_trn.train.studies.sweep.results import ANY, DIGITS, Result
+from delta_trn.train.studies.sweep.results import ANY, DIGITS, SAFE, Result, Results
 from delta_trn.train.studies.sweep.sides import Name, Side, side
+from delta_trn.train.watch.figure import GRAY, dress, new_figure, save_figure
 
 # A parabola is fitted to the rates within OCTAVES of the best one, or to the NEAREST if those are fewer:
 # losses farther out do not follow a parabola.
@@ -56,10 +61,8 @@ class Curve:
         """Whether the best rate is the lowest or highest tried, so that a better one may lie beyond."""
         return len(self.rates) > 1 and self.best in (min(self.rates), max(self.rates))
 
-    def losses(self, rate: float | None) -> Losses:
+    def losses(self, rate: float) -> Losses:
         """Returns the losses at log2 of a rate."""
-        if rate is None:
-            return {}
         return {seed: y for x, y, seed in self.points if round(x, DIGITS) == round(rate, DIGITS)}
 
 
@@ -106,20 +109,16 @@ def reports(lines: Iterable[Result]) -> list[Report]:
         by_width: dict[int, list[Result]] = defaultdict(list)
         for line in own if table == ANY else [*shared, *own]:
             by_width[line["width"]].append(line)
-        curves = [_curve_of(width, by_width[width]) for width in sorted(by_width)]
+        curves = []
+        for width, of_width in sorted(by_width.items()):
+            losses = [math.inf if x["loss"] is None else x["loss"] for x in of_width]
+            points = [(math.log2(x["lr"]), y, x["seed"]) for x, y in zip(of_width, losses, strict=True)]
+            curves.append(curve(width, points, of_width[0].get("parameters", 0)))
         sides = (drift("flank", curves), drift("wall", curves)) if len(curves) > 1 else ()
         # an arm may be a parametrization and carry its name
         name = dict.fromkeys((arm, "" if table == ANY else table, optimizer))
         rows.append(Report(" ".join(filter(None, name)), tuple(curves), sides, costs(curves)))
     return sorted(rows, key=lambda row: row.name)
-
-
-def _curve_of(width: int, lines: Sequence[Result]) -> Curve:
-    points = [
-        (math.log2(line["lr"]), math.inf if line["loss"] is None else float(line["loss"]), line["seed"])
-        for line in lines
-    ]
-    return curve(width, points, lines[0].get("parameters", 0))
 
 
 def curve(width: int, points: Sequence[tuple[float, float, int]], parameters: int = 0) -> Curve:
@@ -161,14 +160,12 @@ def drift(name: Name, curves: Sequence[Curve]) -> Side:
 
 def costs(curves: Sequence[Curve]) -> dict[tuple[int, float], Difference]:
     """Returns what widths lose at, below and above the narrowest width's best rate, where that was tried."""
-    measured = [c for c in curves if c.best is not None]
-    if len(measured) < 2:
-        return {}
-    first = measured[0].best or 0.0
+    measured = [(c, c.best) for c in curves if c.best is not None]
     found = {}
-    for c in measured:
+    for c, best in measured if len(measured) > 1 else ():
         for octaves in BESIDE:
-            if (lost := difference(c.losses(first + octaves), c.losses(c.best))) is not None:
+            lost = difference(c.losses(measured[0][1] + octaves), c.losses(best))
+            if lost is not None:
                 found[c.width, octaves] = lost
     return found
 
@@ -194,10 +191,9 @@ def table(rows: Sequence[Report]) -> str:
         " optimum, log2 rate | nats lost at half the narrowest's best rate | at it | at twice it |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    every = [c for report in rows for c in report.curves]
-    best = {
-        w: min((c for c in every if c.width == w), key=lambda c: c.lowest) for w in {c.width for c in every}
-    }
+    best: dict[int, Curve] = {}
+    for c in (c for report in rows for c in report.curves):
+        best[c.width] = min(best.get(c.width, c), c, key=lambda c: c.lowest)
     for report in rows:
         for c in report.curves:
             tried, loss, above = "-", "diverged", None
@@ -205,20 +201,14 @@ def table(rows: Sequence[Report]) -> str:
                 tried = f"2^{c.best:g}" + (", an end" if c.is_at_an_end else "")
                 loss = f"{c.lowest:.4f}"
                 others = best[c.width]
-                above = None if c is others else difference(c.losses(c.best), others.losses(others.best))
+                if c is not others and others.best is not None:
+                    above = difference(c.losses(c.best), others.losses(others.best))
             at = "-" if c.optimum is None else f"{c.optimum:.2f}"
             lost = [str(report.costs.get((c.width, octaves), "-")) for octaves in BESIDE]
-            cells = [
-                report.name,
-                str(c.width),
-                f"{c.parameters:,}",
-                tried,
-                loss,
-                str(above or "-"),
-                at,
-                *lost,
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
+            start = (
+                f"| {report.name} | {c.width} | {c.parameters:,} | {tried} | {loss} | {above or '-'} | {at}"
+            )
+            lines.append(" | ".join([start, *lost]) + " |")
     if any(report.sides for report in rows):
         lines += [
             "",
@@ -239,3 +229,53 @@ def _side_cells(s: Side) -> str:
     )
     interval = "-" if math.isinf(s.low) else f"{s.low:+.2f} to {s.high:+.2f}"
     return f"{s.name} | {s.octaves:+.3f} | {interval} | {s.verdict} | {windows}"
+
+
+def draw_curves(rows: Sequence[Report], path: Path) -> Path | None:
+    """Draws one panel per series, with the drifts of flank and wall as title; None without a result."""
+    shown = [row for row in rows if any(c.best is not None for c in row.curves)]
+    if not shown:
+        return None
+    from matplotlib import colormaps
+
+    columns = 2 if len(shown) == 4 else min(len(shown), 3)
+    lines = math.ceil(len(shown) / columns)
+    figure = new_figure(4.6 * columns, 3.6 * lines)
+    widths = sorted({c.width for row in shown for c in row.curves})
+    shades = {w: colormaps["viridis"](0.85 * i / max(len(widths) - 1, 1)) for i, w in enumerate(widths)}
+    for i, row in enumerate(shown):
+        _draw_series(figure.add_subplot(lines, columns, i + 1), row, shades)
+    return save_figure(figure, path, SAFE)
+
+
+def _draw_series(axes: Any, row: Report, shades: Mapping[int, Any]) -> None:
+    top = 1e-3
+    for c in row.curves:
+        if c.best is None:
+            continue
+        xs = [x for x, y in c.rates.items() if math.isfinite(y)]
+        ys = [c.rates[x] - c.lowest for x in xs]
+        # the panel ends at the worst of the rates next to the best: losses far above say nothing about it
+        nearest = sorted(zip(xs, ys, strict=True), key=lambda point: abs(point[0] - (c.best or 0)))[:5]
+        top = max(top, *(y for _, y in nearest))
+        label = f"d = {c.width} (shifted by {c.lowest:.4f})"
+        axes.plot(xs, ys, color=shades[c.width], marker="o", markersize=3.5, linewidth=1.4, label=label)
+        if c.optimum is not None:
+            axes.axvline(c.optimum, color=shades[c.width], linewidth=1, linestyle=":")
+    axes.set_ylim(-0.12 * top, 1.15 * top)
+    dress(axes, row.name, size=10)
+    drifts = ", ".join(f"{s.name} {s.octaves:+.2f}" for s in row.sides if s.windows)
+    axes.set_title(drifts or "not decided", loc="right", fontsize=8, color=GRAY)
+    axes.set_xlabel("log2 of the learning rate; titles: octaves per doubling of width", fontsize=9)
+    axes.set_ylabel("loss above the best, nats per token")
+    axes.legend(frameon=False, fontsize=7, loc="upper center")
+
+
+def write_report(folder: Path) -> str:
+    """Writes report.md and sweep.png into a sweep's folder. Returns the table and where they lie."""
+    results = Results(folder)
+    rows = reports(results.read().values())
+    text = table(rows)
+    write_file(folder / "report.md", text + "\n", SAFE)
+    picture = draw_curves(rows, folder / "sweep.png")
+    return f"{text}\n\nresults  {results.path}   picture  {picture or '-'}"

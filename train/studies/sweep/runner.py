@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,22 +33,7 @@ SECONDS_TO_SAVE = 60.0
 
 # forked from a process that has imported everything: a trial of seconds should not wait four for imports
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = [
-    "delta_trn.train.run.setup",
-    "delta_trn.train.run.loop",
-    "delta_trn.train.studies.sweep.runner",
-    "delta_trn.models",
-    "delta_trn.backends.gated_delta_rule.chunked",
-]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a sweep ended: why it stopped early, by which signal, and how many trials could not be made."""
-
-    stopped: str | None
-    signal: int | None
-    failed: int
+_PRELOADED = ["delta_trn.train.run.loop", __name__, "delta_trn.backends.gated_delta_rule.chunked"]
 
 
 def execute(
@@ -61,12 +45,12 @@ def execute(
     threads: int,
     max_minutes: float | None,
     tell: Callable[[str], None],
-) -> Ended:
+) -> tuple[StopRequest, int]:
     """Makes every trial that has no result, `jobs` at a time, until all have one or a signal asks to stop.
 
     On a stop the running trials save a checkpoint, and the next call resumes them. After a kill, the next
     call repeats what trials have done since their last checkpoint. The caller holds the folder: two runners
-    in one folder would make the same trials.
+    in one folder would make the same trials. Returns what may have stopped it, and how many trials failed.
     """
     _CONTEXT.set_forkserver_preload(_PRELOADED)
     results = Results(folder)
@@ -105,15 +89,11 @@ def execute(
             elif time.monotonic() > deadline:
                 for process, *_ in running.values():
                     process.kill()
-    return Ended(stop.reason, stop.signal, failed)
+    return stop, failed
 
 
 def _place(folder: Path, trial: Trial) -> Path:
     return folder / "trials" / trial.key
-
-
-def _log(place: Path) -> Path:
-    return place.with_name(f"{place.name}.txt")
 
 
 def _start(trial: Trial, place: Path, device: str | None, threads: int) -> BaseProcess:
@@ -127,7 +107,7 @@ def _start(trial: Trial, place: Path, device: str | None, threads: int) -> BaseP
 
 def _reason(place: Path, process: BaseProcess) -> str:
     """Returns why a trial has no result: the last line of its output."""
-    log = _log(place)
+    log = place.with_suffix(".txt")
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     return f"{lines[-1] if lines else f'exit status {process.exitcode}'} (the whole output: {log})"
 
@@ -136,7 +116,7 @@ def _main(config: str, place: str, threads: int) -> None:
     """Is the body of a trial's process."""
     import torch
 
-    descriptor = os.open(_log(Path(place)), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(f"{place}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process

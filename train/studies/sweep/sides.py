@@ -86,7 +86,7 @@ def side(name: Name, curves: Curves, best: Mapping[float, float]) -> Side:
     curves  (log2 scale, seed) -> log2 rate -> loss; infinite losses are left out
     best    log2 scale -> log2 of the best rate
     """
-    lines: dict[tuple[object, ...], Line] = {}
+    lines: dict[str, Line] = {}
     reasons: list[str] = []
     centers = _centers(best)
     for inner in INNER:
@@ -100,14 +100,11 @@ def side(name: Name, curves: Curves, best: Mapping[float, float]) -> Side:
                 continue
             if (center - min(kept) if name == "flank" else max(kept) - center) >= REACH - EDGE:
                 window[key] = kept
-        same = tuple(sorted((key, tuple(points)) for key, points in window.items()))
-        if same in lines:
-            continue
         fitted = fit_line(window)
         if isinstance(fitted, str):
             reasons.append(fitted)
         else:
-            lines[same] = fitted
+            lines[str(window)] = fitted  # another window may hold the same rates
     windows = tuple(lines.values())
     if not windows:
         return Side(name, math.nan, -math.inf, math.inf, f"not decided: {reasons[0]}", ())
@@ -191,11 +188,10 @@ def _line(
         freedom += len(x) - 2
     if not slopes:
         return "no seed was run at two scales"
-    total = sum(spreads)
-    slope = sum(w * s for w, s in zip(spreads, slopes, strict=True)) / total
-    between = sum(w * (s - slope) ** 2 for w, s in zip(spreads, slopes, strict=True))
+    slope = float(np.average(slopes, weights=spreads))
+    between = float(np.array(spreads) @ (np.array(slopes) - slope) ** 2)
     variance, freedom = _pooled(between, len(slopes) - 1, squares, freedom)
-    error = math.sqrt(variance / total + (slope * doubt) ** 2) if freedom else math.inf
+    error = math.sqrt(variance / sum(spreads) + (slope * doubt) ** 2) if freedom else math.inf
     return Line(rates, slope, error, freedom)
 
 
@@ -205,9 +201,7 @@ def _pooled(between: float, seeds: int, within: float, freedom: int) -> tuple[fl
     between, seeds      of seeds' slopes about their mean: also what differs between seeds as a whole
     within, freedom     of positions about their own seed's line
     """
-    if not seeds or not freedom:
-        count = seeds + freedom
-        return ((between + within) / count if count else math.inf), count
-    if between / seeds <= POOLED * within / freedom:
-        return (between + within) / (seeds + freedom), seeds + freedom
-    return between / seeds, seeds
+    if seeds and freedom and between / seeds > POOLED * within / freedom:
+        return between / seeds, seeds
+    count = seeds + freedom
+    return (between + within) / count if count else math.inf, count
