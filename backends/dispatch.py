@@ -381,7 +381,7 @@ TABLE: Mapping[str, Mapping[str, Row]] = {
 }
 
 
-# Device types other than CUDA that a driver of Triton in this process runs kernels on: an emulator adds "cpu".
+# Device types beside CUDA that a driver of Triton in this process runs kernels on: an emulator adds "cpu".
 TRITON_DEVICES: set[str] = set()
 
 
