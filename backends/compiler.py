@@ -43,8 +43,8 @@ class Library:
     note: str
 
 
-class _Failure(Exception):
-    """There will be no library; the message says why."""
+class NotCompiled(Exception):
+    """Nothing is compiled here; the message says why."""
 
 
 def lies_in_memory(x: Tensor) -> bool:
@@ -61,14 +61,21 @@ def load(source: Path, headers: Sequence[Path] = ()) -> Library:
     if os.environ.get(SWITCH) == "0":
         return Library(None, f"PyTorch, since {SWITCH}=0")
     try:
-        command, version = _compiler()
-        path = _folder() / f"{source.stem}-{_key([source, *headers], [command, FLAGS, version])}.so"
-        if not path.exists():
-            _compile_once(command, source, path)
+        path, version = build(source, headers)
         return Library(ctypes.CDLL(str(path)), f"a C++ kernel, compiled by {version}")
-    except (_Failure, OSError, subprocess.SubprocessError, Timeout) as failure:
+    except (NotCompiled, OSError, subprocess.SubprocessError, Timeout) as failure:
         reason = " ".join(str(failure).split())
         return Library(None, f"PyTorch, since the C++ kernel could not be compiled or loaded: {reason}")
+
+
+def build(source: Path, headers: Sequence[Path] = (), flags: str | None = None) -> tuple[Path, str]:
+    """Returns `source` compiled, now or before, and the compiler's version; None: as a library."""
+    flags = FLAGS if flags is None else flags
+    command, version = _compiler()
+    path = _folder() / f"{source.stem}-{_key([source, *headers], [command, flags, version])}.so"
+    if not path.exists():
+        _compile_once(command, source, path, flags)
+    return path, version
 
 
 def _compiler() -> tuple[str, str]:
@@ -76,7 +83,7 @@ def _compiler() -> tuple[str, str]:
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
     command = next((name for name in names if shutil.which(shlex.split(name)[0])), None)
     if command is None:
-        raise _Failure(f"there is no {' and no '.join(names)}; install a C++ compiler, or name one in CXX")
+        raise NotCompiled(f"there is no {' and no '.join(names)}; install a C++ compiler, or name one in CXX")
     answer = subprocess.run(
         [*shlex.split(command), "--version"], capture_output=True, text=True, check=True, timeout=SECONDS
     )
@@ -101,23 +108,24 @@ def _key(files: Sequence[Path], words: Sequence[str]) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
 
 
-def _compile_once(command: str, source: Path, path: Path) -> None:
+def _compile_once(command: str, source: Path, path: Path, flags: str) -> None:
     """Compiles to `path` unless another process does, or one has failed before."""
     failed = path.with_suffix(".failed")
     with FileLock(path.with_suffix(".lock"), timeout=SECONDS):
         if path.exists():
             return
         if failed.exists():
-            raise _Failure(f"{failed.read_text()} (remove {failed} to try again)")
+            raise NotCompiled(f"{failed.read_text()} (remove {failed} to try again)")
         unfinished = path.with_suffix(f".{os.getpid()}")
-        words = [*shlex.split(command), *FLAGS.split(), str(source), "-o", str(unfinished)]
+        words = [*shlex.split(command), *flags.split(), str(source), "-o", str(unfinished)]
         try:
             subprocess.run(words, capture_output=True, text=True, check=True, timeout=SECONDS)
-            ctypes.CDLL(str(unfinished))
+            if "-shared" in flags:
+                ctypes.CDLL(str(unfinished))
             unfinished.replace(path)
         except (OSError, subprocess.SubprocessError) as failure:
             complaint = getattr(failure, "stderr", None) or str(failure)
             failed.write_text(f"{shlex.join(words[:-1])}: {complaint.strip()[:500]}")
-            raise _Failure(failed.read_text()) from failure
+            raise NotCompiled(failed.read_text()) from failure
         finally:
             unfinished.unlink(missing_ok=True)

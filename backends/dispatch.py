@@ -310,9 +310,9 @@ def _at(file: str) -> str:
     return f"delta_trn.backends.{file}"
 
 
-def _limits(folder: str, backend: str) -> Callable[[Call], Iterable[str]]:
-    """Returns a function of an operation's file `limits`, which is imported when first asked."""
-    return lambda call: getattr(import_module(_at(f"{folder}.limits")), backend)(call)
+def _limits(name: str) -> Callable[[Call], Iterable[str]]:
+    """Returns a function of `limits`, which is imported when first asked."""
+    return lambda call: getattr(import_module(_at("limits")), name)(call)
 
 
 def _triton(adapter: str, limits: Callable[[Call], Iterable[str]] = lambda call: ()) -> Row:
@@ -329,23 +329,23 @@ def _triton(adapter: str, limits: Callable[[Call], Iterable[str]] = lambda call:
 def _nki(devices: frozenset[str], automatic: frozenset[str]) -> dict[str, Row]:
     """Returns the rows of the NKI kernels, which run on a device and in the simulator alike."""
 
-    def row(folder: str, limits: str = "nki") -> Row:
-        return Row(_at(f"{folder}.nki_adapter"), NEURON_FLOATS, devices, automatic, _limits(folder, limits))
+    def row(folder: str, limits: str) -> Row:
+        return Row(_at(f"{folder}.nki_adapter"), NEURON_FLOATS, devices, automatic, _limits(limits))
 
-    rule = row("gated_delta_rule")
+    rule = row("gated_delta_rule", "rule_nki")
     return {
         "gated_delta_rule": rule,
         "gated_delta_rule_step": rule,
-        "delta_residual": row("delta_residual"),
+        "delta_residual": row("delta_residual", "residual_nki"),
         "short_convolution": row("layers", "nki_convolution"),
         "gated_rms_norm": row("layers", "nki_norm"),
         "linear_cross_entropy": row("layers", "nki_readout"),
-        "gated_delta_layer": row("gated_delta_layer"),
+        "gated_delta_layer": row("gated_delta_layer", "layer_nki"),
     }
 
 
-_TRITON_RULE = _triton("gated_delta_rule.triton_adapter", _limits("gated_delta_rule", "triton"))
-_TRITON_NORM = _triton("layers.triton_adapter", _limits("layers", "triton_norm"))
+_TRITON_RULE = _triton("gated_delta_rule.triton_adapter", _limits("rule_triton"))
+_TRITON_NORM = _triton("layers.triton_adapter", _limits("triton_norm"))
 _CHUNKED = Row(_at("gated_delta_rule.chunked"), FLOATS, automatic=CPU)
 _RECURRENT = Row(_at("gated_delta_rule.recurrent"), FLOATS)
 _LAYERS = Row(_at("layers.pytorch"), FLOATS, automatic=None)  # PyTorch's form is every device's
@@ -356,7 +356,7 @@ TABLE: Mapping[str, Mapping[str, Row]] = {
         "gated_delta_rule": _TRITON_RULE,
         "gated_delta_rule_step": _TRITON_RULE,
         "delta_residual": _triton("delta_residual.triton_adapter"),
-        "short_convolution": _triton("layers.triton_adapter", _limits("layers", "triton_convolution")),
+        "short_convolution": _triton("layers.triton_adapter", _limits("triton_convolution")),
         "gated_rms_norm": _TRITON_NORM,
         "add_rms_norm": _TRITON_NORM,
         "linear_cross_entropy": _triton("layers.triton_adapter"),

@@ -13,7 +13,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -114,20 +114,33 @@ def fallbacks() -> dict[str, int]:
     return {name: int(metrics.counter_value(name)) for name in names}
 
 
-def all_reduce(x: Tensor, *, scale: float) -> Tensor:
-    """Returns `scale` times the sum of x over all processes.
+def all_reduce(x: Tensor, *, scale: float, groups: list[list[int]] | None) -> Tensor:
+    """Returns `scale` times the sum of x over the processes of this one's group; None: over all.
 
     It is recorded in XLA's graph. The layout is left to the compiler, as AWS's libraries leave it.
     """
     model = import_module("torch_xla.core.xla_model")
-    return model.all_reduce(model.REDUCE_SUM, x, scale=scale, pin_layout=False)
+    return model.all_reduce(model.REDUCE_SUM, x, scale=scale, groups=groups, pin_layout=False)
 
 
-def broadcast(tensors: list[Tensor], *, root: int) -> None:
-    """Gives `tensors` the values that they have on process `root`."""
+def broadcast(tensors: list[Tensor], *, root: int, groups: list[list[int]] | None) -> None:
+    """Gives `tensors` the values that they have on process `root`, which is in this one's group."""
     model = import_module("torch_xla.core.xla_model")
-    model.collective_broadcast(tensors, root_ordinal=root, pin_layout=False)
+    model.collective_broadcast(tensors, root_ordinal=root, groups=groups, pin_layout=False)
     _xla().sync()
+
+
+def send_ahead(
+    batches: Iterable[list[Tensor]], device: torch.device, ahead: int = 2
+) -> Iterator[list[Tensor]]:
+    """Yields lists of tensors on an XLA device. Threads read about twice `ahead` more, and send them.
+
+    Asking for the next ends the graph, as `synchronize` does. What `batches` raises ends the iteration.
+    """
+    loader = import_module("torch_xla.distributed.parallel_loader")
+    return iter(
+        loader.MpDeviceLoader(batches, device, loader_prefetch_size=ahead, device_prefetch_size=ahead)
+    )
 
 
 def checkpoint() -> Callable[..., Any]:

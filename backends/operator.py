@@ -213,7 +213,7 @@ class Operator:
         with self.settings(douts[0]):
             return tuple(function(*douts, call, saved))
 
-    def kept(
+    def list_kept(
         self, flat: Sequence[Any], outputs: Sequence[Tensor | None], saved: list[Tensor]
     ) -> list[Tensor | None]:
         """Returns what autograd keeps: the tensors of backward's call, then its `saved`."""
@@ -305,7 +305,7 @@ class Operator:
         ctx.options = flat[len(self.tensors) :]
         ctx.absent = [x is None for x in flat[: len(self.tensors)]]
         ctx.missing = [y.shape == (0,) for y in outputs]
-        ctx.save_for_backward(*self.kept(flat, outputs, saved))
+        ctx.save_for_backward(*self.list_kept(flat, outputs, saved))
         ctx.set_materialize_grads(self.complete)
         ctx.mark_non_differentiable(*saved)
 
@@ -348,7 +348,7 @@ class _Eager(torch.autograd.Function):
         ctx.operator, ctx.backend, ctx.options = operator, backend, flat[len(operator.tensors) :]
         # autograd may run backward in a thread of its own, where no context variable is set
         ctx.context = copy_context()
-        ctx.save_for_backward(*operator.kept(flat, outputs, saved))
+        ctx.save_for_backward(*operator.list_kept(flat, outputs, saved))
         ctx.set_materialize_grads(operator.complete)
         return tuple(outputs)
 

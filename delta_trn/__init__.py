@@ -26,15 +26,8 @@ from importlib import import_module
 from delta_trn import registration
 
 _BACKENDS = (
-    *(
-        "gated_delta_rule",
-        "gated_delta_rule_step",
-        "delta_residual",
-        "default_backend",
-        "checking",
-        "describe",
-    ),
-    "BackendRefusal",
+    *("gated_delta_rule", "gated_delta_rule_step", "delta_residual", "default_backend", "checking"),
+    *("describe", "BackendRefusal"),
 )
 _MODELS = ("DeltaConfig", "DeltaForCausalLM", "DeltaModel", "DeltaForSequenceClassification", "DeltaCache")
 _ECOSYSTEM = ("patch_transformers", "check_packing", "check_weights", "load_model", "save_model")

@@ -11,10 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from delta_trn.models.backbone import DeltaModel
-    from delta_trn.models.cache import DeltaCache
-    from delta_trn.models.config import DeltaConfig
-    from delta_trn.models.language_model import DeltaForCausalLM, DeltaForSequenceClassification
+    from delta_trn.models.backbone import DeltaModel as DeltaModel
+    from delta_trn.models.cache import DeltaCache as DeltaCache
+    from delta_trn.models.config import DeltaConfig as DeltaConfig
+    from delta_trn.models.language_model import DeltaForCausalLM as DeltaForCausalLM
+    from delta_trn.models.language_model import (
+        DeltaForSequenceClassification as DeltaForSequenceClassification,
+    )
 
 _HOMES = {
     "DeltaCache": "cache",
@@ -23,14 +26,6 @@ _HOMES = {
     "DeltaForSequenceClassification": "language_model",
     "DeltaModel": "backbone",
 }
-
-__all__ = [
-    "DeltaCache",
-    "DeltaConfig",
-    "DeltaForCausalLM",
-    "DeltaForSequenceClassification",
-    "DeltaModel",
-]
 
 
 def __getattr__(name: str) -> object:

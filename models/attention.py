@@ -25,7 +25,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 class Attention(nn.Module):
     """Attends with H heads of size D = V, so that a hybrid's layers have about the same number of weights.
 
-    Logits are q.k / sqrt(D), times m ** attention of the parametrization where D grows with width: 1 / D in
+    Logits are q.k / sqrt(D), times m ** attention of the parametrization, since D grows with width: 1 / D in
     muP, equal to SP's at m = 1. With use_qk_rmsnorm, q and k pass an RMSNorm with gains of their own after
     RoPE, which makes their size independent of D.
     """
@@ -36,23 +36,20 @@ class Attention(nn.Module):
         self.theta = config.rope_theta
         # How many channels of a head RoPE rotates.
         self.rotated = int(self.D * config.rope_ratio) // 2 * 2 if config.positions == "rope" else 0
-        grows = config.scale_by == "head_dim"
-        power = TABLES[config.parametrization].attention if grows else 0.0
-        self.scale = self.D**-0.5 * config.width_ratio**power
-        gain, per_head = (Role.VECTOR, Role.GATE) if grows else (Role.CONSTANT, Role.HIDDEN)
+        self.scale = self.D**-0.5 * config.width_ratio ** TABLES[config.parametrization].attention
         self.q_norm = self.k_norm = self.o_norm = self.g_proj = self.k_shift = self.v_shift = None
         if config.use_qk_rmsnorm:
-            self.q_norm, self.k_norm = (RMSNorm(self.D, config.rms_norm_eps, gain) for _ in range(2))
+            self.q_norm, self.k_norm = (RMSNorm(self.D, config.rms_norm_eps) for _ in range(2))
         self.q_proj, self.k_proj, self.v_proj = (Linear(d, H * self.D, heads=H) for _ in range(3))
         self.activations = tuple(
             ACTIVATIONS[name] for name in (config.q_activation, config.k_activation, config.v_activation)
         )
         if config.use_k_shift:
-            self.k_shift = Shift(d, H, per_head, "last_key")
+            self.k_shift = Shift(d, H, "last_key")
         if config.use_v_shift:
-            self.v_shift = Shift(d, H, per_head, "last_value")
+            self.v_shift = Shift(d, H, "last_value")
         if config.using_groupnorm or config.use_output_gate:
-            self.o_norm = RMSNorm(self.D, config.rms_norm_eps, gain)
+            self.o_norm = RMSNorm(self.D, config.rms_norm_eps)
         if config.use_output_gate:
             self.g_proj = Linear(d, H * self.D, heads=H)
         self.o_proj = Linear(H * self.D, d, scale=config.mixer_output_scale, heads=H, of_columns=True)
@@ -100,9 +97,9 @@ class Attention(nn.Module):
 class Shift(nn.Module):
     """Computes y_t = a_t x_{t-1} + (1 - a_t) x_t, with a [B, T, H] = sigmoid(W u) and x_{-1} = 0."""
 
-    def __init__(self, width: int, heads: int, role: Role, slot: str) -> None:
+    def __init__(self, width: int, heads: int, slot: str) -> None:
         super().__init__()
-        self.proj, self.slot = Linear(width, heads, role), slot
+        self.proj, self.slot = Linear(width, heads, Role.GATE), slot
 
     def forward(self, x: Tensor, u: Tensor, sequences: Sequences, cache: LayerCache | None) -> Tensor:
         """Maps x [B, T, H D] and the layer's input u [B, T, d] to y; the cache's slot is replaced."""

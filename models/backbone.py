@@ -20,7 +20,7 @@ from delta_trn.models.layers import MLPS, NORMS, Dropout, Embedding
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag, initialize
 from delta_trn.models.residual import Additive, Whole, make_expansion, make_read, make_write
-from delta_trn.models.sequence import Padding, Sequences, packed_bounds
+from delta_trn.models.sequence import Padding, Sequences, packed_bounds, places_in_sequences
 
 # arguments that transformers passes to every model, and that change nothing here
 IGNORED = frozenset(
@@ -159,27 +159,25 @@ class DeltaModel(DeltaPreTrainedModel):
         """Returns last_hidden_state [B, T, d], normalized. Arguments and errors are `DeltaForCausalLM`'s."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        bounds = packed_bounds(others, attention_mask, len(given))  # type: ignore[arg-type]
+        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        stated = packed_bounds(others, attention_mask, len(x))
         past = take_cache(past_key_values, others)
         if unknown := sorted(set(others) - IGNORED):
             raise TypeError(f"forward() got unknown arguments: {', '.join(unknown)}; leave them out")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        B, T = x.shape[:2]
-        if cu_seqlens is None and bounds is not None:
-            # rows of packed sequences are one row of more sequences
-            x, cu_seqlens, attention_mask = x.reshape(1, B * T, -1), bounds, None
+        if cu_seqlens is not None and len(x) != 1:
+            raise ValueError(f"cu_seqlens packs sequences into one row, not into B={len(x)}: make it one row")
+        if cu_seqlens is None and stated is not None:
+            cu_seqlens, attention_mask = stated, None  # padding is a sequence of its own there
+        places = None if cu_seqlens is None else places_in_sequences(cu_seqlens, (x.shape[0], x.shape[1]))
         cache = self._cache(x.shape[0], past, use_cache, attention_mask, cu_seqlens)
         streams: list[Tensor] | None = [] if output_hidden_states else None
         hidden = self.hidden(
-            x, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache, streams=streams
+            x, attention_mask=attention_mask, position_ids=places, cache=cache, streams=streams
         )
-        if streams is not None and bounds is not None:
-            streams = [y.reshape(B, T, -1) for y in streams]
         return BaseModelOutputWithPast(
-            last_hidden_state=hidden.reshape(B, T, -1),  # type: ignore[arg-type]
+            last_hidden_state=hidden,  # type: ignore[arg-type]
             **{CACHE_NAME: cache},
             hidden_states=None if streams is None else tuple(streams),  # type: ignore[arg-type]
         )
@@ -190,7 +188,6 @@ class DeltaModel(DeltaPreTrainedModel):
         *,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
         cache: DeltaCache | None = None,
         streams: list[Tensor] | None = None,
         noise: Tensor | None = None,
@@ -198,21 +195,17 @@ class DeltaModel(DeltaPreTrainedModel):
         """Maps embedded tokens x [B, T, d] to [B, T, d], normalized for the readout.
 
         `position_ids` [B, T] are the place of each token in its own document: a row may have several;
-        `cu_seqlens` packs them into one row. `cache` advances by T tokens. The residual stream is appended to
+        `cache` advances by T tokens. The residual stream is appended to
         `streams` before each block and after the last.
         """
         B, T = x.shape[:2]
         if position_ids is not None:
-            alone = cu_seqlens is None and cache is None and attention_mask is None
+            alone = cache is None and attention_mask is None
             if not alone or tuple(position_ids.shape) != (B, T):
                 raise ValueError(
                     f"position_ids {tuple(position_ids.shape)} with {(B, T)} tokens: give each token its "
-                    "place in its own document, and no cu_seqlens, cache or attention_mask"
+                    "place in its own document, and no cache or attention_mask"
                 )
-        if cu_seqlens is not None and B != 1:
-            raise ValueError(
-                f"cu_seqlens packs sequences into one row, not into B={B}: make it one of {B * T} tokens"
-            )
         offset = 0 if cache is None else cache.length
         padding = Padding.of(attention_mask, B, T, offset)
         real = None if padding is None else padding.real
@@ -223,12 +216,10 @@ class DeltaModel(DeltaPreTrainedModel):
         attention = bool(self.config.attention_layers) or self.positions is not None
         if position_ids is not None:
             sequences = Sequences.documents(position_ids, attention=attention)
-        elif cu_seqlens is None:
+        else:
             sequences = Sequences.rows(
                 T, x.device, offset=offset, real=real, padded=padding is not None, attention=attention
             )
-        else:
-            sequences = Sequences.packed(cu_seqlens, T, attention=attention)
         sequences = replace(sequences, noise=noise)
         x = x if padding is None else padding.arrange(x)
         if self.positions is not None:

@@ -9,7 +9,10 @@ from delta_trn.models.mup import TABLES, Role
 from delta_trn.models.settings import CONFIG_NAMES, complete
 
 # settings that earlier versions wrote into config.json, with the value where nobody gave another
-GONE = {"init": "delta_trn", "output_norm_eps": None, "value_skip": 0.0, "o_gradient_bound": 0.0}
+GONE = {
+    "init": "delta_trn", "output_norm_eps": None, "value_skip": 0.0, "o_gradient_bound": 0.0,
+    "scale_by": "head_dim",
+}  # fmt: skip
 
 
 class DeltaConfig(PretrainedConfig):

@@ -60,26 +60,20 @@ class GatedDeltaNet(nn.Module):
         self.beta_max = 2.0 if config.allow_neg_eigval else 1.0
         self.scale = K**0.5 if config.readout == "sqrt_k" else K**-0.5
         self.scan: Callable[..., tuple[Tensor, Tensor | None]] = gated_delta_rule
-        # Where width adds heads, a gate's projection is a matrix like the others, and a number per head is
-        # one of many.
-        grow = config.scale_by == "heads"
-        gate, scalar, gain = (
-            (Role.HIDDEN, Role.VECTOR, Role.CONSTANT) if grow else (Role.GATE, Role.SCALAR, Role.VECTOR)
-        )
         self.q_proj, self.k_proj = Linear(d, H * K, heads=H), Linear(d, H * K, stored=True, heads=H)
         self.v_proj, self.g_proj = Linear(d, HV * V, stored=True, heads=HV), Linear(d, HV * V, heads=HV)
         self.o_proj = Linear(HV * V, d, scale=config.mixer_output_scale, heads=HV, of_columns=True)
-        self.a_proj, self.b_proj = (Linear(d, HV, gate, stored=True) for _ in range(2))
+        self.a_proj, self.b_proj = (Linear(d, HV, Role.GATE, stored=True) for _ in range(2))
         tap = Tag(Role.VECTOR, law=taps, stored=True)
         self.conv = ShortConvolution(sum(self.sizes), config.conv_size, tap)
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
         self.A_log, self.dt_bias = (nn.Parameter(torch.empty(HV, dtype=wide)) for _ in range(2))
         rates = partial(decay_rates, factor=config.forgetting)
         self.tags = {
-            "A_log": Tag(scalar, law=rates, stored=True),
-            "dt_bias": Tag(scalar, law=time_steps, stored=True),
+            "A_log": Tag(Role.SCALAR, law=rates, stored=True),
+            "dt_bias": Tag(Role.SCALAR, law=time_steps, stored=True),
         }
-        self.o_norm = RMSNorm(V, config.rms_norm_eps, gain)
+        self.o_norm = RMSNorm(V, config.rms_norm_eps)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d], zero at padding, to [B, T, d]."""
@@ -131,8 +125,8 @@ class GatedDeltaNet(nn.Module):
             o = o[:, None]
         else:
             state = None if cache is None else cache.state
-            packing = {"output_final_state": cache is not None, "cu_seqlens": sequences.cu_seqlens}
-            o, state = self.scan(*inputs, initial_state=state, **packing, **self._options())
+            options = {"output_final_state": cache is not None, **self._options()}
+            o, state = self.scan(*inputs, initial_state=state, **options)
             if cache is not None:
                 cache.state = state
         return self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, self.V)))

@@ -11,11 +11,6 @@ SMALLEST_A = 1e-4  # of A ~ U(0, 16): a head with A = 0 has log A = -inf and wou
 SMALLEST_DT = 1e-4  # of dt ~ logU(0.001, 0.1), as in Mamba2's code
 
 
-def ones(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Fills x with ones."""
-    return x.fill_(1.0)
-
-
 def constant(x: Tensor, generator: torch.Generator, *, value: float) -> Tensor:
     """Fills x with one number."""
     return x.fill_(value)

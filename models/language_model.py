@@ -20,6 +20,8 @@ from delta_trn.models.layers import Linear, at_least_float32
 from delta_trn.models.mup import TABLES, Role
 from delta_trn.models.sequence import packed_bounds
 
+IGNORED = -100  # the target of a token that counts for nothing, as transformers and torch have it
+
 
 class Readout(Linear):
     """Computes logits, W x times the multiplier that muP gives the readout."""
@@ -111,9 +113,9 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         if labels is not None and targets is None:
             targets = _next_tokens(labels, bounds if cu_seqlens is None else cu_seqlens)
         if targets is not None:
-            loss = self._cross_entropy(hidden, targets, -100)
+            loss = self._cross_entropy(hidden, targets)
             if items is not None:
-                loss = loss * (targets != -100).sum() / items
+                loss = loss * (targets != IGNORED).sum() / items
         return CausalLMOutputWithPast(
             loss=loss,  # type: ignore[arg-type]
             logits=logits,
@@ -127,17 +129,14 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         targets: Tensor,
         position_ids: Tensor | None = None,
         noise: Tensor | None = None,
-        *,
-        cu_seqlens: Tensor | None = None,
-        ignore_index: int = -100,
     ) -> Tensor:
         """Returns the mean cross-entropy in nats, float32; input_ids[:, t] predicts targets[:, t].
 
+        targets       [B, T], -100 where nothing is predicted
         position_ids  [B, T] int, the place of each token in its own document: one begins wherever it is 0,
                       and nothing of the document before reaches it. None: a row is one document
         noise         [B, T] int32, a random number per token from which dropout draws its masks; None:
                       torch's generator draws them
-        cu_seqlens    [N + 1] int64: N documents packed in B = 1, the other way to say where they begin
 
         The logits of all tokens are never in memory together; see `linear_cross_entropy`.
         """
@@ -146,19 +145,19 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
                 f"targets {tuple(targets.shape)} must have the shape of input_ids {tuple(input_ids.shape)}"
             )
         x = self.model.embed(input_ids)
-        hidden = self.model.hidden(x, position_ids=position_ids, cu_seqlens=cu_seqlens, noise=noise)
-        return self._cross_entropy(hidden, targets, ignore_index)
+        hidden = self.model.hidden(x, position_ids=position_ids, noise=noise)
+        return self._cross_entropy(hidden, targets)
 
-    def _cross_entropy(self, hidden: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    def _cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         smoothing = self.config.label_smoothing if self.training else 0.0
-        counted = targets != ignore_index
+        counted = targets != IGNORED
         if not isinstance(self.lm_head, Readout):  # wrapped by PEFT: it computes more than its weight says
-            logits, rest = at_least_float32(self.lm_head(hidden)), {"label_smoothing": smoothing}
-            total = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum", **rest)
+            logits = at_least_float32(self.lm_head(hidden))
+            total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
             return total / counted.sum().clamp(min=1)
         weight, multiplier = self.lm_head.weight, self.lm_head.multiplier
-        loss = linear_cross_entropy(hidden, weight, targets, multiplier, ignore_index)
+        loss = linear_cross_entropy(hidden, weight, targets, multiplier)
         if not smoothing:
             return loss
         # A share s of the target spread over all tokens adds s (z_y - mean z): one more row of W per token.
@@ -178,10 +177,10 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
 def _next_tokens(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Returns for each of labels [B, T] the next one, or -100 at the end of its sequence."""
     targets = labels.roll(-1, dims=1)
-    targets[:, -1] = -100
+    targets[:, -1] = IGNORED
     if cu_seqlens is not None:
         ends = cu_seqlens[1:-1] - 1
-        targets.view(-1)[ends[ends >= 0]] = -100
+        targets.view(-1)[ends[ends >= 0]] = IGNORED
     return targets
 
 
@@ -211,9 +210,7 @@ class DeltaForSequenceClassification(GenericForSequenceClassification, DeltaPreT
         self.post_init()
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, multiplier: float, ignore_index: int = -100
-) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, multiplier: float) -> Tensor:
     """Returns `backends.linear_cross_entropy` of the logits multiplier W h, without keeping all of them.
 
         hidden      [N, d]
@@ -228,4 +225,4 @@ def linear_cross_entropy(
         hidden = hidden.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
         hidden = hidden * multiplier
-    return cross_entropy_of_readout(hidden, weight, targets, ignore_index=ignore_index)
+    return cross_entropy_of_readout(hidden, weight, targets, ignore_index=IGNORED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from delta_trn.backends import add_rms_norm, gated_rms_norm
-from delta_trn.models.initialization import ones
+from delta_trn.models.initialization import constant
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag
 
@@ -80,10 +81,10 @@ def consecutive_parts(x: Tensor, sizes: Sequence[int], dim: int = -1) -> tuple[T
 class RMSNorm(nn.Module):
     """Computes y = x / sqrt(mean(x^2) + eps) * w over the last dimension, in float32; y has x's dtype."""
 
-    def __init__(self, size: int, eps: float, role: Role = Role.VECTOR) -> None:
+    def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
-        self.tags = {"weight": Tag(role, law=ones)}
+        self.tags = {"weight": Tag(Role.VECTOR, law=partial(constant, value=1.0))}
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """Returns y of x [..., size], or y * SiLU(z) with z of the same shape."""
@@ -103,7 +104,7 @@ class LayerNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
-        self.tags = {"weight": Tag(Role.VECTOR, law=ones)}
+        self.tags = {"weight": Tag(Role.VECTOR, law=partial(constant, value=1.0))}
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns y of x [..., size], in x's dtype."""

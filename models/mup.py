@@ -14,9 +14,7 @@ matrices ("mup_authors").
 
 Muon's update of a matrix has singular values of 0.2 sqrt(max(rows, columns)) lr (`train.run.muon`), which
 must not grow with m: its rate falls as 1/sqrt(m) (the spectral condition, arXiv:2310.17813: the norm of an
-update is of order sqrt(outputs / inputs)). Where width adds heads, a head's block of a projection keeps one
-of its sides, so that this root falls as 1/sqrt(m) for q, k, v and the gate; for the output projection it
-grows as sqrt(m), but m heads add up. Either way the rate falls as 1/m.
+update is of order sqrt(outputs / inputs)). Width makes heads larger and does not add any, in all tables.
 
 In a matrix whose inputs do not grow as the width does, m is the ratio of its inputs: those of `down_proj`,
 the inner size, are rounded up. microsoft/mup has it so; the paper's code takes the width's ("mup_authors").
@@ -136,38 +134,3 @@ TABLES: Mapping[str, Table] = {
     }, own_inputs=False),
 }
 # fmt: on
-
-
-def markdown_table(parametrizations: tuple[str, ...] = ("sp", "mup_original", "mup")) -> str:
-    """Returns the table as Markdown: one row per role and quantity, one column per parametrization.
-
-    >>> print(markdown_table(("sp", "mup")).splitlines()[3])
-    |  | multiplier | 1 | 1/m |
-    """
-    quantities = {
-        "init std": "init_std",
-        "multiplier": "multiplier",
-        "lr AdamW": "lr_adamw",
-        "lr SGD": "lr_sgd",
-        "epsilon": "epsilon",
-    }
-    lines = [
-        "| parameter | | " + " | ".join(parametrizations) + " |",
-        "|---|---|" + "---|" * len(parametrizations),
-    ]
-    for role in Role:
-        if role is Role.CONSTANT:
-            continue
-        for i, (title, field) in enumerate(quantities.items()):
-            cells = [_power(getattr(TABLES[name][role], field)) for name in parametrizations]
-            lines.append(f"| {'' if i else role.meaning} | {title} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _power(exponent: float) -> str:
-    names = {0.0: "1", 1.0: "m", -1.0: "1/m", 0.5: "√m", -0.5: "1/√m"}
-    return names.get(exponent, f"m^{exponent:g}")
-
-
-if __name__ == "__main__":
-    print(markdown_table())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from delta_trn.models.config import DeltaConfig
-from delta_trn.models.mup import DECAYING, TABLES, Role, Rule
+from delta_trn.models.mup import DECAYING, TABLES, Role
 
 Law = Callable[[Tensor, torch.Generator], Tensor]
 
@@ -169,7 +169,7 @@ def scaled_parameters(
     for name, parameter, tag in tagged_parameters(model):
         rule, m = table[tag.role], tag.ratio(config)
         depth = deep if ".blocks." in f".{name}" else 1.0
-        factor = m ** _power(rule, optimizer, tag, config)
+        factor = m ** rule.lr(optimizer)
         if optimizer == "sgd":
             factor *= depth / (memory if tag.stored else 1.0)
         # a table gives the embedding its multiplier as the readout, which it is only if tied
@@ -192,10 +192,3 @@ def scaled_parameters(
         )
     assert [id(row.parameter) for row in rows] == [id(p) for p in model.parameters()], "not a partition"
     return rows
-
-
-def _power(rule: Rule, optimizer: str, tag: Tag, config: DeltaConfig) -> float:
-    """Returns the power of m in a parameter's rate."""
-    if optimizer == "muon" and tag.heads > 1 and config.scale_by == "heads" and rule.lr_muon is not None:
-        return 2 * rule.lr_muon  # Muon moves blocks of heads, which keep their size: see `models.mup`
-    return rule.lr(optimizer)

@@ -47,6 +47,9 @@ from delta_trn.models.sequence import Sequences
 class Whole(nn.Module):
     """Reads, or starts, a stream of one value per feature: x itself."""
 
+    def __init__(self, config: DeltaConfig | None = None) -> None:
+        super().__init__()
+
     def forward(
         self, x: Tensor, sequences: Sequences, cache: LayerCache | None, slot: str = "convolution"
     ) -> Tensor:
@@ -109,6 +112,9 @@ class ChannelRead(nn.Module):
 
 class Additive(nn.Module):
     """Writes x + y."""
+
+    def __init__(self, config: DeltaConfig) -> None:
+        super().__init__()
 
     def forward(self, x: Tensor, read: Tensor, context: Tensor, y: Tensor) -> Tensor:
         """Returns the stream [B, T, d DV] after a sublayer.
@@ -214,25 +220,19 @@ class WriteOnly(DeepDelta):
         return (X + k[..., None] * (beta[..., None] * v)[..., None, :]).to(X.dtype)
 
 
-class LatentUpdate(nn.Module):
+class LatentUpdate(DeepDelta):
     """Writes x' = x + beta k (v - k^T x), k and beta from the stream itself: Deep Delta Learning LM.
 
     k = W_2 SiLU(W_1 x) normalized, W_1 [d / 4, d]; beta = 2 sigmoid(W_b x + b_b); v = W_v y, one number.
     """
 
     def __init__(self, config: DeltaConfig) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # its value is another map
         d = config.hidden_size
         self.k_eps = config.ddl_k_eps
         self.down, self.up = Linear(d, d // 4), Linear(d // 4, d)
         self.gate, self.value = Gate(config), Linear(d, 1, Role.GATE)
         self.multiplier = config.width_ratio ** TABLES[config.parametrization].value
-
-    def forward(self, x: Tensor, read: Tensor, context: Tensor, y: Tensor) -> Tensor:
-        """Returns the stream after a sublayer; arguments as `Additive.forward`."""
-        X, k, v, beta = self.operands(x, read, context, y)
-        beta = beta.to(torch.promote_types(X.dtype, beta.dtype))
-        return delta_residual(X, k, v, beta, k_eps=self.k_eps).squeeze(-1)
 
     def operands(
         self, x: Tensor, read: Tensor, context: Tensor, y: Tensor
@@ -260,14 +260,12 @@ def make_expansion(config: DeltaConfig) -> nn.Module:
 
 def make_read(config: DeltaConfig) -> nn.Module:
     """Returns a module that reads the stream: one for both sublayers of a block, one for the readout."""
-    module = READS[config.ddl_compressor]
-    return module() if module is Whole else module(config)
+    return READS[config.ddl_compressor](config)
 
 
 def make_write(config: DeltaConfig) -> nn.Module:
     """Returns the module that writes one sublayer's output."""
-    module = WRITES[config.residual]
-    return module() if module is Additive else module(config)
+    return WRITES[config.residual](config)
 
 
 def _identity_convolution(config: DeltaConfig, W: int) -> TokenConvolution:

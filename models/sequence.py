@@ -77,7 +77,15 @@ def sequence_bounds(position_ids: Tensor, real: Tensor | None = None) -> Tensor 
 
 
 def places_in_sequences(bounds: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Returns each token's place in its own sequence, int64 [B, T], for bounds over rows put end to end."""
+    """Returns each token's place in its own sequence, int64 [B, T], for bounds over rows put end to end.
+
+    Raises ValueError for bounds of another shape or dtype.
+    """
+    if bounds.dim() != 1 or bounds.dtype != torch.int64:
+        raise ValueError(
+            f"cu_seqlens is {bounds.dtype} {tuple(bounds.shape)}, expected int64 [N + 1]: the bounds of N "
+            "sequences in rows put end to end, from 0 to the number of tokens"
+        )
     tokens = torch.arange(shape[0] * shape[1], device=bounds.device)
     return (tokens - bounds[torch.searchsorted(bounds, tokens, right=True) - 1]).view(shape)
 
@@ -127,18 +135,15 @@ def _numbers_sequences(mask: Tensor) -> bool:
 class Sequences:
     """Says how every layer has to read the T tokens of each row.
 
-    cu_seqlens  [N + 1] int64: sequence n is tokens cu_seqlens[n] to cu_seqlens[n + 1] of the only row;
-                None: each row is one sequence
     position    [B or 1, T] index of each token in its own sequence, for RoPE and for packed convolutions
     begins      [B, T, 1] bool, where a row's sequences begin, so that a layer forgets what was before; None:
-                a row is one sequence, or `cu_seqlens` has the bounds
+                a row is one sequence
     real        [B, T, 1] bool, False at padding, which lies left; None: there is no padding
     attendable  [B or 1, 1, T, offset + T] bool, True where an attention layer's query may look; None: at
                 every token up to its own, or there is no attention layer
     noise       [B, T] int32, a random number per token, which dropout turns into masks; None: it has none
     """
 
-    cu_seqlens: Tensor | None
     position: Tensor
     real: Tensor | None
     attendable: Tensor | None
@@ -148,7 +153,7 @@ class Sequences:
     @property
     def is_packed(self) -> bool:
         """Whether a row may have several sequences."""
-        return self.cu_seqlens is not None or self.begins is not None
+        return self.begins is not None
 
     @classmethod
     def documents(cls, position_ids: Tensor, *, attention: bool) -> Sequences:
@@ -161,30 +166,11 @@ class Sequences:
         position, T = position_ids.long(), position_ids.shape[1]
         begins = (position == 0)[..., None]
         if not attention:
-            return cls(None, position, None, None, begins=begins)
+            return cls(position, None, None, begins=begins)
         tokens = torch.arange(T, device=position.device)
         first = tokens - position  # [B, T] where a token's sequence begins
         allowed = (first[:, :, None] == first[:, None]) & (tokens <= tokens[:, None])
-        return cls(None, position, None, allowed[:, None], begins=begins)
-
-    @classmethod
-    def packed(cls, cu_seqlens: Tensor, T: int, *, attention: bool) -> Sequences:
-        """Describes N sequences in one row; `attention` says whether any layer is attention.
-
-        Raises ValueError for a cu_seqlens of another shape or dtype.
-        """
-        if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int64:
-            raise ValueError(
-                f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}, expected int64 [N + 1]: the "
-                "bounds of N sequences, from 0 to T"
-            )
-        tokens = torch.arange(T, device=cu_seqlens.device)
-        owner = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
-        position = (tokens - cu_seqlens[owner])[None]
-        if not attention:
-            return cls(cu_seqlens, position, None, None)
-        allowed = (owner[:, None] == owner) & (tokens <= tokens[:, None])
-        return cls(cu_seqlens, position, None, allowed[None, None])
+        return cls(position, None, allowed[:, None], begins=begins)
 
     @classmethod
     def rows(
@@ -205,15 +191,15 @@ class Sequences:
         """
         now = None if real is None or not padded else real[:, offset:, None]
         if not attention:
-            return cls(None, torch.arange(T, device=device)[None], now, None)
+            return cls(torch.arange(T, device=device)[None], now, None)
         keys = torch.arange(offset + T, device=device)
         queries = keys[offset:, None]
         if real is None:
             allowed = (keys <= queries)[None, None] if offset else None
-            return cls(None, keys[None, offset:], None, allowed)
+            return cls(keys[None, offset:], None, allowed)
         # A padding query attends to itself, because softmax over no key would be NaN.
         allowed = (keys <= queries) & (real[:, None, None, :] | (keys == queries))
-        return cls(None, (real.cumsum(1)[:, offset:] - 1).clamp(min=0), now, allowed)
+        return cls((real.cumsum(1)[:, offset:] - 1).clamp(min=0), now, allowed)
 
     def conv_input(self, x: Tensor, before: Tensor) -> Tensor:
         """Returns [B, W - 1 + T, C]: the W - 1 inputs before, next to the first real one of x, and x."""

@@ -65,8 +65,6 @@ class ModelSettings(Section):
     """multiplies Mamba2's initial decay rates; at 1/16 heads remember 16 times as long"""
     rms_norm_eps: Positive = 1e-6
     """epsilon of every norm"""
-    scale_by: Literal["head_dim", "heads"] = "head_dim"
-    """says what grows with width: the size of heads, or their number (then give heads and head_dim_k)"""
     initializer_range: Positive = 0.02
     """standard deviation of initial weights at base_width; 0.02 is 0.32 / sqrt(256)"""
     mixer_output_init: Real = 1.0

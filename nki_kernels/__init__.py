@@ -9,9 +9,8 @@
     gated_rms_norm           RMS norm of rows, times a gain and SiLU of a gate; forward and backward
     cross_entropy            the loss of a linear readout and its gradients; the logits stay on chip
     chunk, chunk_gradients   one chunk of the gated delta rule, forward and backward: equations and letters
-    cells                    a sequence cut into 128 channels by 512 tokens: loads, transpositions, stores
     triangular               the inverse of a chunk's triangular matrix
-    tiles                    pieces of kernels: loads, constants, transpositions, sums of rows, examples
+    tiles                    pieces of kernels: loads, constants, products, transpositions, cells, examples
     plan                     how work is cut into calls, waves, bundles and lanes, and every bound
     language                 the one import of NKI, from Neuron's package or from the simulator
     simulator                NKI's instructions in NumPy, with Trn1's limits and a cost model

@@ -15,8 +15,8 @@ from torch import Tensor
 
 L2NORM_EPS = 1e-6
 # A g at or below this is a reset: its decay is exactly 0 in every dtype (in float64 from -746 on, in float32
-# from -104 on). A backend that adds up logarithms takes larger ones for this one, and its sums keep the
-# digits of the other tokens.
+# from -104 on). A backend that sums log decays first raises every g below RESET to it, so that the sum keeps
+# the digits of the other tokens.
 RESET = -1024.0
 
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 CHUNK = 64
-# in which random samples of a short dtype measure v and states. Where beta = 1 and a write meets no other, U
-# is v, and in v's own unit a product rounds nothing. It does with any other beta, as in a kernel for raw keys
+# Random samples of a short dtype scale v and states by this. Without it, beta = 1 and a single write give
+# U = v exactly, and no product would round, as it does with any other beta.
 UNIT = 1.1
 
 

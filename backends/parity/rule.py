@@ -6,8 +6,9 @@
                 times for each of CHUNKS with rounding errors drawn at random. In float32 the literal
                 recurrence is one more: it errs less where the triangular inverse is badly conditioned, and
                 more where a state is overwritten often. A chunk has the tokens that a matrix unit takes at
-                once, 128 on Trainium. What decays in it to 1e-28 is a difference of numbers near 1: its error
-                is 1e-8, but 1e-16 in two chunks
+                once, 128 on Trainium. Its size decides an error: inside one chunk a decay of 1e-28 is
+                computed as a difference of numbers near 1, with an error of 1e-8; over two chunks as a
+                product of two, with one of 1e-16
 
 A result has passed sums over K, over V and over a chunk of tokens. In a shorter dtype it has been rounded
 four times (into K S, into T X, into P U, and as a result). Evenly spread mantissas make that .38 u, since
@@ -73,22 +74,18 @@ def outcome(x: Inputs, backend: str, operation: Callable[..., Any] = gated_delta
     return _with_gradients(x, leaves, o, final_state)
 
 
-def decode(x: Inputs, backend: str, prefilled: int = 0) -> dict[str, Tensor]:
-    """Computes o and final_state by the operation for one token, token by token behind those `prefilled`."""
+def decode(x: Inputs, backend: str) -> dict[str, Tensor]:
+    """Computes o and final_state by the operation for one token, token by token."""
     options = dict(x.arguments(), backend=backend)
     if options.pop("cu_seqlens") is not None:
         raise ValueError(f"case {x.case.name} is packed; decoding takes one token of each sequence")
     tensors = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "beta": x.beta}
     outputs, state = [], x.initial_state
     with torch.no_grad():
-        if prefilled:
-            head = {name: y[:, :prefilled] for name, y in tensors.items()}
-            o, state = gated_delta_rule(**head, initial_state=state, output_final_state=True, **options)
-            outputs.append(o)
         if state is None:
             full = torch.promote_types(x.q.dtype, torch.float32)
             state = torch.zeros(len(x.q), *x.v.shape[2:3], x.case.K, x.case.V, dtype=full, device=x.q.device)
-        for t in range(prefilled, x.case.T):
+        for t in range(x.case.T):
             token = {name: y[:, t] for name, y in tensors.items()}
             o, state = gated_delta_rule_step(**token, state=state, **options)
             outputs.append(o[:, None])
@@ -185,12 +182,9 @@ def parts(case: Case, name: str) -> Tensor:
         return torch.arange(case.value_heads)
     heads = case.H if name in ("dq", "dk") else case.value_heads
     sequence = torch.arange(case.sequences)
-    if name in ("final_state", "dh0", "dinitial_state"):
-        pass  # these have no axis of tokens
-    elif case.lengths is None:
-        sequence = sequence[:, None].expand(case.B, case.T)
-    else:
-        sequence = sequence.repeat_interleave(torch.tensor(case.lengths))[None]
+    if name not in ("final_state", "dh0", "dinitial_state"):  # which have no axis of tokens
+        lengths = [case.T] * case.B if case.lengths is None else case.lengths
+        sequence = sequence.repeat_interleave(torch.tensor(lengths)).view(case.B, case.T)
     return sequence[..., None] * heads + torch.arange(heads)
 
 

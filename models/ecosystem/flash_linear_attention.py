@@ -11,7 +11,6 @@ norm then returns what it returned before.
     embedding; W_o, W_down of all layers    s           they write the stream
     final norm, embedding tied              c / s       logits read the embedding, which is s times as large;
     final norm, readout of its own          c           c is our multiplier of the logits
-    W_q of attention layers                 m^p         p is our power of m on attention's logits: -1/2 in muP
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import torch
 from torch import Tensor
 
 from delta_trn.models.config import DeltaConfig
-from delta_trn.models.mup import TABLES
 
 State = dict[str, Tensor]
 MODEL_TYPE = "gated_deltanet"
@@ -69,6 +67,8 @@ def to_config(theirs: Mapping[str, Any]) -> DeltaConfig:
         wrong.append(f"hidden_act={given['hidden_act']!r}: our MLP is SwiGLU, hidden_act='swish'")
     if given["attnres_block_size"] is not None:
         wrong.append(f"attnres_block_size={given['attnres_block_size']}: our residual over depth is a sum")
+    if given["attn"]:
+        wrong.append(f"attn={given['attn']}: attention layers have another size of heads here")
     if wrong:
         raise ValueError(f"{'; '.join(wrong)}. Train on with the code that made the weights")
     settings = {ours: given[name] for name, ours in SETTINGS.items() if given.get(name) is not None}
@@ -83,18 +83,13 @@ def to_config(theirs: Mapping[str, Any]) -> DeltaConfig:
         readout="none",
         fla={name: given[name] for name in KEPT if name in given},
         **settings,
-        **_to_attention(given),
     )
 
 
 def from_config(config: DeltaConfig) -> dict[str, Any]:
     """Returns their config.json for our configuration. Raises ValueError that names what has no equal."""
     only: dict[str, Any] = {"residual": "additive", "norm": "rms", "mlp": "swiglu", "positions": "rope"}
-    only["base_layers"] = None
-    if config.attention_layers:
-        only |= dict.fromkeys(("q_activation", "k_activation", "v_activation"), "identity")
-        only |= dict.fromkeys(("use_qk_rmsnorm", "use_k_shift", "use_v_shift"), False)
-        only |= {"using_groupnorm": False, "use_output_gate": False, "rope_ratio": 1.0}
+    only |= {"base_layers": None, "attention_layers": []}
     wrong = [f"{name}={x!r}" for name, value in only.items() if (x := getattr(config, name)) != value]
     if wrong:
         raise ValueError(f"{', '.join(wrong)}: that code has no such model; keep this one in our format")
@@ -104,15 +99,14 @@ def from_config(config: DeltaConfig) -> dict[str, Any]:
         **{name: getattr(config, ours) for name, ours in SETTINGS.items()},
         "norm_eps": config.rms_norm_eps * _shrink(config) ** 2,
         **{"use_gate": True, "use_short_conv": True, "hidden_act": "swish", "attnres_block_size": None},
-        **getattr(config, "fla", {}),
-        "attn": _from_attention(config),
+        **{"attn": None, **getattr(config, "fla", {})},
     }
 
 
 def to_state(state: State, theirs: Mapping[str, Any], config: DeltaConfig) -> State:
     """Returns our weights, made of theirs."""
     ours = {_rename(name, NAMES): tensor for name, tensor in state.items()}
-    for i in set(range(config.num_hidden_layers)) - set(config.attention_layers):
+    for i in range(config.num_hidden_layers):
         names = [f"model.blocks.{i}.mixer.{name}.weight" for name in CONVOLUTIONS]
         parts = [ours.pop(name).squeeze(1) for name in names if name in ours]
         if not theirs.get("use_short_conv", True):  # SiLU of a convolution with one tap, which is 1
@@ -134,45 +128,6 @@ def from_state(ours: State, config: DeltaConfig) -> State:
         else:
             state[_rename(name, BACK)] = tensor
     return state
-
-
-def _to_attention(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns our settings of attention layers. Raises ValueError for layers that ours cannot be."""
-    specs = [given["attn"]] if isinstance(given["attn"], dict) else given["attn"] or []
-    V, layers, thetas = int(given["head_dim"] * given["expand_v"]), [], set()
-    for spec in specs:
-        expected = {
-            "num_heads": (spec["num_heads"], given["num_heads"]),
-            "num_kv_heads": (spec.get("num_kv_heads") or spec["num_heads"], spec["num_heads"]),
-            "qkv_bias": (bool(spec.get("qkv_bias")), False),
-            "window_size": (spec.get("window_size"), None),
-            "head size hidden_size / num_heads": (given["hidden_size"] // spec["num_heads"], V),
-        }
-        if wrong := [f"{name}={a}, not {b}" for name, (a, b) in expected.items() if a != b]:
-            raise ValueError(
-                f"attn has {', '.join(wrong)}: our attention layers have as many heads as the others, of "
-                "the size of a value, without bias and window. Train on with the code that made the weights"
-            )
-        layers += spec["layers"]
-        thetas.add(float(spec.get("rope_theta") or 10_000.0))
-    if len(thetas) > 1:
-        raise ValueError(f"attn has rope_theta {sorted(thetas)}; our attention layers have one for all")
-    return {"attention_layers": tuple(sorted(layers)), "rope_theta": thetas.pop()} if layers else {}
-
-
-def _from_attention(config: DeltaConfig) -> dict[str, Any] | None:
-    if not config.attention_layers:
-        return None
-    heads, size = config.num_heads, config.head_dim_v
-    if heads * size != config.hidden_size:
-        raise ValueError(
-            f"attention layers with {heads} heads of size {size} = expand_v head_dim_k; there it is "
-            f"hidden_size / num_heads = {config.hidden_size / heads:g}"
-        )
-    return {
-        "layers": list(config.attention_layers), "num_heads": heads, "num_kv_heads": heads,
-        "qkv_bias": False, "window_size": None, "rope_theta": config.rope_theta,
-    }  # fmt: skip
 
 
 def _channels(config: DeltaConfig) -> tuple[int, int, int]:
@@ -220,7 +175,4 @@ def _factor(name: str, config: DeltaConfig) -> float:
         return config.logit_scale / (s if config.tie_word_embeddings else 1)
     if name.endswith((".mixer.o_proj.weight", ".mlp.down_proj.weight")) or name == "model.embed.weight":
         return s
-    attends = name.endswith("q_proj.weight") and int(name.split(".")[2]) in config.attention_layers
-    if attends and config.scale_by == "head_dim":
-        return config.width_ratio ** TABLES[config.parametrization].attention
     return 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,26 +100,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _read_weights(folder: Path) -> State:
     """Returns the tensors of a folder: safetensors, or else PyTorch's files, whole or sharded."""
-    for name, load in (("model.safetensors", load_file), ("pytorch_model.bin", _load_pickle)):
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        elif (folder / name).is_file():
-            files = [name]
-        else:
-            continue
-        if bad := [f for f in files if Path(f).name != f or not (folder / f).is_file()]:
-            raise ValueError(
-                f"{index} names {', '.join(bad)}, which {folder} does not hold; copy all shards there"
-            )
-        return {key: tensor for file in files for key, tensor in load(folder / file).items()}
-    raise ValueError(
-        f"{folder} has config.json and no weights: neither model.safetensors nor pytorch_model.bin"
-    )
-
-
-def _load_pickle(path: Path) -> State:
-    return torch.load(path, map_location="cpu", weights_only=True)
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise ValueError(
+            f"{folder} has config.json and no weights: neither safetensors nor pytorch_model.bin"
+        )
+    pickled = partial(torch.load, map_location="cpu", weights_only=True)
+    load = load_file if files[0].suffix == ".safetensors" else pickled
+    return {name: tensor for file in files for name, tensor in load(file).items()}
 
 
 def _require_all(state: State, config: DeltaConfig) -> None:

@@ -152,22 +152,20 @@ def scaled_parameters(
     """Returns the role and ratio of every parameter. Raises ValueError that names those without a role."""
     shapes = {name: tuple(p.shape) for name, p in _make(base, "meta").named_parameters()}
     patterns = {pattern: _role(role) for pattern, role in (roles or {}).items()}
-    width, readout = _width(model, shapes), _readout(model)
+    modules, readout = dict(model.named_modules()), _readout(model)
     rows, unknown = [], []
-    for name, module, attribute, parameter in _parameters(model):
+    for name, parameter in model.named_parameters():
         shape, smaller = tuple(parameter.shape), shapes.get(name)
-        if smaller is None or len(smaller) != len(shape) or any(map(int.__lt__, shape, smaller)):
-            unknown.append(f"{name} {shape}: the base model has {'none' if smaller is None else smaller}")
-            continue
-        ratios = [a / b if b else 1.0 for a, b in zip(shape, smaller, strict=True)]
-        named = next((role for pattern, role in patterns.items() if fnmatch(name, pattern)), None)
-        role, m = _infer(module, attribute, ratios, parameter is readout)
-        if named is not None:
-            role = named
+        owner, _, attribute = name.rpartition(".")
+        role, m = None, 1.0
+        if smaller is not None and len(smaller) == len(shape) and all(map(int.__ge__, shape, smaller)):
+            ratios = [a / b if b else 1.0 for a, b in zip(shape, smaller, strict=True)]
+            role, m = _infer(modules[owner], attribute, ratios, parameter is readout)
+            role = next((role for pattern, role in patterns.items() if fnmatch(name, pattern)), role)
         if role is None:
-            unknown.append(f"{name} {shape}: the base model has {smaller}")
-            continue
-        rows.append(Scaled(name, parameter, role, width if role is Role.SCALAR else m))
+            unknown.append(f"{name} {shape}: the base model has {'none' if smaller is None else smaller}")
+        else:
+            rows.append(Scaled(name, parameter, role, _width(model, shapes) if role is Role.SCALAR else m))
     unused = [pattern for pattern in patterns if not any(fnmatch(row.name, pattern) for row in rows)]
     if unused:
         raise ValueError(f"roles {unused} match no parameter; names are like {rows[0].name if rows else '-'}")
@@ -237,21 +235,10 @@ def _readout(model: nn.Module) -> nn.Parameter | None:
 
 def _width(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> float:
     """Returns the ratio of the embedding's width, or else the largest ratio of any dimension."""
-    ratios = {
-        name: max((a / b for a, b in zip(p.shape, shapes[name], strict=True) if b), default=1.0)
-        for name, p in model.named_parameters()
-        if name in shapes
-    }
-    embeddings = [f"{name}.weight" for name, x in model.named_modules() if isinstance(x, nn.Embedding)]
-    return next((ratios[name] for name in embeddings if name in ratios), max(ratios.values(), default=1.0))
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Yields name, owner, attribute and parameter, each parameter once."""
-    modules = dict(model.named_modules())
-    for name, parameter in model.named_parameters():
-        prefix, _, attribute = name.rpartition(".")
-        yield name, modules[prefix], attribute, parameter
+    pairs = [(p, shapes[name]) for name, p in model.named_parameters() if name in shapes]
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    pairs = [(p, small) for p, small in pairs if p in tables][:1] or pairs
+    return max((a / b for p, small in pairs for a, b in zip(p.shape, small, strict=True) if b), default=1.0)
 
 
 def _make(base: Base, device: str) -> nn.Module:

@@ -37,11 +37,6 @@ def add_backend(monkeypatch):
     return add
 
 
-def test_cpu_tensors_take_chunked_and_recurrent_runs_only_by_name():
-    assert choose(CALL).name == "chunked"
-    assert choose(CALL, "recurrent").name == "recurrent"
-
-
 def test_cuda_tensors_run_on_triton():
     if dispatch.BACKENDS["triton"].unavailable("cuda"):
         pytest.skip("triton is not installed, so nothing is chosen on cuda")
@@ -141,11 +136,6 @@ def test_a_refusal_lists_every_reason(add_backend):
         "K=64 is above 32",
         "V=64 is above 32",
     ]
-
-
-def test_a_call_at_a_backends_limits_is_accepted(add_backend):
-    add_backend("limited", refuses=small_heads)
-    assert choose(replace(CALL, sizes={"K": 32, "V": 32}), "limited").name == "limited"
 
 
 def test_triton_refuses_bfloat16_on_a_gpu_that_does_not_multiply_it():

@@ -11,7 +11,6 @@ from torch.nn.functional import softplus
 
 from delta_trn.backends import checking, gated_delta_rule, gated_delta_rule_step, log_decay, write_strength
 from delta_trn.backends.dispatch import BACKENDS
-from delta_trn.backends.gated_delta_rule import contract
 from delta_trn.backends.parity import rule
 from delta_trn.backends.parity.judge import error
 from delta_trn.backends.parity.rule_cases import Case, inputs
@@ -110,30 +109,6 @@ def test_extreme_projections_and_parameters_give_the_gates_of_the_formula(dtype)
     expected = expected.where(~resets, 0.0)
     torch.testing.assert_close(dA_log.double(), expected.sum(0), rtol=2 * eps, atol=1e-20)
     assert da.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    "backend, by_pytorch", [("chunked", True), pytest.param("triton", False, marks=IN_KERNELS.marks)]
-)
-def test_pytorch_computes_gates_only_where_kernels_do_not(backend, by_pytorch, monkeypatch):
-    calls = []
-    make_gates = contract.make_gates
-
-    def spy(*arguments):
-        calls.append(arguments)
-        return make_gates(*arguments)
-
-    monkeypatch.setattr(contract, "make_gates", spy)
-    q, k, v, a, z, A_log, dt_bias = arguments()
-    o, _ = gated_delta_rule(q, k, v, a, z, backend=backend, **gate_options(A_log, dt_bias))
-    o.sum().backward()
-    gated_delta_rule_step(
-        *(x.detach()[:, 0] for x in (q, k, v, a, z)),
-        torch.zeros(B, HV, K, V, device=DEVICE),
-        backend=backend,
-        **gate_options(A_log.detach(), dt_bias.detach()),
-    )
-    assert len(calls) == (2 if by_pytorch else 0)
 
 
 @pytest.mark.parametrize("backend", ["chunked", IN_KERNELS])

@@ -199,12 +199,6 @@ def test_what_is_0_must_be_as_near_to_0_as_the_samples():
     assert [reference.verdicts("", {"dq": exact + y})[0].passed for y in (2e-7, 3e-7)] == [True, False]
 
 
-def test_a_float64_case_may_have_float32_parameters_of_its_gates():
-    x = inputs(BY_NAME["gates_packed"], torch.float64)
-    x = replace(x, A_log=x.A_log.float(), dt_bias=x.dt_bias.float())
-    assert all(verdict.passed for verdict in reference_for(x).verdicts("chunked", outcome(x, "chunked")))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_gradient_of_a_bfloat16_parameter_may_be_rounded_to_bfloat16(dtype):
     """Also where the rest of the case has a dtype of more digits, and each sample rounds to the judge."""

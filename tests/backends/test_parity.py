@@ -262,9 +262,7 @@ def careless(case, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "name", ["one", "seam_129", "forget", "mixed", "gva_2", "packed_empty", "norm", "gates", "collide"]
-)
+@pytest.mark.parametrize("name", ["one", "forget", "mixed", "packed_empty", "norm", "gates", "collide"])
 def test_the_baseline_errs_no_more_than_rounding(name, dtype):
     """A careless baseline would excuse every backend. Badly conditioned inverses are left out."""
     assert not careless(BY_NAME[name], dtype)

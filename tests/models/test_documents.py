@@ -9,7 +9,6 @@ from torch import Tensor
 from delta_trn.backends import default_backend
 from delta_trn.backends.parity.judge import error
 from delta_trn.models import DeltaForCausalLM
-from delta_trn.models.sequence import sequence_bounds
 from tests.support.tiny_models import ORDINARY, VARIANTS, assert_same, model, tokens
 from tests.support.tiny_run import SPREAD
 
@@ -92,16 +91,6 @@ def test_every_backend_forgets_all_at_a_document_whatever_its_rates(backend):
     assert all(bool(gradient.isfinite().all()) for gradient in gradients(m).values())
 
 
-def test_position_ids_say_what_cu_seqlens_over_the_flattened_rows_would():
-    m, ids, targets = model(), tokens(2, 40), tokens(2, 40, seed=2)
-    bounds = sequence_bounds(places())
-    assert bounds is not None and bounds.tolist() == [0, 33, 34, 36, 40, 45, 80]
-    with torch.no_grad():
-        packed = m.loss(ids.view(1, -1), targets.view(1, -1), cu_seqlens=bounds)
-        assert_same(m.loss(ids, targets, places()), packed)
-
-
-@pytest.mark.parametrize("others", [{"cu_seqlens": torch.tensor([0, 80])}, {"position_ids": places()[:1]}])
-def test_contradictory_bounds_are_refused(others):
-    with pytest.raises(ValueError, match=r"give each token its place in its own document, and no cu_seqlens"):
-        model().loss(tokens(2, 40), tokens(2, 40), **{"position_ids": places(), **others})
+def test_contradictory_bounds_are_refused():
+    with pytest.raises(ValueError, match=r"give each token its place in its own document, and no cache"):
+        model().loss(tokens(2, 40), tokens(2, 40), places()[:1])

@@ -1,21 +1,19 @@
 """Checks that generate() and its cache choose the tokens that the uncached forward chooses."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, TextStreamer
+from transformers import DynamicCache
 
 from delta_trn.models import (
     DeltaCache,
-    DeltaConfig,
     DeltaForCausalLM,
     DeltaForSequenceClassification,
     DeltaModel,
 )
-from tests.support.tiny_models import VARIANTS, VOCABULARY, assert_same, config, model, tokens
+from tests.support.tiny_models import VARIANTS, assert_same, config, model, tokens
 
 variants = pytest.mark.parametrize("variant", VARIANTS)
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
@@ -30,42 +28,18 @@ def greedy_by_hand(m: DeltaForCausalLM, ids: Tensor, steps: int) -> Tensor:
 
 
 @variants
-@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 63, 64, 65])
+@pytest.mark.parametrize("T", [1, 3, 7, 64])
 def test_greedy_generation_is_the_choice_of_the_uncached_forward(variant: str, T: int):
-    """Tries prompts shorter than the convolution, and lengths on both sides of a chunk's end."""
-    m, ids = model(**VARIANTS[variant]), tokens(2, T)
+    """Tries prompts shorter than the convolution, a chunk's end, and at T = 7 the kernels of float32."""
+    dtype = torch.float32 if T == 7 else torch.float64
+    m, ids = model(dtype=dtype, **VARIANTS[variant]), tokens(2, T)
     output = m.generate(ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
     assert torch.equal(output.sequences, greedy_by_hand(m, ids, 12))
     with torch.no_grad():
         uncached = m(output.sequences, use_cache=False).logits[:, T - 1 : -1]
-    assert_same(torch.stack(output.logits, dim=1), uncached.float())  # generate() casts logits to float32
+    # generate() casts logits to float32; 19 tokens of a recurrence add up in it
+    assert_same(torch.stack(output.logits, dim=1), uncached.float(), factor=10 if T == 7 else 1)
     assert isinstance(output.past_key_values, DeltaCache)
-
-
-@variants
-def test_greedy_generation_in_float32_is_the_choice_of_the_uncached_forward(variant: str):
-    m, ids = model(dtype=torch.float32, **VARIANTS[variant]), tokens(2, 7)
-    output = m.generate(ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
-    with torch.no_grad():
-        uncached = m(output.sequences, use_cache=False).logits[:, 6:-1]
-    assert_same(torch.stack(output.logits, dim=1), uncached, factor=10)  # 19 tokens of a recurrence
-
-
-@variants
-def test_generation_without_a_cache_equals_generation_with_one(variant: str):
-    m, ids = model(**VARIANTS[variant]), tokens(2, 5)
-    assert torch.equal(m.generate(ids, **GREEDY, use_cache=False), m.generate(ids, **GREEDY))
-
-
-def test_a_stale_cache_changes_generation():
-    """A step from a state that is one token old gives other logits."""
-    m, ids = model(), tokens(2, 9)
-    with torch.no_grad():
-        expected = m(ids, use_cache=False).logits[:, -1]
-        stale = m(ids[:, :7], use_cache=True).past_key_values
-        logits = m(ids[:, 8:], past_key_values=stale).logits[:, -1]
-    with pytest.raises(AssertionError, match="above"):
-        assert_same(logits, expected)
 
 
 @variants
@@ -81,21 +55,8 @@ def test_a_left_padded_batch_generates_what_its_rows_do_alone(variant: str):
 
 
 @variants
-def test_rows_that_end_early_do_not_disturb_the_others(variant: str):
-    m, ids = model(**VARIANTS[variant]), tokens(6, 4)
-    free = m.generate(ids, **GREEDY)[:, 4:]
-    end = int(free[0, 3])
-    ended = m.generate(ids, **GREEDY, eos_token_id=end, pad_token_id=0)[:, 4:]
-    for a, b in zip(ended, free, strict=True):
-        ends = (b == end).nonzero()
-        stop = int(ends[0]) + 1 if len(ends) else 12
-        assert torch.equal(a[:stop], b[:stop]) and not a[stop:].any()
-
-
-@variants
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}], ids=str)
-def test_beam_search_reorders_the_cache(variant: str, options: dict[str, Any]):
-    m, ids = model(**VARIANTS[variant]), tokens(2, 5)
+def test_beam_search_reorders_the_cache(variant: str):
+    m, ids, options = model(**VARIANTS[variant]), tokens(2, 5), {"num_beams": 4, "num_return_sequences": 2}
     mask = torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])
     cached, uncached = (
         m.generate(ids, attention_mask=mask, **GREEDY, **options, use_cache=use) for use in (True, False)
@@ -107,30 +68,13 @@ def test_beam_search_reorders_the_cache(variant: str, options: dict[str, Any]):
 
 
 @variants
-def test_sampling_draws_the_same_with_and_without_a_cache(variant: str):
-    m, ids = model(**VARIANTS[variant]), tokens(2, 5)
-    options = {"do_sample": True, "max_new_tokens": 12, "top_k": 20, "top_p": 0.9, "temperature": 0.7}
-    options |= {"repetition_penalty": 1.2, "num_return_sequences": 2}
-    samples = []
-    for use in (True, False):
-        torch.manual_seed(3)
-        samples.append(m.generate(ids, **options, use_cache=use))
-    assert torch.equal(*samples) and samples[0].shape == (4, 17)
-
-
-@variants
 def test_a_prompt_read_in_pieces_generates_the_same(variant: str):
     m, ids = model(**VARIANTS[variant]), tokens(2, 11)
     mask = torch.ones(2, 11, dtype=torch.long)
     mask[1, :4] = 0
     whole = m.generate(ids, attention_mask=mask, **GREEDY)
-    pieces = m.generate(
-        ids,
-        attention_mask=mask,
-        **GREEDY,
-        prefill_chunk_size=3,
-        past_key_values=DeltaCache(m.config.num_hidden_layers),
-    )
+    options = {"prefill_chunk_size": 3, "past_key_values": DeltaCache(m.config.num_hidden_layers)}
+    pieces = m.generate(ids, attention_mask=mask, **GREEDY, **options)
     assert torch.equal(pieces, whole)
 
 
@@ -149,23 +93,6 @@ def test_embeddings_as_prompt_generate_what_their_ids_do():
     m, ids = model(), tokens(2, 5)
     output = m.generate(inputs_embeds=m.model.embed(ids), **GREEDY)
     assert torch.equal(output, m.generate(ids, **GREEDY)[:, 5:])
-
-
-def test_streamer_receives_every_token():
-    m, ids, streamed = model(), tokens(1, 5), []
-
-    class Collect(TextStreamer):
-        def __init__(self):
-            pass
-
-        def put(self, value):
-            streamed.extend(value.flatten().tolist())
-
-        def end(self):
-            streamed.append(None)
-
-    output = m.generate(ids, **GREEDY, streamer=Collect())
-    assert streamed == [*output[0].tolist(), None]
 
 
 class TestCache:
@@ -205,23 +132,21 @@ class TestCache:
         m = model()
         for T in (3, 60):
             cache = m(tokens(1, T), use_cache=True).past_key_values
-            sizes.append(
-                sum(
-                    x.untyped_storage().nbytes()
-                    for layer in cache.memory
-                    for x in vars(layer).values()
-                    if x is not None
-                )
-            )
+            slots = [x for layer in cache.memory for x in vars(layer).values() if x is not None]
+            sizes.append(sum(x.untyped_storage().nbytes() for x in slots))
         assert sizes[0] == sizes[1]
 
     def test_states_keep_full_precision_in_a_bfloat16_model(self):
         cache = model(dtype=torch.bfloat16)(tokens(1, 5), use_cache=True).past_key_values
         assert {layer.state.dtype for layer in cache.memory} == {torch.float32}
 
-    def test_cropping_a_cache_is_refused(self):
+    def test_what_a_cache_cannot_be_is_refused(self):
         with pytest.raises(NotImplementedError, match="cannot forget its last tokens; keep a copy"):
             DeltaCache(2).crop(-1)
+        with pytest.raises(ValueError, match="two names of one argument: give one of them"):
+            model()(tokens(1, 2), past_key_values=DeltaCache(3), cache=DeltaCache(3))
+        with pytest.raises(ValueError, match="past_key_values is a DynamicCache; pass a DeltaCache"):
+            model()(tokens(1, 2), past_key_values=DynamicCache())
 
     @pytest.mark.parametrize("name", ["cache", "cache_params"])
     def test_a_cache_is_taken_under_each_name_that_transformers_gives_it(self, name: str):
@@ -243,64 +168,8 @@ class TestCache:
         """From 5.24 on, generate() reads all tokens again if all layers of a cache call themselves linear."""
         assert not all(DeltaCache(2).is_linear)
 
-    def test_two_caches_are_refused(self):
-        with pytest.raises(ValueError, match="two names of one argument: give one of them"):
-            model()(tokens(1, 2), past_key_values=DeltaCache(3), cache=DeltaCache(3))
-
-    def test_another_models_cache_is_refused(self):
-        with pytest.raises(ValueError, match="past_key_values is a DynamicCache; pass a DeltaCache"):
-            model()(tokens(1, 2), past_key_values=DynamicCache())
-
     def test_training_makes_no_cache_unless_asked(self):
         m = model()
         assert m(tokens(1, 2)).past_key_values is not None
         assert m.train()(tokens(1, 2)).past_key_values is None
         assert model(use_cache=False)(tokens(1, 2)).past_key_values is None
-
-
-class TestSaving:
-    def test_auto_classes_load_what_was_saved(self, tmp_path):
-        for variant, changes in VARIANTS.items():
-            m = model(dtype=torch.float32, **changes)
-            m.generation_config = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
-            folder = tmp_path / variant
-            m.save_pretrained(folder)
-            loaded = AutoModelForCausalLM.from_pretrained(folder)
-            assert type(loaded) is DeltaForCausalLM and isinstance(loaded.config, DeltaConfig)
-            for (name, a), b in zip(m.state_dict().items(), loaded.state_dict().values(), strict=True):
-                assert torch.equal(a, b), name
-            tied = loaded.lm_head.weight is loaded.model.embed.weight
-            assert tied == (variant != "untied")
-            ids = tokens(1, 4)
-            assert torch.equal(loaded.generate(ids), m.generate(ids))
-
-    def test_loading_draws_no_random_numbers_and_fills_what_is_missing(self, tmp_path):
-        from safetensors.torch import load_file, save_file
-
-        m = model(dtype=torch.float32)
-        m.save_pretrained(tmp_path)
-        before = torch.get_rng_state()
-        DeltaForCausalLM.from_pretrained(tmp_path)
-        assert torch.equal(before, torch.get_rng_state())
-        path = tmp_path / "model.safetensors"
-        weights = load_file(path)
-        del weights["model.blocks.1.mixer.A_log"]
-        save_file(weights, path, metadata={"format": "pt"})
-        loaded = DeltaForCausalLM.from_pretrained(tmp_path)
-        A = loaded.model.blocks[1].mixer.A_log.exp()
-        assert (A > 0).all() and (A < 16).all() and len(A.unique()) == len(A)
-        assert torch.equal(loaded.model.blocks[1].mixer.dt_bias, m.model.blocks[1].mixer.dt_bias)
-
-    def test_resized_vocabularies_keep_their_tags(self):
-        from delta_trn.models.parameters import scaled_parameters
-
-        for tied in (True, False):
-            m = model(dtype=torch.float32, tie_word_embeddings=tied)
-            ids = tokens(1, 4)
-            before = m(ids).logits
-            m.resize_token_embeddings(VOCABULARY + 3)
-            assert_same(m(ids).logits[..., :VOCABULARY], before)
-            rows = scaled_parameters(m, optimizer="adamw", lr=1.0, weight_decay=0.0)
-            assert {row.shape for row in rows if row.role.name in ("EMBEDDING", "READOUT")} == {
-                (VOCABULARY + 3, 32)
-            }

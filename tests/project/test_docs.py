@@ -13,7 +13,6 @@ import pytest
 from delta_trn.__main__ import main
 from delta_trn.backends import dispatch
 from delta_trn.backends.bench import figures
-from delta_trn.models.mup import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -161,10 +160,6 @@ def test_no_section_stands_twice_on_a_page(page):
 
 def test_the_readme_takes_five_minutes():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
-def test_the_mup_table_is_the_one_that_the_optimizers_read():
-    assert markdown_table() in (ROOT / "docs" / "mup.md").read_text()
 
 
 def test_the_speeds_are_those_of_the_files():

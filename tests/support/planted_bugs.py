@@ -142,7 +142,7 @@ BUGS = (
     Bug("muP: initial values do not shrink with width", "models.parameters:initial_std",
         "tag.ratio(config) ** power", "1.0", "muP"),
     Bug("muP: rates do not shrink with width", "models.parameters:scaled_parameters",
-        "factor = m ** _power(rule, optimizer, tag, config)", "factor = 1.0", "muP"),
+        "factor = m ** rule.lr(optimizer)", "factor = 1.0", "muP"),
     Bug("muP: independent weight decay follows the rate", "models.parameters:scaled_parameters",
         "decay / factor if independent_weight_decay else decay", "decay", "muP"),
     Bug("muP: the logits are not scaled", "models.config:DeltaConfig.logit_scale",

@@ -241,7 +241,7 @@ def final_state(run: Path, name: str = "step-*") -> dict[str, Any]:
     assert raw.endswith(b"\n") and raw.count(b"\n") == len(read_metrics(run)), "a line is not whole"
     return {
         "metrics": read_metrics(run),
-        "samples": (run / "samples.txt").read_text(),
+        "samples": [path.read_text() for path in run.glob("samples.txt")],  # none of a divided model
         "checkpoint": last.name,
         "best": os.readlink(run / "checkpoints" / "best"),
         "state": state,

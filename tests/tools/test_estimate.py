@@ -9,10 +9,11 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
+from delta_trn.backends.compiler import NotCompiled
 from delta_trn.backends.gated_delta_rule import triton_adapter
 from delta_trn.triton_kernels.sass import Code, Instruction, followed, loops, parse, unfenced
 from tools.estimate import __main__ as command
-from tools.estimate import calibration, layers, machine, simulate, work
+from tools.estimate import calibration, layers, machine, peer, simulate, work
 from tools.estimate.estimates import PARALLEL, SERIAL, factor
 
 NONE = 7
@@ -48,7 +49,7 @@ def cycles(*instructions, warps=1, programs=1, resident_registers=32, **of_work)
 def compiled_simulator():
     try:
         simulate.simulator()
-    except simulate.CannotSimulate as reason:
+    except NotCompiled as reason:
         pytest.skip(str(reason))
 
 
@@ -216,30 +217,6 @@ def test_every_shape_has_its_launches():
             assert launch.variant is None or launch.variant.signature("bf16")
 
 
-def test_the_gradients_of_pairs_are_two_launches_and_one_sum():
-    """The adapter adds dk of the value heads that share a key in float32; the second launch adds dq."""
-    expected = {
-        "paper_256": [("*bf16", "*bf16", None)],
-        "qwen3_next_4x8192": [("*fp32", "*fp32", None), ("*bf16", "*fp32", "*fp32")],
-    }
-    for name, types in expected.items():
-        shape = work.SHAPES[name]
-        launches = [launch for launch in work.launches(shape) if launch.name.startswith("gradients")]
-        assert sum(launch.work.programs for launch in launches) == 16 * shape.sequences * shape.HV * (
-            shape.tokens // 1024
-        )
-        found = []
-        for launch in launches:
-            assert launch.variant is not None
-            signature = launch.variant.signature("bf16")
-            assert signature["dv"] == "*bf16"
-            first = None if "first_dq" in launch.variant.values else signature["first_dq"]
-            found.append((signature["dq"], signature["dk"], first))
-        assert found == types
-        sums = [launch.count for launch in work.launches(shape) if launch.name == "sums of grouped heads"]
-        assert sums == [1] * (shape.HV > shape.H)
-
-
 # the short ones; `python -m tools.estimate.calibration` compares all
 ROWS = [
     *(((2, 8), lengths) for lengths in ((1, 8192), (8, 1024))),
@@ -307,14 +284,32 @@ def test_the_table_says_that_it_is_estimated():
     assert any("100 ± 20" in line for line in lines)
 
 
+def test_several_kernels_of_a_peer_stand_beside_one_of_ours():
+    ours = replace(row("convolution", 100.0), shape="layers_1024")
+    theirs = [replace(ours, of="fla", microseconds=time) for time in (30.0, 90.0)]
+    lines = list(command.table([ours, *theirs]))
+    assert "fla over ours: convolution 1.20 (estimated)" in lines
+
+
 def test_without_a_compiler_the_command_says_what_to_do(monkeypatch, capsys):
     simulate.simulator.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(command.knobs.runtime, "interpret", False)
     with pytest.raises(SystemExit):
         command.main([])
-    assert "needs a C++ compiler, and there is no no-such-compiler" in capsys.readouterr().err
+    assert "there is no no-such-compiler; install a C++ compiler" in capsys.readouterr().err
     simulate.simulator.cache_clear()
+
+
+def test_without_the_peer_the_command_says_how_to_install_it(monkeypatch, capsys):
+    def missing(name):
+        raise peer.PackageNotFoundError(name)
+
+    monkeypatch.setattr(peer, "distribution", missing)
+    monkeypatch.setattr(command.knobs.runtime, "interpret", False)
+    with pytest.raises(SystemExit):
+        command.main(["--peer", "fla"])
+    assert "pip install --no-deps flash-linear-attention" in capsys.readouterr().err
 
 
 def test_an_unknown_shape_is_named_with_those_there_are(capsys):

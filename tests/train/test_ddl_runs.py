@@ -106,8 +106,8 @@ def test_ddl_tinystories_trains_on_the_hugging_face_data_set(tmp_path, monkeypat
     elsewhere = [key.replace("/data", "/none") for key in arguments]
     assert main(["run", "ddl_lm_tinystories", *elsewhere, f"out={tmp_path / 'third'}"]) == 2
     error = capsys.readouterr().err
-    assert "cannot reach dataset 'roneneldan/TinyStories'" in error
-    assert "pass the local folder, .parquet" in error
+    assert "dataset 'roneneldan/TinyStories' of the Hugging Face Hub" in error
+    assert "download it where there is a network and pass its folder" in error
     assert not (tmp_path / "third").exists()
 
 
@@ -171,6 +171,11 @@ def test_resume_or_a_bucket_in_the_environment_is_refused_with_a_remedy():
 def test_impossible_model_settings_are_refused_before_a_run():
     with pytest.raises(ConfigError, match=r"batch.length=600 is above model.max_position_embeddings=512"):
         apply(recipe("ddl_lm_tinystories"), {"batch.length": "600"})
+    with pytest.raises(
+        ConfigError, match=r"model.use_qk_rmsnorm=true is not divided.*distribution.tensor at 1"
+    ):
+        keys = {"model.use_qk_rmsnorm": "true", "model.attention_layers": "0", "distribution.tensor": "2"}
+        apply(recipe("tiny"), keys)
     with pytest.raises(ConfigError, match=r"model.residual=ddl is not divided"):
         apply(recipe("tiny"), {"model.residual": "ddl", "distribution.context": "2"})
 

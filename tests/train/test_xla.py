@@ -4,6 +4,7 @@ torch_xla needs an older PyTorch, so `make test-xla` runs these tests in their o
 those that need no torch_xla run.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -120,6 +121,15 @@ class TestRun:
     def test_a_checkpoint_of_a_run_on_xla_resumes_on_the_cpu(self, runs):
         tiny_run.train("resume", runs[3], f"steps={STEPS + 2}", "device=cpu", "backend=chunked")
         assert tiny_run.read_metrics(runs[3])[-1]["step"] == STEPS + 2
+
+    def test_a_checkpoint_of_a_run_on_xla_has_the_position_of_a_run_on_the_cpu(self, runs):
+        """On XLA a thread has read further by then, batches that no step has taken."""
+        folder = runs[3]
+        positions = [
+            json.loads((out / "checkpoints" / f"step-{STEPS:08d}" / "state.json").read_bytes())["position"]
+            for out in (folder, folder.parent / "cpu")
+        ]
+        assert positions[0] == positions[1]
 
 
 @needs_xla

@@ -150,13 +150,6 @@ def test_saved_tensors_have_the_declared_shapes_with_and_without_kept_states(mon
     assert triton_adapter.forward(rule(*tensors), save=False)[2] == []
 
 
-def test_automatic_keeping_of_states_stops_at_its_bound(monkeypatch):
-    monkeypatch.setattr(triton_time_adapter, "SEGMENT", None)
-    q = torch.empty(1, 2**19, 8, 128, dtype=torch.bfloat16, device="meta")
-    for x, count in ((q, 3), (q[:, : 2**16], 5)):
-        assert kept(triton_adapter.saved_shapes(rule(x, x, x, x[..., 0], x[..., 0], None))) == count
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_write_every_element_and_repeat_their_bits(dtype, poison):
     tensors = inputs(B=2, T=70, K=48, V=40, dtype=dtype)

@@ -6,8 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
-from delta_trn.triton_kernels import short_convolution
-from delta_trn.triton_kernels.launch import TABLE, Tile, adjusted, config, tile
+from delta_trn.triton_kernels.launch import TABLE, Tile, adjusted, config
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -53,19 +52,3 @@ def test_adjusted_launches_hold_within_the_block_alone():
     with adjusted(lambda row: replace(row, C=16)):
         assert config(64, 64, itemsize=2) == replace(row, C=16)
     assert config(64, 64, itemsize=2) == row
-
-
-@pytest.mark.parametrize(
-    ("B", "T", "C", "spans", "tokens"),
-    [
-        (30, 1024, 3072, 240, 128),  # of a batch: long spans
-        (1, 1024, 3072, 64, 16),  # of one sequence: short ones, so that it fills the GPU
-        (1, 8192, 8192, 64, 128),
-        (64, 32768, 3072, 1024, 2048),  # no more than 1,024 parts of the weights' gradient
-        (4096, 16, 3072, 4096, 128),  # but one for each row
-        (0, 16, 3072, 0, 16),
-    ],
-)
-def test_spans_of_the_convolution_fill_a_gpu_and_are_not_too_many(B, T, C, spans, tokens):
-    rows = tile("short_convolution", C).rows
-    assert short_convolution.parts(B, T, C, 4, prefix=False) == (spans, tokens // rows)

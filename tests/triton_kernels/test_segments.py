@@ -7,7 +7,6 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from delta_trn.backends import gated_delta_rule
 from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter
-from delta_trn.backends.gated_delta_rule.contract import Rule
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import (
     chunk_tables,
     segment_tables,
@@ -167,18 +166,3 @@ def test_automatic_segments_are_cut_only_where_most_of_the_device_would_idle(
         assert (
             split.chunks.segments * split.chunks.span >= T > (split.chunks.segments - 1) * split.chunks.span
         )
-
-
-def test_tensors_saved_in_segments_have_the_declared_shapes():
-    leaves = [x.detach() for x in tensors(B=2, T=70)]
-    for segment in (None, 1, 3):
-        split_sequences(segment)
-        saved = triton_adapter.forward(rule(leaves), save=True)[2]
-        declared = triton_adapter.saved_shapes(rule([x.to("meta") for x in leaves]))
-        assert [(tuple(x.shape), x.dtype) for x in saved] == declared
-
-
-def rule(leaves):
-    *tensors, state = leaves
-    K = state.shape[-2]
-    return Rule(*tensors, initial_state=state, scale=K**-0.5, l2norm=True, output_final_state=True)

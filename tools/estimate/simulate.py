@@ -1,29 +1,21 @@
 """Runs a kernel's machine code on a model of one SM: `run` returns cycles, waits and how busy the units were.
 
-The model is simulate.cpp, compiled on first use with CXX, g++, c++ or clang++ into ~/.cache/delta-trn (or
-under XDG_CACHE_HOME). `backends.compiler` would do it, but kernel packages import none of our others.
+The model is simulate.cpp, which `backends.compiler` compiles on first use.
 """
 
-import hashlib
 import json
-import os
-import shlex
-import shutil
 import subprocess
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from delta_trn.backends import compiler
 from delta_trn.triton_kernels.sass import Code, Instruction, followed, loops
 from tools.estimate import machine
 
 SOURCE = Path(__file__).with_name("simulate.cpp")
 # programs simulated of a kernel whose programs are all alike and short; more are extrapolated
 ENOUGH = 60
-
-
-class CannotSimulate(RuntimeError):
-    """There is no simulator on this machine; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -186,26 +178,5 @@ def _simulate(instructions, costs, turns, settings) -> dict:
 
 @cache
 def simulator() -> Path:
-    """Returns the compiled simulator; raises CannotSimulate where there is no C++ compiler."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
-    command = next((name for name in names if shutil.which(shlex.split(name)[0])), None)
-    if command is None:
-        raise CannotSimulate(
-            f"the estimate needs a C++ compiler, and there is no {' and no '.join(names)}; "
-            "install one, or name it in CXX"
-        )
-    words = [*shlex.split(command), "-std=c++17", "-O2", str(SOURCE), "-o"]
-    key = hashlib.sha256(SOURCE.read_bytes() + shlex.join(words[:-2]).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "delta-trn")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"simulate-{key}"
-    if not path.exists():
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        try:
-            done = subprocess.run([*words, str(unfinished)], capture_output=True, text=True)
-            if done.returncode:
-                raise CannotSimulate(f"{command} cannot compile {SOURCE}: {done.stderr.strip()[:500]}")
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    return path
+    """Returns the compiled simulator. Raises NotCompiled where there is no C++ compiler."""
+    return compiler.build(SOURCE, flags="-std=c++17 -O2")[0]

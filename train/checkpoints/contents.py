@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from delta_trn.train.parallel.sharding import Sharding, named_parameters, whole
+from delta_trn.train.parallel.sharding import Sharding, named_parameters
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.errors import CheckpointError, Diverged
 from delta_trn.train.settings.schema import RunConfig, differences, may_change_on_resume, read_saved
@@ -100,6 +100,7 @@ def snapshot(sharding: Sharding, optimizer: Optimizer, state: State) -> Snapshot
     sharding.at_rest()
     named = sharding.tensors()
     slots = sharding.slots(optimizer)
+    slots |= {key: sharding.whole(key, x) for key, x in slots.items() if sharding.saved_whole(key)}
     # what all have whole, one writes
     shared = named | {key: x for key, x in slots.items() if not isinstance(x, DTensor)}
     owners = _assign({name: x.numel() for name, x in shared.items()}, sharding.team.world)
@@ -109,9 +110,9 @@ def snapshot(sharding: Sharding, optimizer: Optimizer, state: State) -> Snapshot
 
     weights = {}
     for name, p in named.items():
-        gathered = whole(p)
+        whole = sharding.whole(name, p)
         if mine(name):
-            weights[name] = _on_host(gathered)
+            weights[name] = _on_host(whole)
     return Snapshot(
         state,
         weights,
@@ -250,10 +251,16 @@ def restore(folder: Path, sharding: Sharding, optimizer: Optimizer) -> None:
     slots: dict[str, Tensor] = {}
     for name, parameter in own.items():
         for key, size, dtype in saved[name]:
-            like = parameter.detach()
-            slots[key] = torch.empty_like(like, dtype=dtype) if size else torch.empty(size, dtype=dtype)
+            if not size or sharding.saved_whole(name):
+                slots[key] = torch.empty(size, dtype=dtype)
+            else:
+                slots[key] = torch.empty_like(parameter.detach(), dtype=dtype)
     _read(folder, slots)
-    sharding.load_slots(optimizer, {_current_name(key, own): tensor for key, tensor in slots.items()})
+    slots = {_current_name(key, own): tensor for key, tensor in slots.items()}
+    for key, whole in slots.items():
+        if sharding.saved_whole(key):
+            slots[key] = sharding.part(key, whole)
+    sharding.load_slots(optimizer, slots)
     set_random_states(load_file(folder / _RANDOM), sharding.model.device)
 
 
@@ -267,7 +274,9 @@ def load_weights(folder: Path, sharding: Sharding) -> None:
     }
     saved = {name: size for name, (_, size) in files.items()}
     wrong = [
-        f"{name} {tuple(size)}" for name, size in saved.items() if name not in own or own[name].shape != size
+        f"{name} {tuple(size)}"
+        for name, size in saved.items()
+        if name not in own or sharding.shape(name) != size
     ]
     present = {id(own[name]) for name in saved if name in own}
     # a tied matrix has two names and is saved under one
@@ -277,7 +286,11 @@ def load_weights(folder: Path, sharding: Sharding) -> None:
             f"the weights in {folder} are not this model's: {len(missing)} missing, {len(wrong)} unknown or "
             f"of another shape, {(missing + wrong)[0]} first; begin a new run"
         )
-    _read(folder, {files[name][0]: own[name].detach() for name in saved})
+    targets = {name: own[name].detach() for name in saved}
+    wholes = {name: torch.empty(saved[name]) for name in saved if sharding.saved_whole(name)}
+    _read(folder, {files[name][0]: tensor for name, tensor in (targets | wholes).items()})
+    for name, whole in wholes.items():
+        targets[name].copy_(sharding.part(name, whole))
 
 
 def _current_name(key: str, own: Collection[str]) -> str:

@@ -35,8 +35,8 @@ EPILOG = """keys of its own
   steps=4  seeds=2                  out=runs/coord-check-RECIPE
 
 and any key of `run` of the model or the optimizer. One batch of random tokens is trained on over and over at
-a constant rate, without weight decay unless given, and mixers begin at full size (model.mixer_output_init=1):
-from 0 they pass no gradient on at first.
+a constant rate, without clipping, and without weight decay unless given. Mixers begin at full size
+(model.mixer_output_init=1): from 0 they pass no gradient on at first.
 
 keys of --module, for any torch.nn.Module: FUNCTION(width) makes the model, the smallest width is muP's base
   widths=64,128,256                 parametrizations=plain,mup     plain: one rate, its own initial values
@@ -114,10 +114,10 @@ def _starts_of_recipe(recipe: str, own: Mapping[str, str], changes: Mapping[str,
         configs[table, optimizer] = change(base, {**QUIET, **changes, **axes})
     require_effect_somewhere([*configs.values()], changes)
     for key in changes:
-        if not key.startswith(("model.", "optimizer.")) and key != "device":
+        if key != "device" and (not key.startswith(("model.", "optimizer.")) or "clip" in key):
             raise UsageError(
-                f"{key}={changes[key]} has no effect: coord-check trains on random tokens of its own; give "
-                "keys of the model and the optimizer"
+                f"{key}={changes[key]} has no effect: coord-check trains on random tokens and does not "
+                "clip; give keys of the model and the optimizer"
             )
 
     from delta_trn.train.studies.coordinates.modules import of_recipe

@@ -19,6 +19,15 @@ from delta_trn.train.settings.errors import ConfigError
 VARIABLE, DEFAULT = "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB", 50
 
 
+def replica_groups(world: int, tensor: int) -> list[list[int]] | None:
+    """Returns the ranks that have the same part of the model, group by group; None where all have it.
+
+    >>> replica_groups(4, 2)
+    [[0, 2], [1, 3]]
+    """
+    return None if tensor == 1 else [list(range(first, world, tensor)) for first in range(tensor)]
+
+
 def bucket_bytes() -> int:
     """Returns the largest size of a bucket. ConfigError where its variable is no positive whole number."""
     text = os.environ.get(VARIABLE, str(DEFAULT))
@@ -49,8 +58,10 @@ def buckets(gradients: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def average(parameters: Iterable[nn.Parameter], count: int, most: int) -> None:
-    """Replaces each gradient by its mean over all `count` processes.
+def average(
+    parameters: Iterable[nn.Parameter], count: int, groups: list[list[int]] | None, most: int
+) -> None:
+    """Replaces each gradient by its mean over the `count` processes of this one's group.
 
     most    bytes of a bucket, see `buckets`
 
@@ -59,6 +70,6 @@ def average(parameters: Iterable[nn.Parameter], count: int, most: int) -> None:
     gradients = [p.grad for p in parameters if p.grad is not None]
     for bucket in buckets(gradients, most):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
-        means = machine.all_reduce(flat, scale=1 / count).split([gradient.numel() for gradient in bucket])
-        for gradient, mean in zip(bucket, means, strict=True):
+        means = machine.all_reduce(flat, scale=1 / count, groups=groups)
+        for gradient, mean in zip(bucket, means.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(mean.view_as(gradient))

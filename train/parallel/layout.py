@@ -10,7 +10,7 @@ from delta_trn.train.settings.schema import BatchSection, RunConfig
 class Layout:
     """One process's share of a step.
 
-    shares      data-parallel shares of a step; the processes of a context group have the same one
+    shares      data-parallel shares of a step; the processes of a tensor or context group have the same one
     sequences   sequences of one share
     micro       sequences in one forward pass
     length      tokens of each sequence that one process has
@@ -30,14 +30,14 @@ class Layout:
 def layout_of(config: RunConfig, world: int) -> Layout:
     """Returns the layout of a run on `world` processes. See `require_divisible` for what must divide what."""
     d, b = config.distribution, config.batch
-    shares = world // d.context
+    shares = world // (d.tensor * d.context)
     sequences = b.sequences // shares
     return Layout(shares, sequences, micro_batch(b, sequences), b.length // d.context)
 
 
 def is_divided(config: RunConfig, world: int) -> bool:
     """Returns whether a process has only a part of the weights, or of the memory of their optimizer."""
-    return world > 1 and (config.distribution.mode != "ddp")
+    return world > 1 and (config.distribution.mode != "ddp" or config.distribution.tensor > 1)
 
 
 def micro_batch(batch: BatchSection, sequences: int) -> int:
@@ -48,10 +48,11 @@ def micro_batch(batch: BatchSection, sequences: int) -> int:
 def require_divisible(config: RunConfig, world: int) -> None:
     """ConfigError unless `world` processes can share this run, naming what does not divide what."""
     d, m, b = config.distribution, config.model, config.batch
-    if world % d.context:
+    group = d.tensor * d.context
+    if world % group:
         raise ConfigError(
-            f"distribution.context={d.context} does not divide {world} processes; start a multiple of "
-            f"{d.context} with torchrun --nproc_per_node, or change it"
+            f"distribution.tensor={d.tensor} x distribution.context={d.context} does not divide {world} "
+            f"processes; start a multiple of {group} with torchrun --nproc_per_node, or change them"
         )
     if config.log.probes and world > 1:
         raise ConfigError(
@@ -84,3 +85,9 @@ def require_divisible(config: RunConfig, world: int) -> None:
             "distribution.context divides sequences at states, which softmax attention does not have; set "
             "model.attention_layers= to none, or distribution.context=1"
         )
+    for name, heads in (("model.heads", m.heads), ("model.v_heads", m.v_heads or m.heads)):
+        if heads % d.tensor:
+            raise ConfigError(
+                f"distribution.tensor={d.tensor} does not divide {name}={heads}: every process has whole "
+                "heads; give a divisor"
+            )

@@ -1,4 +1,4 @@
-"""PyTorch's own ways to divide a model: DDP, FSDP2, context parallelism.
+"""PyTorch's own ways to divide a model: DDP, FSDP2, tensor parallelism by DTensor, context parallelism.
 
 `distribution.mode=zero1` is FSDP2 that keeps the weights gathered between the forward and backward passes of
 a step: a process stores the optimizer's memory of its part alone, and the weights of all.
@@ -28,9 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from delta_trn.models.layers import Linear
+from delta_trn.train.parallel.heads import divide_heads
 from delta_trn.train.parallel.sequence import pass_states_on
-from delta_trn.train.parallel.sharding import Sharding, whole
+from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.parallel.team import Team
+from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import DistributionSection
 
 if TYPE_CHECKING:
@@ -48,11 +50,20 @@ class PyTorchSharding(Sharding):
         self._keeps_weights = how.mode == "zero1"
         if team.context is not None:
             pass_states_on(model, team.context["context"])
-        if how.mode == "ddp":
-            self._replicate(team.mesh.get_group())
-        else:
-            self._shard_fully(team.mesh, bf16=bf16)
+        replicas = team.mesh["replica"]
+        self._by_heads = how.tensor > 1
+        if self._by_heads:
+            if replicas.size() > 1 and how.mode != "fsdp":
+                raise ConfigError(
+                    f"distribution.mode={how.mode} does not go with distribution.tensor={how.tensor} on "
+                    f"{team.world} processes; use distribution.mode=fsdp, or distribution.tensor={team.world}"
+                )
+            self.rows = divide_heads(model, team.mesh["tensor"])
+        if how.mode == "fsdp" or (how.mode == "zero1" and replicas.size() > 1):
+            self._shard_fully(replicas, bf16=bf16)
             register_fsdp_forward_method(model, "loss")
+        elif replicas.size() > 1:
+            self._replicate(replicas.get_group())
 
     def _shard_fully(self, replicas: DeviceMesh, *, bf16: bool) -> None:
         model: Any = self.model
@@ -97,7 +108,7 @@ class PyTorchSharding(Sharding):
 
     @property
     def is_divided(self) -> bool:
-        return bool(self._fully_sharded)
+        return self._by_heads or bool(self._fully_sharded)
 
     def step(self, optimizer: Optimizer, clip: float | None) -> Tensor:
         if self._whole:
@@ -107,19 +118,25 @@ class PyTorchSharding(Sharding):
     @torch.no_grad()
     def _average_gradients(self) -> None:
         """Does for the parameters that FSDP2 leaves whole what it does for its own, in one collective."""
+        assert self.team.mesh is not None
+        replicas = self.team.mesh["replica"]
         gradients = [p.grad for p in map(self.model.get_parameter, self._whole) if p.grad is not None]
-        together = torch.cat([g.flatten() for g in gradients])
-        dist.all_reduce(together)
-        parts = (together / self.team.world).split([g.numel() for g in gradients])
-        for gradient, mean in zip(gradients, parts, strict=True):
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        together = torch.cat([g.flatten() for g in local])
+        dist.all_reduce(together, group=replicas.get_group())
+        parts = (together / replicas.size()).split([g.numel() for g in local])
+        for gradient, mean in zip(local, parts, strict=True):
             gradient.copy_(mean.view_as(gradient))
 
     def norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        divided = [g for g in gradients if isinstance(g, DTensor)]
-        groups = [divided, [g for g in gradients if not isinstance(g, DTensor)]]
-        norms = [whole(torch.nn.utils.get_total_norm(group)) for group in groups if group]
-        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        by_mesh: dict[object, list[Tensor]] = {}
+        for p in parameters:
+            if p.grad is not None:
+                mesh = p.grad.device_mesh if isinstance(p.grad, DTensor) else None
+                by_mesh.setdefault(mesh, []).append(p.grad)
+        norms = [torch.nn.utils.get_total_norm(gradients) for gradients in by_mesh.values()]
+        whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+        return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
 
     def _scale(self, parameters: list[nn.Parameter], clip: float, norm: Tensor) -> None:
         super()._scale([p for p in parameters if not isinstance(p.grad, DTensor)], clip, norm)

@@ -96,22 +96,11 @@ class _Scan:
         *,
         initial_state: Tensor | None,
         output_final_state: bool,
-        cu_seqlens: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if output_final_state:  # a cache is filled: every process has the whole text
-            return gated_delta_rule(
-                q,
-                k,
-                v,
-                g,
-                beta,
-                initial_state=initial_state,
-                output_final_state=True,
-                cu_seqlens=cu_seqlens,
-                **options,
-            )
-        assert cu_seqlens is None
+            options |= {"initial_state": initial_state, "output_final_state": True}
+            return gated_delta_rule(q, k, v, g, beta, **options)
         with torch.autocast(v.device.type, enabled=False):
             S = state_before(*segment_map(q, k, v, g, beta, **options), self.mesh)
         return gated_delta_rule(q, k, v, g, beta, initial_state=S, **options)

@@ -1,8 +1,8 @@
 """The one interface between training and the ways to divide a model, with one process as its plainest case.
 
     Sharding            one process: nothing is divided                                  (here)
-    PyTorchSharding     DDP, FSDP2, context parallelism                                  (parallel/pytorch.py)
-    NeuronSharding      data parallelism                                                 (neuron/sharding.py)
+    PyTorchSharding     DDP, FSDP2, DTensor, context parallelism                         (parallel/pytorch.py)
+    NeuronSharding      replicas, heads and ZeRO-1 by neuronx_distributed                (neuron/sharding.py)
 
 `train.run.setup.make_sharding` chooses. The loop, the step, the optimizer and checkpoints call these methods
 and ask nothing else. Names are those of parameters, or NAME/SLOT for the optimizer's memory of one.
@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +35,13 @@ class Sharding:
 
     Every process calls `loss` with its share of a step's tokens, and has the gradient of the mean over all
     of them after the last backward pass.
+
+    rows    name -> order in which this model has a parameter's rows, where that is not the file's order
     """
 
     def __init__(self, model: DeltaForCausalLM, team: Team | None = None):
         self.model, self.team = model, team or Team()
+        self.rows: dict[str, Tensor] = {}
         self._replicated: DistributedDataParallel | None = None
 
     def loss(
@@ -65,6 +68,14 @@ class Sharding:
     def is_divided(self) -> bool:
         """Whether a forward pass takes all processes, because none has all the weights."""
         return False
+
+    # The optimizer
+
+    def make_optimizer(
+        self, kind: type[Optimizer], groups: list[dict[str, Any]], *, clip: float | None, **options: Any
+    ) -> Optimizer:
+        """Returns the optimizer that `step` moves. `clip` is for those that clip by themselves."""
+        return kind(groups, **options)
 
     def step(self, optimizer: Optimizer, clip: float | None) -> Tensor:
         """Scales all gradients so that their norm is at most `clip`, and moves the weights.
@@ -116,9 +127,11 @@ class Sharding:
                 f"the saved optimizer is of another model: {len(odd)} parameters differ, {odd[0]} first; "
                 "begin a new run"
             )
+        self._load_slots(optimizer, [slots[name] for name in names] if tensors else [])
+
+    def _load_slots(self, optimizer: Optimizer, slots: list[dict[str, Tensor]]) -> None:
         # load_state_dict moves each tensor to where this kind of optimizer wants it
-        state = dict(enumerate(slots[name] for name in names)) if tensors else {}
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(slots))})
 
     # Parameters and slots as files have them
 
@@ -132,14 +145,40 @@ class Sharding:
                 named[name] = parameter
         return named
 
+    def whole(self, name: str, x: Tensor) -> Tensor:
+        """Returns a parameter or slot put together, rows in the file's order. All processes must call."""
+        whole = self._gather(self._parameter(name), x).detach()
+        order = self._order(name)
+        return whole if order is None or not whole.dim() else whole[order.argsort()]
+
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """Returns this process's part of a whole parameter."""
-        parameter = self.model.get_parameter(name)
-        whole = whole.to(parameter.device)
-        if not isinstance(parameter, DTensor):
+        """Returns this process's part of what `whole` returns: the inverse."""
+        parameter, order = self._parameter(name), self._order(name)
+        ordered = (whole if order is None or not whole.dim() else whole[order]).to(parameter.device)
+        return self._divide(parameter, ordered)
+
+    def saved_whole(self, name: str) -> bool:
+        """Returns whether this is gathered before it is saved: its parts are no blocks of the saved one."""
+        return self._order(name) is not None
+
+    def shape(self, name: str) -> torch.Size:
+        """Returns the shape that a file has of a parameter."""
+        return self._parameter(name).shape
+
+    def _gather(self, parameter: Tensor, x: Tensor) -> Tensor:
+        return x.full_tensor() if isinstance(x, DTensor) else x
+
+    def _divide(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        if not isinstance(parameter, DTensor) or not whole.dim():
             return whole
         # every process has the whole: nothing needs to be sent
         return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        return self.model.get_parameter(name.partition("/")[0])
+
+    def _order(self, name: str) -> Tensor | None:
+        return self.rows.get(name.partition("/")[0])
 
     def _replicate(self, group: ProcessGroup) -> None:
         # every process has gradients' buckets in the same order, because all run the same graph
@@ -157,11 +196,6 @@ class _Loss(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor, **others: Tensor | None) -> Tensor:
         return self.model.loss(inputs, targets, **others)
-
-
-def whole(x: Tensor) -> Tensor:
-    """Returns a parameter or a slot put together. All processes must call."""
-    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
 
 def named_parameters(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:

@@ -34,10 +34,10 @@ class Team:
     """This process among `world` processes. Alone, every method returns what it is given.
 
     data_rank, data_world   this process has share `data_rank` of the `data_world` shares of a step's
-                            sequences. The processes of one context group have the same share.
-    mesh                    all processes; None alone. Gradients are averaged over it, also within context
-                            groups: each process has its own tokens.
-    context                 [data, context]; None where sequences are whole
+                            sequences. The processes of one tensor or context group have the same share.
+    mesh                    [replica, tensor]; None alone. Gradients are averaged over `replica`, which counts
+                            the context groups' processes too: each has its own tokens.
+    context                 [data, context, tensor]; None where sequences are whole
     hosts                   group for values in the hosts' memory
     patient                 the same, for `leader_first`
     """
@@ -169,10 +169,13 @@ def assemble(config: RunConfig, device: torch.device) -> Iterator[Team]:
     try:
         with _naming_the_lost(here.world, d.timeout_minutes):
             join(machine.collectives(device), timeout, device)
-            mesh, context = init_device_mesh(kind, (here.world,)), None
-            share, shares = here.rank // d.context, here.world // d.context
+            replicas, shares = here.world // d.tensor, here.world // (d.tensor * d.context)
+            mesh = init_device_mesh(kind, (replicas, d.tensor), mesh_dim_names=("replica", "tensor"))
+            context = None
             if d.context > 1:
-                context = init_device_mesh(kind, (shares, d.context), mesh_dim_names=("data", "context"))
+                shape, names = (shares, d.context, d.tensor), ("data", "context", "tensor")
+                context = init_device_mesh(kind, shape, mesh_dim_names=names)
+            share = here.rank // (d.tensor * d.context)
             hosts, patient = _hosts(timeout), _hosts(PATIENCE)
             yield Team(here.rank, here.world, share, shares, mesh, context, hosts, patient)
     finally:

@@ -95,10 +95,12 @@ def make_optimizer(sharding: Sharding, config: RunConfig) -> Optimizer:
     if adaptive:
         betas = (o.beta1, o.beta2)
         rule = Muon if o.name == "muon" else AdamW
-        return rule(groups, lr=o.lr, fused=fused, betas=betas)
+        return sharding.make_optimizer(rule, groups, clip=o.clip, lr=o.lr, fused=fused, betas=betas)
     # DTensor has no rule for SGD's fused kernel (torch 2.13); it has one for AdamW's
     fused = fused and not any(isinstance(p, DTensor) for group in groups for p in group["params"])
-    return SGD(groups, lr=o.lr, fused=fused, momentum=o.momentum, nesterov=o.momentum > 0)
+    return sharding.make_optimizer(
+        SGD, groups, clip=o.clip, lr=o.lr, fused=fused, momentum=o.momentum, nesterov=o.momentum > 0
+    )
 
 
 def _muon(o: OptimizerSection, heads: int, of_columns: bool) -> dict[str, Any]:

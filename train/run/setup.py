@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -29,6 +29,7 @@ from delta_trn.train.data import (
 )
 from delta_trn.train.files import write_file
 from delta_trn.train.neuron import sharding as neuron
+from delta_trn.train.neuron.feed import DeviceFeed
 from delta_trn.train.parallel.layout import Layout, is_divided, layout_of, require_divisible
 from delta_trn.train.parallel.pytorch import PyTorchSharding
 from delta_trn.train.parallel.sharding import Sharding
@@ -56,7 +57,10 @@ Tell = Callable[[str], None]
 
 @dataclass
 class Run:
-    """Everything that a run has while it runs. `config` has no `auto` left."""
+    """Everything that a run has while it runs. `config` has no `auto` left.
+
+    feed    sends the loader's batches to an XLA device ahead of their steps; None on other devices
+    """
 
     config: RunConfig
     origin: Origin
@@ -67,6 +71,7 @@ class Run:
     optimizer: Optimizer
     loader: Loader
     state: State
+    feed: DeviceFeed | None = None
 
     @property
     def model(self) -> DeltaForCausalLM:
@@ -82,8 +87,14 @@ class Run:
 
     def next_batch(self) -> Batch:
         """Returns this process's share of the next step, with noise where dropout drops anything."""
+        if self.feed is not None:
+            return self.feed.next_batch()
         noise = self.loader.noise() if getattr(self.model.config, "dropout", 0) else None
         return self.loader.next_batch()._replace(noise=noise)
+
+    def position(self) -> dict[str, Any]:
+        """Returns where the next batch comes from, for `Loader.load_state_dict`."""
+        return self.loader.state_dict() if self.feed is None else self.feed.position()
 
 
 @contextlib.contextmanager
@@ -105,6 +116,8 @@ def start(config: RunConfig) -> Iterator[Run]:
         with _hold(run.folder, team):
             team.leader_does(lambda: _begin_folder(run))
             yield run
+            if run.feed is not None:
+                run.feed.close()
 
 
 @contextlib.contextmanager
@@ -145,6 +158,8 @@ def resume(path: Path, changes: dict[str, str], step: int | None, tell: Tell) ->
             run.state = state
         team.leader_does(lambda: _rewind(run, saved, tell))
         yield run
+        if run.feed is not None:
+            run.feed.close()
 
 
 def _read_state(folder: RunFolder, where: Path) -> tuple[State, RunConfig]:
@@ -227,7 +242,10 @@ def _assemble(
     )
     # after the model's own draws: nothing here draws from it, but a model with layers of a user's own may
     torch.manual_seed(config.seed)
-    return Run(config, origin, folder, dataset, device, sharding, optimizer, loader, State())
+    feed = None
+    if neuron.serves(device):
+        feed = DeviceFeed(loader, device, with_noise=bool(getattr(sharding.model.config, "dropout", 0)))
+    return Run(config, origin, folder, dataset, device, sharding, optimizer, loader, State(), feed)
 
 
 def make_sharding(

@@ -169,6 +169,8 @@ class DistributionSection(Section):
 
     mode: Literal["ddp", "fsdp", "zero1"] = "ddp"
     """what each process has only a part of: nothing (ddp), optimizer (zero1), weights too (fsdp)"""
+    tensor: Count = 1
+    """processes that divide each layer's heads and inner sizes; a divisor of the heads"""
     context: Count = 1
     """processes that divide each sequence, and pass the delta rule's states on"""
     timeout_minutes: Positive = 30.0
@@ -247,14 +249,20 @@ class RunConfig(Section):
                 f"out={self.out}: a run's folder is on this machine; give out=DIR, and copy it when it has "
                 "ended, such as with aws s3 sync DIR s3://BUCKET"
             )
-        if self.optimizer.name == "muon" and d.mode != "ddp":
+        alone = ("use_qk_rmsnorm", "use_k_shift", "use_v_shift", "using_groupnorm", "use_output_gate")
+        if d.tensor > 1 and m.attention_layers and (given := [name for name in alone if getattr(m, name)]):
             raise ValueError(
-                "optimizer.name=muon needs whole matrices on every process; give distribution.mode=ddp, or "
-                "optimizer.name=adamw"
+                f"model.{given[0]}=true is not divided among processes; leave distribution.tensor at 1"
             )
-        if m.residual != "additive" and d.context > 1:
+        if self.optimizer.name == "muon" and (d.mode != "ddp" or d.tensor > 1):
             raise ValueError(
-                f"model.residual={m.residual} is not divided among processes; leave distribution.context at 1"
+                "optimizer.name=muon needs whole matrices on every process; give distribution.mode=ddp and "
+                "distribution.tensor=1, or optimizer.name=adamw"
+            )
+        if m.residual != "additive" and (d.tensor > 1 or d.context > 1):
+            raise ValueError(
+                f"model.residual={m.residual} is not divided among processes; leave distribution.tensor and "
+                "distribution.context at 1"
             )
         decay = self.schedule.decay_steps
         if decay is not None and decay <= self.schedule.warmup:
@@ -327,6 +335,7 @@ GONE: Mapping[str, Any] = {
     "model.output_norm_eps": None,
     "model.value_skip": 0.0,
     "model.o_gradient_bound": 0.0,
+    "model.scale_by": "head_dim",
     "data.chat_template": None,
     "data.turns": "all",
     "data.too_long": "refuse",
@@ -334,7 +343,6 @@ GONE: Mapping[str, Any] = {
     "evaluation.first": False,
     "log.tensorboard": ...,
     "checkpoint.asynchronous": ...,
-    "distribution.tensor": 1,
 }
 
 

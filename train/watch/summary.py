@@ -55,7 +55,9 @@ def opening(run: Run, asked_backend: str) -> list[str]:
     ]
     if run.team.world > 1:
         d = c.distribution
-        split = f", context {d.context}" if d.context > 1 else ""
+        split = "".join(
+            f", {name} {n}" for name, n in (("tensor", d.tensor), ("context", d.context)) if n > 1
+        )
         lines.append(f"processes  {run.team.world}, {d.mode}{split}")
     if run.sharding.is_divided and c.sample.tokens:
         lines.append("note       no samples: no process has all weights; `generate` opens the checkpoints")

@@ -143,21 +143,11 @@ class NkiTensor:
         # of a gather or scatter: all elements of the storage, and the index of each element of the view
         self.indirection: tuple[np.ndarray, np.ndarray] | None = None
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.array.ndim
-
-    @property
-    def size(self) -> int:
-        return self.array.size
-
-    @property
-    def name(self) -> str:
-        return self.storage.name
+    shape = property(lambda self: self.array.shape)
+    ndim = property(lambda self: self.array.ndim)
+    size = property(lambda self: self.array.size)
+    name = property(lambda self: self.storage.name)
+    on_chip = property(lambda self: self.buffer in ON_CHIP)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -168,10 +158,6 @@ class NkiTensor:
     def offset(self) -> int:
         """Elements from the start of the storage."""
         return (self.array.__array_interface__["data"][0] - self.storage.pointer) // self.array.itemsize
-
-    @property
-    def on_chip(self) -> bool:
-        return self.buffer in ON_CHIP
 
     def __repr__(self) -> str:
         where = self.buffer.value
@@ -302,11 +288,9 @@ class NkiTensor:
             f"cannot reshape tensor `{self.name}` of shape {self.shape} into {shape}: {self.size} elements "
             f"against {prod(shape)}",
         )
-        if self.on_chip:
-            require(
-                shape[0] == self.shape[0],
-                f"reshape keeps the partition axis on chip: {self.shape[0]} partitions, asked for {shape[0]}",
-            )
+        P = self.shape[0]
+        kept = not self.on_chip or shape[0] == P
+        require(kept, f"reshape keeps the partition axis on chip: {P} partitions, asked for {shape[0]}")
         view = self.array.reshape(shape)
         require(
             np.may_share_memory(view, self.array),
@@ -316,31 +300,29 @@ class NkiTensor:
         return self._like(view, sliced=self.sliced)
 
     def permute(self, dims) -> "NkiTensor":
-        require(
-            sorted(dims) == list(range(self.ndim)),
-            f"permute needs a permutation of {self.ndim} axes, got {dims}",
-        )
+        known = sorted(dims) == list(range(self.ndim))
+        require(known, f"permute needs a permutation of {self.ndim} axes, got {dims}")
         require(not self.on_chip or dims[0] == 0, "permute keeps the partition axis outermost on chip")
         return self._like(self.array.transpose(dims))
 
+    def _free_axis(self, dim: int, what: str, one: bool = False) -> None:
+        """Refuse the partition axis, and if `one` an axis of another size than 1."""
+        require(not self.on_chip or dim != 0, what)
+        if one:
+            word = what.split()[0]
+            size = self.shape[dim]
+            require(size == 1, f"{word} needs an axis of size 1, axis {dim} has size {size}")
+
     def broadcast(self, dim: int, size: int) -> "NkiTensor":
-        require(
-            not self.on_chip or dim != 0, "broadcast of the partition axis is not a view; use a ones matmul"
-        )
-        require(
-            self.shape[dim] == 1, f"broadcast needs an axis of size 1, axis {dim} has size {self.shape[dim]}"
-        )
+        self._free_axis(dim, "broadcast of the partition axis is not a view; use a ones matmul", one=True)
         return self._like(np.broadcast_to(self.array, (*self.shape[:dim], size, *self.shape[dim + 1 :])))
 
     def expand_dim(self, dim: int) -> "NkiTensor":
-        require(not self.on_chip or dim != 0, "expand_dim cannot insert before the partition axis")
+        self._free_axis(dim, "expand_dim cannot insert before the partition axis")
         return self._like(np.expand_dims(self.array, dim))
 
     def squeeze_dim(self, dim: int) -> "NkiTensor":
-        require(not self.on_chip or dim != 0, "squeeze_dim cannot remove the partition axis")
-        require(
-            self.shape[dim] == 1, f"squeeze_dim needs an axis of size 1, axis {dim} has {self.shape[dim]}"
-        )
+        self._free_axis(dim, "squeeze_dim cannot remove the partition axis", one=True)
         return self._like(self.array.squeeze(axis=dim))
 
     def reshape_dim(self, dim: int, shape) -> "NkiTensor":
@@ -348,10 +330,8 @@ class NkiTensor:
         if -1 in shape:
             rest = -prod(shape)
             shape[shape.index(-1)] = self.shape[dim] // rest
-        require(
-            prod(shape) == self.shape[dim],
-            f"reshape_dim of axis {dim} with size {self.shape[dim]} into {shape}",
-        )
+        size = self.shape[dim]
+        require(prod(shape) == size, f"reshape_dim of axis {dim} with size {size} into {shape}")
         return self.reshape((*self.shape[:dim], *shape, *self.shape[dim + 1 :]))
 
     def flatten_dims(self, start_dim: int, end_dim: int) -> "NkiTensor":

@@ -2,13 +2,11 @@
 
     python -m tests.models.ecosystem.record_goldens fla
     python -m tests.models.ecosystem.record_goldens authors CHECKOUT
-    python -m tests.models.ecosystem.record_goldens open-fla FOLDER          prints its logits; so does
-    python -m tests.models.ecosystem.record_goldens open-delta FOLDER        which needs this package alone
 
 It needs flash-linear-attention 0.5.2, einops and triton; for "authors" also a checkout of
 github.com/lauyikfung/gated_delta_net_mup (recorded at bb1ccf1). Only their operators, which need a GPU, are
 replaced: by flash-linear-attention's own references in PyTorch where it has them (the gated delta rule, its
-gate, RMSNorm, RoPE), and by torch's functions (convolution, SwiGLU, attention). None of our code is used.
+gate, RMSNorm), and by torch's functions (convolution, SwiGLU). None of our code is used.
 
 A golden has no weights: `fill` makes them from names. Large tensors are recorded by `sketch`.
 """
@@ -45,7 +43,6 @@ FLA_CASES: dict[str, dict[str, Any]] = {
         **{"num_v_heads": 4, "allow_neg_eigval": True, "conv_size": 3, "norm_eps": 1e-3},
         **{"tie_word_embeddings": True, "expand_v": 1.5, "fuse_norm": False, "fuse_swiglu": False},
     },
-    "hybrid": {"attn": {"layers": [1], "num_heads": 2, "rope_theta": 500.0}, "head_dim": 16, "expand_v": 1},
     "no_convolution": {"use_short_conv": False},
 }
 AUTHORS_SIZES = {
@@ -117,16 +114,9 @@ def convolution(x, weight, bias=None, activation=None, **options):
     return F.silu(y).transpose(1, 2), None
 
 
-def attention(q, k, v, causal, window_size):
-    assert causal and window_size == (-1, -1)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-
 def references(*modules: str) -> ExitStack:
     """Puts the references in place of flash-linear-attention's operators, also in other `modules`."""
     from fla.modules.layernorm import rms_norm_ref
-    from fla.modules.rotary import rotary_embedding_ref
 
     def norm(x, weight, bias, residual=None, eps=1e-5, prenorm=False, residual_in_fp32=False):
         return rms_norm_ref(x, weight, bias, residual, eps, prenorm)
@@ -135,19 +125,14 @@ def references(*modules: str) -> ExitStack:
         assert activation in ("swish", "silu")
         return rms_norm_ref(x, weight, bias, eps=eps) * F.silu(g)
 
-    def rotate(x, cos, sin, interleaved=False, **options):
-        return rotary_embedding_ref(x, cos[: x.shape[1]], sin[: x.shape[1]], interleaved)
-
     replaced = {
         "fla.modules.layernorm": {"rms_norm": norm},
         "fla.modules.fused_norm_gate": {"rms_norm_gated": gated},
-        "fla.modules.rotary": {"rotary_embedding": rotate},
         "fla.modules.conv.causal_conv1d": {"causal_conv1d": convolution},
         "fla.modules.mlp": {
             "swiglu": lambda x, y: F.silu(x) * y,
             "swiglu_linear": lambda x, y, weight, bias: F.linear(F.silu(x) * y, weight, bias),
         },
-        "fla.layers.attn": {"flash_attn_func": attention},
     }
     for module in ("fla.layers.gated_deltanet", *modules):
         replaced[module] = {"chunk_gated_delta_rule": rule, "fused_recurrent_gated_delta_rule": rule}
@@ -246,26 +231,8 @@ def write(case: str, logits: Tensor, model: torch.nn.Module) -> dict[str, Tensor
     return {f"{case}/logits": logits.detach().contiguous(), **grads}
 
 
-def print_logits(kind: str, folder: str) -> None:
-    """Prints a sketch of the logits of a folder's model, opened by flash-linear-attention or by us."""
-    if kind == "open-fla":
-        from fla.models.gated_deltanet import GatedDeltaNetForCausalLM
-
-        with references():
-            model = GatedDeltaNetForCausalLM.from_pretrained(folder, torch_dtype=torch.float64).train()
-            logits = model(tokens(model.config.vocab_size), use_cache=False).logits
-    else:
-        from delta_trn import load_model
-
-        model = load_model(folder, torch.float64)
-        logits = model(tokens(model.config.vocab_size)).logits
-    print(*(f"{number:.9g}" for number in sketch(logits, "logits").tolist()))
-
-
 def main(kind: str, *checkout: str) -> None:
     warnings.simplefilter("ignore")
-    if kind.startswith("open"):
-        return print_logits(kind, *checkout)
     tensors, about = record_fla() if kind == "fla" else record_authors(*checkout)
     HERE.mkdir(exist_ok=True)
     save_file(tensors, HERE / f"{kind}.safetensors", metadata={"about": json.dumps(about)})

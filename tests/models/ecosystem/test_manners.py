@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from delta_trn.models.parameters import scaled_parameters
 from tests.support.tiny_models import VARIANTS, assert_same, model, tokens
 
 variants = pytest.mark.parametrize("variant", VARIANTS)
@@ -20,11 +21,6 @@ class TestGeneration:
         with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
             m.generate(tokens(1, 6), max_new_tokens=4, **options)
 
-    def test_group_beam_and_sampled_beam_search_give_as_many_sequences_as_were_asked_for(self):
-        m = model(dtype=torch.float32)
-        options = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 4, "do_sample": True}
-        assert m.generate(tokens(3, 6), **options).shape == (6, 10)
-
 
 class TestOutputs:
     def test_the_configuration_says_what_forward_returns(self):
@@ -33,12 +29,6 @@ class TestOutputs:
         assert len(streams) == m.config.num_hidden_layers + 1
         output = m(ids, use_cache=False, return_dict=True, output_hidden_states=False)
         assert torch.equal(output.logits, logits) and output.hidden_states is None
-
-    def test_gradients_reach_the_hidden_states_that_are_returned(self):
-        output = model()(tokens(2, 5), output_hidden_states=True, use_cache=False)
-        output.hidden_states[0].retain_grad()
-        output.logits.sum().backward()
-        assert output.hidden_states[0].grad is not None
 
     @variants
     def test_labels_that_are_shifted_already_have_the_same_loss(self, variant):
@@ -65,23 +55,34 @@ class TestLoading:
         assert rates and all(p.dtype == torch.float32 for p in rates)
         for name, parameter in m.named_parameters():
             assert torch.equal(loaded.get_parameter(name).to(parameter.dtype), parameter), name
-        assert loaded(tokens(2, 5)).logits.isfinite().all()
+        ids = tokens(2, 5)
+        options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(loaded.generate(ids, **options), m.generate(ids, **options))
 
     @pytest.mark.parametrize("tied", [True, False])
     def test_weights_that_a_checkpoint_lacks_are_named_and_drawn(self, tied, tmp_path):
         """A tied matrix was neither: it stayed on the meta device."""
         model(dtype=torch.float32, tie_word_embeddings=tied).save_pretrained(tmp_path)
+        before = torch.get_rng_state()
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert torch.equal(before, torch.get_rng_state()), "loading draws no random numbers"
         weights = load_file(tmp_path / "model.safetensors")
-        del weights["model.embed.weight"]
+        del weights["model.embed.weight"], weights["model.blocks.1.mixer.A_log"]
         save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
         loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-        assert "model.embed.weight" in info["missing_keys"]
+        assert info["missing_keys"] >= {"model.embed.weight", "model.blocks.1.mixer.A_log"}
+        A = loaded.model.blocks[1].mixer.A_log.exp()
+        assert (A > 0).all() and (A < 16).all() and len(A.unique()) == len(A)
         assert 0.3 < loaded.model.embed.weight.detach().std() < 0.7  # initializer_range 0.5
         assert (loaded.lm_head.weight is loaded.model.embed.weight) == tied
 
     def test_rows_of_a_resized_vocabulary_are_kept_when_a_larger_model_is_initialized(self):
-        m = model(dtype=torch.float32, tie_word_embeddings=False)
+        m, ids = model(dtype=torch.float32, tie_word_embeddings=False), tokens(1, 4)
+        logits = m(ids).logits
         m.resize_token_embeddings(70)
+        assert_same(m(ids).logits[..., :61], logits)
+        rows = scaled_parameters(m, optimizer="adamw", lr=1.0, weight_decay=0.0)  # they keep their tags
+        assert {row.shape for row in rows if row.role.name in ("EMBEDDING", "READOUT")} == {(70, 32)}
         before = [m.model.embed.weight.clone(), m.lm_head.weight.clone()]
         m.post_init()
         assert torch.equal(m.model.embed.weight, before[0]) and torch.equal(m.lm_head.weight, before[1])

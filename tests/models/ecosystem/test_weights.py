@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from delta_trn import (
     DeltaConfig,
@@ -23,7 +22,6 @@ from tests.models.ecosystem.test_patching import make, tokens
 # float64: weights are scaled by numbers that are no powers of 2, and summed in another order
 ALLOWED = 2**-40
 UNTIED = {"num_v_heads": 12, "allow_neg_eigval": True, "tie_word_embeddings": False}
-HYBRID = {"attention_layers": (1,), "num_heads": 2, "head_dim_k": 16, "expand_v": 1.5}
 
 
 def ours(**settings):
@@ -44,7 +42,7 @@ def difference(a, b):
 
 
 class TestOursToOthersAndBack:
-    @pytest.mark.parametrize("settings", [{}, UNTIED, HYBRID], ids=str)
+    @pytest.mark.parametrize("settings", [{}, UNTIED], ids=str)
     def test_a_default_model_computes_the_same_after_its_way_there_and_back(self, settings, tmp_path):
         model = ours(**settings).double()
         save_model(model, tmp_path, "fla", max_shard_size="50KB")
@@ -58,13 +56,6 @@ class TestOursToOthersAndBack:
                 module.eps = model.config.rms_norm_eps
         assert difference(model, again) > 1000 * ALLOWED  # the epsilon had to be scaled, too
 
-    def test_a_key_size_that_is_a_power_of_2_loses_no_bit_in_float32(self, tmp_path):
-        exact, rounded = ours(head_dim_k=8, base_width=48), ours(head_dim_k=6, base_width=48)
-        for name, model in (("exact", exact), ("rounded", rounded)):
-            save_model(model, tmp_path / name, "fla")
-        assert difference(exact, load_model(tmp_path / "exact").eval()) == 0
-        assert difference(rounded, load_model(tmp_path / "rounded").eval()) > 0
-
     def test_a_model_with_their_readout_comes_back_bit_for_bit(self, tmp_path):
         model = ours(readout="none", parametrization="sp")
         save_model(model, tmp_path, "fla")
@@ -77,8 +68,7 @@ class TestOursToOthersAndBack:
         [
             ({"residual": "ddl"}, "residual='ddl'"),
             ({"norm": "layer", "mlp": "gelu"}, "norm='layer', mlp='gelu'"),
-            ({"attention_layers": (0,), "num_heads": 2}, "attention layers with 2 heads of size 36"),
-            ({**HYBRID, "use_qk_rmsnorm": True}, "use_qk_rmsnorm=True"),
+            ({"attention_layers": (0,), "num_heads": 2}, r"attention_layers=\[0\]"),
         ],
     )
     def test_a_model_that_they_do_not_have_is_refused_by_name(self, settings, named, tmp_path):
@@ -125,8 +115,7 @@ class TestFoldersThatDoNotFit:
             ({"use_gate": False}, "use_gate=False"),
             ({"hidden_act": "powlu"}, "hidden_act='powlu'"),
             ({"attnres_block_size": 4}, "attnres_block_size=4"),
-            ({"attn": {"layers": [1], "num_heads": 6, "num_kv_heads": 2}}, "num_kv_heads=2, not 6"),
-            ({"attn": {"layers": [1], "num_heads": 6, "window_size": 64}}, "window_size=64"),
+            ({"attn": {"layers": [1], "num_heads": 6}}, "attn={'layers'"),
             ({"head_dim": 12}, r"conv.weight: \(144, 4\), expected \(288, 4\)"),
             ({"num_hidden_layers": 1}, r"model.blocks.1.*expected none"),
         ],
@@ -139,7 +128,7 @@ class TestFoldersThatDoNotFit:
 
     def test_a_missing_shard_or_config_is_named(self, folder):
         next(folder.glob("*00002-of*.safetensors")).unlink()
-        with pytest.raises(ValueError, match=r"00002-of.*does not hold"):
+        with pytest.raises(ValueError, match=r"weights do not fit config.json.*: missing, expected"):
             load_model(folder)
         with pytest.raises(ValueError, match=r"no config\.json"):
             load_model(folder / "nothing")
@@ -182,10 +171,6 @@ class TestHeadsStayFloat32:
         assert numbers.dtype == numbers.grad.dtype == torch.float32 and torch.equal(numbers, before)
         assert model.lm_head.weight.dtype == model.model.blocks[0].mixer.a_proj.weight.dtype != torch.float32
         assert model.double().model.blocks[0].mixer.A_log.dtype == torch.float64
-
-    def test_new_models_in_bfloat16_have_float32_numbers(self):
-        model = AutoModelForCausalLM.from_config(ours().config, dtype=torch.bfloat16)
-        assert model.model.blocks[0].mixer.dt_bias.dtype == torch.float32 != model.lm_head.weight.dtype
 
     def test_patching_a_model_in_bfloat16_widens_its_numbers_and_says_so(self, capsys):
         model = make("qwen3_next").bfloat16()

@@ -83,14 +83,14 @@ def see_another_disk(arguments: list[str], log: str) -> None:
     """Runs training on each process. To the second one the disk shows nothing of the run, or an old run."""
     shows, *words = arguments
     if not leads():
-        config_path = RunFolder.config_path.fget
-        assert config_path is not None
-        if shows == "nothing":
-            RunFolder.config_path = property(lambda self: self.path / "not-there-yet")  # type: ignore[assignment]
-            RunFolder.is_taken = lambda self: False
-        else:
-            RunFolder.config_path = property(lambda self: Path(shows) / "config.json")  # type: ignore[assignment]
-            RunFolder.is_taken = lambda self: True
+        begin = RunFolder.__init__
+
+        def look_elsewhere(self: RunFolder, path: Path) -> None:
+            begin(self, path)
+            self.config_path = path / "not-there-yet" if shows == "nothing" else Path(shows) / "config.json"
+
+        RunFolder.__init__ = look_elsewhere
+        RunFolder.is_taken = lambda self: shows != "nothing"
         metrics.read = lambda path: []
     tiny_run.run_and_exit(words, log)
 

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +25,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from delta_trn.train.__main__ import main
+from delta_trn.train.parallel.heads import channels
 from delta_trn.train.parallel.layout import require_divisible
+from delta_trn.train.parallel.pytorch import PyTorchSharding
+from delta_trn.train.parallel.team import Team
 from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.overrides import apply
+from delta_trn.train.settings.schema import DistributionSection
 from tests.support import team_run, tiny_run
 from tests.support.tiny_run import metric_distance, tolerance
 
@@ -57,11 +62,14 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp-4": (4, {"distribution.mode": "fsdp"}),
     "zero1-2": (2, {"distribution.mode": "zero1"}),
     "zero1-4": (4, {"distribution.mode": "zero1"}),
+    "tensor-2": (2, {"distribution.tensor": 2}),
+    "tensor-4": (4, {"distribution.tensor": 4}),
+    "tensor-2-fsdp-2": (4, {"distribution.tensor": 2, "distribution.mode": "fsdp"}),
     "context-2": (2, {"distribution.context": 2}),
     "context-4": (4, {"distribution.context": 4}),
     "context-2-fsdp": (4, {"distribution.context": 2, "distribution.mode": "fsdp"}),
 }
-QUICK = {(way, "sgd") for way in ("ddp-2", "fsdp-2", "context-2")} | {("zero1-2", "adamw")}
+QUICK = {(way, "sgd") for way in ("ddp-2", "fsdp-2", "tensor-2", "context-2")} | {("zero1-2", "adamw")}
 EVERY = [
     pytest.param(way, optimizer, marks=[] if (way, optimizer) in QUICK else [pytest.mark.slow])
     for way in WAYS
@@ -191,7 +199,7 @@ def test_a_different_run_is_outside_the_tolerances(data, alone, begin, allowed, 
 
 
 DROPOUT = {"model.dropout": 0.2}
-WITH_DROPOUT = ("ddp-2", "ddp-4", "fsdp-4", "zero1-2", "context-2")
+WITH_DROPOUT = ("ddp-2", "ddp-4", "fsdp-4", "zero1-2", "tensor-2", "context-2", "tensor-2-fsdp-2")
 
 
 @pytest.mark.parametrize(
@@ -219,7 +227,7 @@ BF16 = {"precision": "bf16", "data.boundaries": "false"}
     "way",
     [
         pytest.param(way, marks=[] if way == "fsdp-2" else [pytest.mark.slow])
-        for way in ("fsdp-2", "zero1-2", "ddp-2", "context-2-fsdp")
+        for way in ("fsdp-2", "zero1-2", "ddp-2", "tensor-2-fsdp-2", "context-2-fsdp")
     ],
 )
 def test_a_distributed_run_in_bf16_equals_the_run_of_one_process(data, alone, begin, tmp_path, way):
@@ -277,7 +285,8 @@ class TestResume:
         ("first", "second"),
         [
             ("fsdp-2", "ddp-2"),
-            pytest.param("zero1-4", "fsdp-2", marks=pytest.mark.slow),
+            pytest.param("tensor-2", "fsdp-4", marks=pytest.mark.slow),
+            pytest.param("zero1-4", "tensor-2-fsdp-2", marks=pytest.mark.slow),
             pytest.param("context-2", "zero1-2", marks=pytest.mark.slow),
         ],
     )
@@ -292,7 +301,7 @@ class TestResume:
             world, ["run", "tiny", *keys(data, out, "sgd", {**changes, **half})], tmp_path / "first"
         )
         world, changes = WAYS[second]
-        reset = {"distribution.mode": "ddp", "distribution.context": 1}
+        reset = {"distribution.mode": "ddp", "distribution.tensor": 1, "distribution.context": 1}
         keys_of_second = [f"{k}={v}" for k, v in {**reset, **changes}.items() if k.startswith("distribution")]
         team_run.train(world, ["resume", out, f"steps={STEPS}", *keys_of_second], tmp_path / "second")
         assert not above(distances(out, alone("sgd"), begin), allowed("sgd"))
@@ -306,7 +315,8 @@ class TestDivides:
             (2, {"batch.micro": "4"}, None),
             (2, {"batch.sequences": "12", "batch.micro": "4"}, "batch.micro=4 does not divide the 6"),
             (2, {"log.probes": "true"}, "looks into the model of one process, and this run has 2"),
-            (2, {"distribution.context": "4"}, "start a multiple of 4"),
+            (2, {"distribution.tensor": "4"}, "start a multiple of 4"),
+            (4, {"distribution.tensor": "4"}, "does not divide model.heads=2"),
             (2, {"distribution.context": "2", "batch.length": "33"}, "does not divide batch.length=33"),
             (2, {"distribution.context": "2", "batch.length": "4"}, "leaves 2 tokens"),
             (2, {"distribution.context": "2", "model.attention_layers": "1"}, "softmax attention"),
@@ -320,5 +330,22 @@ class TestDivides:
         with pytest.raises(ConfigError, match=complaint):
             require_divisible(config, world)
 
+    @pytest.mark.parametrize("mode", ["ddp", "zero1"])
+    def test_replicas_of_divided_heads_need_fsdp(self, mode):
+        mesh: Any = {"replica": SimpleNamespace(size=lambda: 2)}
+        with pytest.raises(ConfigError, match=f"mode={mode} does not go .* use distribution.mode=fsdp"):
+            PyTorchSharding(
+                torch.nn.Module(),  # type: ignore[arg-type]
+                DistributionSection(mode=mode, tensor=2),  # type: ignore[arg-type]
+                Team(world=4, mesh=mesh),
+            )
+
     def test_one_process_can_run_any_division(self):
         require_divisible(recipe("tiny"), 1)
+
+
+def test_channels_reordered_for_heads_can_be_put_back_in_order():
+    order = channels((8, 8, 16), 2)
+    assert order.tolist()[:16] == [0, 1, 2, 3, 8, 9, 10, 11, *range(16, 24)]
+    whole = torch.arange(32)
+    assert torch.equal(whole[order][order.argsort()], whole)

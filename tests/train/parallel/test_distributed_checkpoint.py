@@ -25,6 +25,8 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp-4": (4, {"distribution.mode": "fsdp"}),
     "zero1-2": (2, {"distribution.mode": "zero1"}),
     "zero1-4": (4, {"distribution.mode": "zero1"}),
+    "tensor-2": (2, {"distribution.tensor": 2}),
+    "tensor-2-fsdp-2": (4, {"distribution.tensor": 2, "distribution.mode": "fsdp"}),
     "context-2": (2, {"distribution.context": 2, "distribution.mode": "fsdp"}),
 }
 
@@ -88,7 +90,8 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
 CHAINS = [
     ["fsdp-3", "alone"],
     pytest.param(["fsdp-3", "zero1-2", "alone"], marks=pytest.mark.slow),
-    pytest.param(["alone", "fsdp-4", "ddp-2", "zero1-4"], marks=pytest.mark.slow),
+    pytest.param(["alone", "fsdp-4", "tensor-2", "tensor-2-fsdp-2", "zero1-4"], marks=pytest.mark.slow),
+    pytest.param(["tensor-2-fsdp-2", "fsdp-3", "ddp-2", "tensor-2"], marks=pytest.mark.slow),
     pytest.param(["context-2", "zero1-4", "fsdp-2"], marks=pytest.mark.slow),
     pytest.param(["zero1-4", "fsdp-4", "alone"], marks=pytest.mark.slow),
 ]
@@ -101,7 +104,7 @@ def test_checkpoints_pass_between_groups_of_processes_bit_for_bit(data, tmp_path
     assert any(name.endswith("/exp_avg_sq") for name in first)
     for n, way in enumerate(chain[1:], start=1):
         world, changes = WAYS[way]
-        reset = {"distribution.mode": "ddp", "distribution.context": 1, **changes}
+        reset = {"distribution.mode": "ddp", "distribution.tensor": 1, "distribution.context": 1, **changes}
         overrides = [f"{key}={value}" for key, value in reset.items()]
         team_run.train(world, [out, STEP, *overrides], tmp_path / f"logs-{n}", save_again)
         again = load_tensors(out / "checkpoints" / f"step-{STEP:08d}")
@@ -109,8 +112,9 @@ def test_checkpoints_pass_between_groups_of_processes_bit_for_bit(data, tmp_path
         assert [name for name in first if not torch.equal(first[name], again[name])] == [], way
 
 
-def test_transformers_loads_a_checkpoint_of_several_processes(data, tmp_path):
-    folder = write_checkpoint("fsdp-2", data, tmp_path / "run")
+@pytest.mark.parametrize("way", ["fsdp-2", pytest.param("tensor-2-fsdp-2", marks=pytest.mark.slow)])
+def test_transformers_loads_a_checkpoint_of_several_processes(data, tmp_path, way):
+    folder = write_checkpoint(way, data, tmp_path / "run")
     alone = write_checkpoint("alone", data, tmp_path / "alone")
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
@@ -120,4 +124,4 @@ def test_transformers_loads_a_checkpoint_of_several_processes(data, tmp_path):
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         assert (folder / name).read_bytes() == (alone / name).read_bytes(), name
     assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}, "no file needs pickle"
-    assert len(list(folder.glob("optimizer-*"))) == 2, "each process writes its own"
+    assert len(list(folder.glob("optimizer-*"))) == WAYS[way][0], "each process writes its own"

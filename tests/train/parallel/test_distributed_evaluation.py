@@ -37,6 +37,7 @@ WAYS: dict[str, tuple[int, int, dict[str, Any]]] = {  # processes, data-parallel
     "fsdp-2": (2, 2, {"distribution.mode": "fsdp"}),
     "context-2": (2, 1, {"distribution.context": 2}),
     "ddp-4": (4, 4, {"batch.sequences": 8}),
+    "tensor-2-fsdp-2": (4, 2, {"distribution.mode": "fsdp", "distribution.tensor": 2}),
 }
 QUICK = {"ddp-2", "fsdp-2"}
 

@@ -96,7 +96,7 @@ def sharded(data, tmp_path_factory) -> Path:
 
 
 def die_while_writing(arguments: list[str], log: str) -> None:
-    """Runs training on each process. Rank 1 dies in its second checkpoint, of four syncs and two renames."""
+    """Runs training on each process. Rank 1 dies in its second checkpoint, of 3 syncs and 3 renames."""
     if os.environ["RANK"] == "1":
         tiny_run.die_before(9)
     tiny_run.run_and_exit(arguments, log)

@@ -1,12 +1,13 @@
-"""Replicas on Neuron give the run of one process, on a stand-in over two gloo processes.
+"""Replicas, divided heads and ZeRO-1 on Neuron give the run of one process, on stand-ins over gloo.
 
-The stand-in has the names and signatures of torch_xla, and computes on the CPU. Only a chip can show that
-torch_xla itself computes the same. test_distributed.py derives the tolerances.
+The stand-ins have the names and signatures of torch_xla and neuronx_distributed, and compute on the CPU. Only
+a chip can show that AWS's own packages compute the same. test_distributed.py derives the tolerances.
 """
 
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from delta_trn.backends import machine
 from delta_trn.train.neuron import reduction
 from delta_trn.train.neuron import sharding as neuron
 from delta_trn.train.parallel import sharding as whole
-from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import DistributionSection
 from tests.support import team_run, tiny_run
@@ -25,6 +25,11 @@ from tests.train.parallel.test_distributed import BATCH, OPTIMIZERS, ORDERS, abo
 
 SHIMS = Path(__file__).parents[2] / "shims"
 SHAPES = [(3, 4), (5,), (2, 2), (), (7, 1)]
+WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "replicas": (2, "sgd", {}),
+    "heads": (4, "sgd", {"distribution.tensor": 2}),  # and two replicas
+    "zero1": (2, "adamw", {"distribution.mode": "zero1"}),
+}
 
 
 def run_on_stand_in(arguments: list[str], log: str) -> None:
@@ -39,42 +44,68 @@ def _refuse(*arguments: Any, **options: Any) -> None:
     raise AssertionError("torch's DistributedDataParallel does not work on Neuron")
 
 
-def keys(data: Path, out: Path, changes: dict[str, Any]) -> list[str]:
+def run_with_a_bug(arguments: list[str], log: str) -> None:
+    """Averages gradients over all processes, of which each replica has other heads."""
+    average = reduction.average
+    reduction.average = lambda parameters, count, groups, most: average(parameters, 4, None, most)
+    run_on_stand_in(arguments, log)
+
+
+def keys(data: Path, out: Path, optimizer: str, changes: dict[str, Any]) -> list[str]:
     every = {"evaluation.every": 5, "checkpoint.every": 5, "schedule.decay_steps": 12}
-    values = {**BATCH, **OPTIMIZERS["sgd"], "model.layers": 1, "steps": 10, **every, **changes}
+    values = {**BATCH, **OPTIMIZERS[optimizer], "model.layers": 1, "steps": 12, **every, **changes}
     return tiny_run.keys(data, out, **values)
 
 
-def run(arguments: list[Any], logs: Path) -> None:
-    team_run.train(2, arguments, logs, run_on_stand_in)
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    """Returns a function: optimizer -> the run of one process, and how far others may be from it."""
+
+    @cache
+    def run(optimizer: str) -> tuple[Path, dict[str, float]]:
+        folder = tmp_path_factory.mktemp(optimizer)
+        for micro in (8, *ORDERS):
+            changes = {"batch.micro": micro}
+            tiny_run.train("run", "tiny", *keys(data, folder / f"{micro}", optimizer, changes))
+        controls = [distances(folder / f"{micro}", folder / "8") for micro in ORDERS]
+        return folder / "8", tolerances(controls)
+
+    return run
 
 
-def test_a_resumed_run_on_neuron_equals_the_run_of_one_process(data, tmp_path):
-    """The run is resumed after five of ten steps. One process runs all ten, and resumes both for two more."""
-    out = tmp_path / "run"
-    run(["run", "tiny", *keys(data, out, {"steps": 5})], tmp_path / "first")
-    run(["resume", out, "steps=10"], tmp_path / "second")
-    alone = tmp_path / "alone"
-    tiny_run.train("run", "tiny", *keys(data, alone, {}))
-    controls = []
-    for micro in ORDERS:
-        control = tmp_path / f"micro-{micro}"
-        tiny_run.train("run", "tiny", *keys(data, control, {"batch.micro": micro}))
-        controls.append(distances(control, alone))
-    allowed = tolerances(controls)
-    assert not above(distances(out, alone), allowed)
-    tiny_run.train("resume", out, "steps=12")
-    tiny_run.train("resume", alone, "steps=12")
-    assert not above(distances(out, alone), allowed)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_resumed_run_on_neuron_equals_the_run_of_one_process(data, alone, tmp_path, way):
+    """The run is resumed after five of twelve steps, and after ten on one process."""
+    out, (world, optimizer, changes) = tmp_path / "run", WAYS[way]
+    first = ["run", "tiny", *keys(data, out, optimizer, {**changes, "steps": 5})]
+    team_run.train(world, first, tmp_path / "first", run_on_stand_in)
+    team_run.train(world, ["resume", out, "steps=10"], tmp_path / "second", run_on_stand_in)
+    tiny_run.train("resume", out, "steps=12", "distribution.mode=ddp", "distribution.tensor=1")
+    expected, allowed = alone(optimizer)
+    assert not above(distances(out, expected), allowed)
 
 
-@pytest.mark.parametrize("changes", [{"mode": "fsdp"}, {"mode": "zero1"}, {"context": 2}], ids=str)
+def test_gradients_of_all_processes_averaged_together_are_seen(data, alone, tmp_path):
+    world, optimizer, changes = WAYS["heads"]
+    arguments = ["run", "tiny", *keys(data, tmp_path / "run", optimizer, changes)]
+    team_run.train(world, arguments, tmp_path / "logs", run_with_a_bug)
+    expected, allowed = alone(optimizer)
+    assert above(distances(tmp_path / "run", expected), allowed).keys() == allowed.keys()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mode": "fsdp"}, {"context": 2}, {"mode": "zero1", "tensor": 2}], ids=str
+)
 def test_what_neuron_does_not_divide_is_refused(changes):
-    with pytest.raises(
-        ConfigError, match="is not there on Neuron, where processes are replicas; use mode=ddp"
-    ):
-        model: Any = torch.nn.Linear(1, 1)
-        neuron.NeuronSharding(model, DistributionSection(**changes), Team(world=2))
+    neuron.require(DistributionSection(tensor=2))
+    with pytest.raises(ConfigError, match="is not there on Neuron; use mode=ddp, or mode=zero1 with"):
+        neuron.require(DistributionSection(**changes))
+
+
+def test_a_missing_neuronx_distributed_is_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(neuron, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"neuronx-distributed==0\.17\.26814 .* or use mode=ddp"):
+        neuron.initialize(2)
 
 
 class TestBuckets:
@@ -117,7 +148,7 @@ def reduce_on_two(arguments: list[str], log: str) -> None:
         return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
     parameters = [torch.nn.Parameter(x) for x in values(10 + rank)]
-    machine.broadcast(list(parameters), root=0)
+    machine.broadcast(list(parameters), root=0, groups=None)
     assert all(torch.equal(p, x) for p, x in zip(parameters, values(10), strict=True))
     for p, gradient in zip(parameters, values(rank), strict=True):
         p.grad = gradient
@@ -126,7 +157,7 @@ def reduce_on_two(arguments: list[str], log: str) -> None:
     from torch_xla.core import xla_model  # type: ignore[import-not-found]
 
     before, most = xla_model.calls["all_reduce"], 4 * 12
-    reduction.average(parameters, 2, most)
+    reduction.average(parameters, 2, None, most)
     count = len(list(reduction.buckets(values(0), most)))
     assert count == 3 and xla_model.calls["all_reduce"] - before == count
     pairs = zip(values(0), values(1), strict=True)
@@ -146,10 +177,11 @@ CHECK = """
 from tests.support import published
 import torch_xla.core.xla_model as xm
 
-assert published.differences() == [], published.differences()
+for source in published.PUBLISHED:
+    assert published.differences(source) == [], published.differences(source)
 # the check can fail, and so can a call
-published.PUBLISHED["torch_xla:sync"] = "(wait=True)"
-(line,) = published.differences()
+published.PUBLISHED[published.XLA]["torch_xla:sync"] = "(wait=True)"
+(line,) = published.differences(published.XLA)
 assert line.startswith("torch_xla:sync has (wait=False, reset_scope=True); published by")
 try:
     xm.all_reduce("sum", [], bucket=1)

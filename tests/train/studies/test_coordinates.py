@@ -159,6 +159,7 @@ class TestCommand:
         [
             ("widths=64,128", "3 or more different whole numbers"),
             ("batch.length=9", "batch.length=9 has no effect: coord-check trains on random tokens"),
+            ("optimizer.clip=2", "optimizer.clip=2 has no effect"),
             ("optimizers=lion", "adamw,sgd,muon"),
             ("parametrizations=mupp", "parametrization=mupp"),
             ("lr.sgd=-1", "optimizer.lr=-1"),

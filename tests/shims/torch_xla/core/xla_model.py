@@ -1,6 +1,7 @@
-"""Collectives, by gloo; `calls` counts them."""
+"""Collectives over groups of ranks, which gloo makes of its own; `calls` counts them."""
 
 from collections import Counter
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,13 @@ from torch import Tensor
 
 REDUCE_SUM = "sum"
 calls: Counter[str] = Counter()
+
+
+@cache
+def _group(groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+    """Returns this process's group. All processes make all groups, in one order."""
+    made = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in groups}
+    return next((group for ranks, group in made.items() if dist.get_rank() in ranks), None)
 
 
 def all_reduce(
@@ -18,15 +26,16 @@ def all_reduce(
     pin_layout: bool = True,
 ) -> Tensor | list[Tensor]:
     """Returns a new tensor for a tensor, and changes those of a list."""
-    assert reduce_type == REDUCE_SUM and groups is None
+    assert reduce_type == REDUCE_SUM
     calls["all_reduce"] += 1
+    group = _group(tuple(map(tuple, groups))) if groups else None
     if isinstance(inputs, Tensor):
         total = inputs.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         return total * scale
     with torch.no_grad():
         for x in inputs:
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=group)
             x.mul_(scale)
     return inputs
 
