@@ -39,7 +39,7 @@ def compare(measurement: Measurement) -> Comparison:
     """Simulates a published kernel, and extends its time to the published size along a straight line."""
     runs = []
     for repetitions in measurement.samples:
-        given = arguments(measurement.program, repetitions, **measurement.sizes)
+        given = arguments(measurement.program, repetitions, measurement.size)
         # Some originals fill the 16 KiB of SBUF that the compiler keeps, or spill: no strict checks.
         run = record(measurement.program, *given, target="trn1", strict=False)
         runs.append(estimates(run.trace, run.target))

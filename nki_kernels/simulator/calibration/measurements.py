@@ -11,7 +11,7 @@ steps on); and Trn2, of which no published run states its configuration.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from delta_trn.nki_kernels.simulator.calibration import programs
 
@@ -40,7 +40,7 @@ class Measurement:
     parts: float
     samples: tuple[int, ...]
     runs: int = 1
-    sizes: dict[str, int] = field(default_factory=dict)
+    size: int = 0  # K of a product, T of a scan
     vector: float | None = None  # published busy time of the Vector engine, ms
     scalar: float | None = None
 
@@ -53,23 +53,23 @@ TUTORIAL = "device time and table of latencies"
 MEASUREMENTS = (
     Measurement(
         "transpose, matmul 4096x2048x10944, fp32", "AccelOpt", CSV, 9.610311, programs.transpose_matmul,
-        10944 / 1024, (1, 2), 4, {"K": 2048}, scalar=0.03794637727598188 * 9.610311,
+        10944 / 1024, (1, 2), 4, size=2048, scalar=0.03794637727598188 * 9.610311,
     ),
     Measurement(
         "rmsnorm, matmul 4096x1024x2048, fp32", "AccelOpt", CSV, 1.05576, programs.rmsnorm_matmul, 4, (1, 2),
         vector=0.0387800620142612 * 1.05576, scalar=0.17750705431023017 * 1.05576,
     ),
     Measurement(
-        "bmm 16x4096x64x4096, fp32", "AccelOpt", CSV, 4.610889, programs.bmm, 4, (1, 2), 64, {"K": 64},
+        "bmm 16x4096x64x4096, fp32", "AccelOpt", CSV, 4.610889, programs.bmm, 4, (1, 2), 64, size=64,
         scalar=0.3725796722076541 * 4.610889,
     ),
     Measurement(
         "matmul 4096x5120x12288, fp32", "AccelOpt", CSV, 35.199742, programs.matmul, 32, (1, 2), 12,
-        {"K": 5120}, scalar=0.06802961330956193 * 35.199742,
+        size=5120, scalar=0.06802961330956193 * 35.199742,
     ),
     Measurement(
         "mamba, best, 256x7168", "AccelOpt", BEST, 2.277542, programs.mamba_keeping, 2, (2,),
-        sizes={"T": 7168}, vector=1.7847, scalar=0.5425,
+        size=7168, vector=1.7847, scalar=0.5425,
     ),
     Measurement(
         "SiLU 4096x7168", "AccelOpt", CSV, 1.333232, programs.silu, 224, (8, 16),
@@ -88,26 +88,26 @@ MEASUREMENTS = (
         vector=2.7956, scalar=0.6119,
     ),
     Measurement(
-        "GEMM 4096x8192x8192, bf16", "Autocomp", GEMM, 6.96, programs.gemm, 8, (1, 2), 8, {"K": 8192},
+        "GEMM 4096x8192x8192, bf16", "Autocomp", GEMM, 6.96, programs.gemm, 8, (1, 2), 8, size=8192,
     ),
     Measurement(
-        "mamba, first, 256x2048", "Autocomp", SCAN, 0.636, programs.mamba, 2, (2,), sizes={"T": 2048},
+        "mamba, first, 256x2048", "Autocomp", SCAN, 0.636, programs.mamba, 2, (2,), size=2048,
     ),
     Measurement(
-        "mamba, first, 256x512", "AWS", TUTORIAL, 0.17293, programs.mamba, 2, (2,), sizes={"T": 512},
+        "mamba, first, 256x512", "AWS", TUTORIAL, 0.17293, programs.mamba, 2, (2,), size=512,
         vector=0.9871 * 0.17293,
     ),
     Measurement(
-        "mamba, first, 4096x512", "AWS", TUTORIAL, 2.34, programs.mamba, 32, (4, 8), sizes={"T": 512},
+        "mamba, first, 4096x512", "AWS", TUTORIAL, 2.34, programs.mamba, 32, (4, 8), size=512,
     ),
     Measurement(
         "mamba, second, 4096x512", "AWS", TUTORIAL, 1.61, programs.mamba_tiled, 32, (4, 8),
-        sizes={"T": 512}, vector=0.9963 * 1.61,
+        size=512, vector=0.9963 * 1.61,
     ),
     *(
         Measurement(
             f"mamba, third, 4096x{length}", "AWS", TUTORIAL, ms, programs.mamba_tiled, 32, (1, 2),
-            sizes={"T": length}, vector=0.9485 * ms if length == 8192 else None,
+            size=length, vector=0.9485 * ms if length == 8192 else None,
         )
         for length, ms in ((1024, 3.3), (2048, 6.6), (4096, 13.3), (8192, 27.8))
     ),

@@ -5,8 +5,6 @@ its tile sizes, its order of loops and its number of instructions. What the sour
 published busy times, bytes and idle times decide; each such choice is said where it is made.
 """
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 
@@ -47,26 +45,26 @@ def transpose(source, identity, target):
     to_sbuf(turned, target)
 
 
-def sum_of_products(pairs):
-    """Returns the sum over [(stationary, moving)] of stationary.T @ moving, in PSUM."""
-    total = tile(pairs[0][0].shape[1], pairs[0][1].shape[1], buffer=nl.psum)
-    for step, (stationary, moving) in enumerate(pairs):
-        nisa.nc_matmul(dst=total, stationary=stationary, moving=moving, accumulate=step > 0)
-    return total
-
-
-def multiply_block(target, stationary, moving, rows):
-    """Stores a block [128, 1024] of a product to `target`: the sum of stationary[:, rows].T @ moving."""
-    done = tile(P, WIDE)
-    for n in range(0, WIDE, N):
-        pairs = [(s[:, rows], v[:, n : n + N]) for s, v in zip(stationary, moving, strict=True)]
-        to_sbuf(sum_of_products(pairs), done[:, n : n + N])
-    nisa.dma_copy(dst=target, src=done)
-
-
 def load_rows(source, columns):
-    """Loads these columns of source [n, ...] as tiles of 128 rows."""
-    return [load(source[k : k + P, columns]) for k in range(0, source.shape[0], P)]
+    """Loads these columns of source [n, ...] as tiles of 128 rows or, of the last, fewer."""
+    rows = source.shape[0]
+    return [load(source[k : min(k + P, rows), columns]) for k in range(0, rows, P)]
+
+
+def multiply(target, stationary, right):
+    """Stores stationary.T @ right to `target` by blocks [128, 1024]; the tiles of stationary are in SBUF."""
+    for column in range(0, right.shape[1], WIDE):
+        moving = load_rows(right, slice(column, column + WIDE))
+        for row in range(0, target.shape[0], P):
+            done = tile(P, WIDE)
+            for n in range(0, WIDE, N):
+                total = tile(P, N, buffer=nl.psum)
+                for step, (s, v) in enumerate(zip(stationary, moving, strict=True)):
+                    nisa.nc_matmul(
+                        dst=total, stationary=s[:, row : row + P], moving=v[:, n : n + N], accumulate=step > 0
+                    )
+                to_sbuf(total, done[:, n : n + N])
+            nisa.dma_copy(dst=target[row : row + P, column : column + WIDE], src=done)
 
 
 def gemm(left, right):
@@ -96,14 +94,8 @@ def gemm(left, right):
 
 def transpose_matmul(left, right):
     """left [K, 1024], right [K, 1024 parts], float32: left.T @ right."""
-    width = right.shape[1]
-    out = output(WIDE, width)
-    stationary = load_rows(left, slice(0, WIDE))
-    for column in range(0, width, WIDE):
-        span = slice(column, column + WIDE)
-        moving = load_rows(right, span)
-        for m in range(0, WIDE, P):
-            multiply_block(out[m : m + P, span], stationary, moving, slice(m, m + P))
+    out = output(WIDE, right.shape[1])
+    multiply(out, load_rows(left, slice(0, WIDE)), right)
     return out
 
 
@@ -123,24 +115,18 @@ def matmul(left, right, identity):
                 turned = tile(P, P)
                 transpose(loaded[:, n : n + P], eye, turned)
                 stationary.append(turned)
-        moving = load_rows(right, slice(0, WIDE))
-        multiply_block(out[row : row + P, :], stationary, moving, slice(0, P))
+        multiply(out[row : row + P, :], stationary, right)
     return out
 
 
 def bmm(left, right, identity):
     """left [1024, 64], right [64, 1024 parts], float32: left @ right, with left transposed once."""
-    width = right.shape[1]
-    out = output(WIDE, width)
+    out = output(WIDE, right.shape[1])
     eye = load(identity)
     stationary = tile(left.shape[1], WIDE)
     for row in range(0, WIDE, P):
         transpose(load(left[row : row + P, :]), eye, stationary[:, row : row + P])
-    for column in range(0, width, WIDE):
-        span = slice(column, column + WIDE)
-        moving = load(right[:, span])
-        for m in range(0, WIDE, P):
-            multiply_block(out[m : m + P, span], [stationary], [moving], slice(m, m + P))
+    multiply(out, [stationary], right)
     return out
 
 
@@ -172,12 +158,7 @@ def rmsnorm_matmul(x, weight, identity):
                 for k in range(4):
                     target = turned[4 * half + k][:, row : row + P]
                     transpose(normal[:, k * P : k * P + P], eye, target)
-        for column in range(0, weight.shape[1], WIDE):
-            span = slice(column, column + WIDE)
-            moving = load_rows(weight, span)
-            for row in range(0, WIDE, P):
-                start = block + row
-                multiply_block(out[start : start + P, span], turned, moving, slice(row, row + P))
+        multiply(out[block : block + WIDE, :], turned, weight)
     return out
 
 
@@ -206,42 +187,35 @@ def adamw(weight, gradient, first, second):
     out = output(*weight.shape)
     for column in range(0, weight.shape[1], WIDE):
         w, m, v, g = (load(a[:, column : column + WIDE]) for a in (weight, first, second, gradient))
-        done = tile(P, WIDE)
-        halves = [slice(n, n + N) for n in range(0, WIDE, N)]
-        of_v = _scaled(v, 0.999, halves)
-        of_g = _scaled(g, 0.001, halves)
-        square = _joined(of_g, g, nl.multiply, halves)
-        variance = _joined(of_v, square, nl.add, halves)
-        momentum = _joined(_scaled(m, 0.9, halves), _scaled(g, 0.1, halves), nl.add, halves)
-        decayed = _joined(w, _scaled(w, 1e-5, halves), nl.subtract, halves)
-        root = tile(P, WIDE)
-        for span in halves:
-            nisa.activation(dst=root[:, span], op=nl.sqrt, data=variance[:, span], scale=1000.0)
-        update = _scaled(momentum, 0.01, halves)
-        for span in halves:
-            part = root[:, span]
-            nisa.tensor_scalar(dst=part, data=part, op0=nl.add, operand0=1e-8, engine=nisa.engine.scalar)
-        for span in halves:
-            nisa.activation(dst=root[:, span], op=nl.reciprocal, data=root[:, span])
-        step = _joined(update, root, nl.multiply, halves)
-        for span in halves:
-            nisa.tensor_tensor(dst=done[:, span], data1=decayed[:, span], data2=step[:, span], op=nl.subtract)
+        variance = _join(_scale(v, 0.999), _join(_scale(g, 0.001), g, nl.multiply), nl.add)
+        momentum = _join(_scale(m, 0.9), _scale(g, 0.1), nl.add)
+        decayed = _join(w, _scale(w, 1e-5), nl.subtract)
+        root = _in_halves(nisa.activation, {"data": variance}, op=nl.sqrt, scale=1000.0)
+        update = _scale(momentum, 0.01)
+        below = _in_halves(
+            nisa.tensor_scalar, {"data": root}, op0=nl.add, operand0=1e-8, engine=nisa.engine.scalar
+        )
+        inverse = _in_halves(nisa.activation, {"data": below}, op=nl.reciprocal)
+        done = _join(decayed, _join(update, inverse, nl.multiply), nl.subtract)
         nisa.dma_copy(dst=out[:, column : column + WIDE], src=done)
     return out
 
 
-def _scaled(data, factor, halves):
+def _in_halves(instruction, operands, **options):
+    """Issues an instruction for each half of its operands, into a new tile, which it returns."""
     result = tile(P, WIDE)
-    for span in halves:
-        nisa.activation(dst=result[:, span], op=nl.copy, data=data[:, span], scale=factor)
+    for n in range(0, WIDE, N):
+        halves = {name: data[:, n : n + N] for name, data in operands.items()}
+        instruction(dst=result[:, n : n + N], **halves, **options)
     return result
 
 
-def _joined(one, two, op, halves):
-    result = tile(P, WIDE)
-    for span in halves:
-        nisa.tensor_tensor(dst=result[:, span], data1=one[:, span], data2=two[:, span], op=op)
-    return result
+def _scale(data, factor):
+    return _in_halves(nisa.activation, {"data": data}, op=nl.copy, scale=factor)
+
+
+def _join(one, two, op):
+    return _in_halves(nisa.tensor_tensor, {"data1": one, "data2": two}, op=op)
 
 
 def rope(x, cos, sin):
@@ -300,123 +274,113 @@ def rope_wide(x, cos, sin):
     return out
 
 
-def mamba(delta, u, a, b, c):
+def mamba(delta, u, a, b, c, keep=False):
     """delta, u [128 parts, T], a [128 parts, S], b, c [S, T], float32: the selective scan, states outside.
 
-    delta and u are loaded and multiplied again for each state. A row of b or c goes to all partitions by a
-    product with ones, and from PSUM to SBUF on the Scalar engine, whose published busy time needs that.
+    delta and u are loaded and multiplied again for each state. With `keep`, delta stays on chip.
     """
-    return _mamba(delta, u, a, b, c, keep=False)
+    length = delta.shape[1]
+    out, ones, sums = _begin(delta)
+    kept = load_rows(delta, slice(0, length)) if keep else []
+    for state in range(a.shape[1]):
+        for i, total in enumerate(sums):
+            row = slice(i * P, i * P + P)
+            deltas = kept[i] if keep else load(delta[row, :])
+            products = _multiply(deltas, load(u[row, :]))
+            _add_state(total, deltas, products, a[row, :], b, c, state, ones, length)
+    for i, total in enumerate(sums):
+        nisa.dma_copy(dst=out[i * P : i * P + P, :], src=total)
+    return out
 
 
 def mamba_keeping(delta, u, a, b, c):
     """The same with delta kept on chip: what the published traffic of AccelOpt's best version has."""
-    return _mamba(delta, u, a, b, c, keep=True)
-
-
-def _mamba(delta, u, a, b, c, keep):
-    channels, length = delta.shape
-    rows = range(0, channels, P)
-    out = output(channels, length)
-    ones, sums = _begin(rows, length)
-    kept = [load(delta[row : row + P, :]) for row in rows] if keep else []
-    for state in range(a.shape[1]):
-        for i, row in enumerate(rows):
-            deltas = kept[i] if keep else load(delta[row : row + P, :])
-            products = _times(deltas, load(u[row : row + P, :]))
-            decay = load(a[row : row + P, state : state + 1])
-            b_row, c_row = b[state : state + 1, :], c[state : state + 1, :]
-            _scan(deltas, products, decay, b_row, c_row, ones, 0.0, sums[i])
-    for i, row in enumerate(rows):
-        nisa.dma_copy(dst=out[row : row + P, :], src=sums[i])
-    return out
+    return mamba(delta, u, a, b, c, keep=True)
 
 
 def mamba_tiled(delta, u, a, b, c):
     """The same with channels outside, in tiles of 512: delta u, which no state changes, is computed once."""
-    channels, length = delta.shape
-    rows = range(0, channels, P)
-    out = output(channels, length)
-    ones, sums = _begin(rows, length)
-    for i, row in enumerate(rows):
-        deltas = load(delta[row : row + P, :])
-        products = _times(deltas, load(u[row : row + P, :]))
+    out, ones, sums = _begin(delta)
+    for i, total in enumerate(sums):
+        row = slice(i * P, i * P + P)
+        deltas = load(delta[row, :])
+        products = _multiply(deltas, load(u[row, :]))
         for state in range(a.shape[1]):
-            decay = load(a[row : row + P, state : state + 1])
-            carry = 0.0
-            for n in range(0, length, N):
-                span = slice(n, n + N)
-                b_row, c_row = b[state : state + 1, span], c[state : state + 1, span]
-                total = sums[i][:, span]
-                scan = _scan(deltas[:, span], products[:, span], decay, b_row, c_row, ones, carry, total)
-                if n + N < length:
-                    carry = tile(P, 1)
-                    nisa.tensor_copy(dst=carry, src=scan[:, N - 1 : N], engine=nisa.engine.vector)
-        nisa.dma_copy(dst=out[row : row + P, :], src=sums[i])
+            _add_state(total, deltas, products, a[row, :], b, c, state, ones, N)
+        nisa.dma_copy(dst=out[row, :], src=total)
     return out
 
 
-def _begin(rows, length):
-    """Returns ones [1, 128], and a sum of zeros for each tile of channels."""
-    ones, sums = tile(1, P), [tile(P, length) for _ in rows]
+def _begin(delta):
+    """Returns the output, ones [1, 128], and a sum of zeros for each tile of channels."""
+    channels, length = delta.shape
+    ones, sums = tile(1, P), [tile(P, length) for _ in range(0, channels, P)]
     nisa.memset(dst=ones, value=1.0)
     for total in sums:
         nisa.memset(dst=total, value=0.0)
-    return ones, sums
+    return output(channels, length), ones, sums
 
 
-def _times(one, two):
+def _multiply(one, two):
     products = tile(*one.shape)
     nisa.tensor_tensor(dst=products, data1=one, data2=two, op=nl.multiply)
     return products
 
 
-def _scan(deltas, products, decay, b, c, ones, carry, total):
-    """Adds one state's part of the output to total, and returns the state's values over time."""
-    shape = deltas.shape
-    powers, inputs, scan, result = (tile(*shape) for _ in range(4))
-    nisa.activation(dst=powers, op=nl.exp, data=deltas, scale=decay)
-    nisa.tensor_tensor(dst=inputs, data1=products, data2=_to_all(b, ones), op=nl.multiply)
-    nisa.tensor_tensor_scan(dst=scan, data0=powers, data1=inputs, initial=carry, op0=nl.multiply, op1=nl.add)
-    nisa.tensor_tensor(dst=result, data1=scan, data2=_to_all(c, ones), op=nl.multiply)
-    nisa.tensor_tensor(dst=total, data1=total, data2=result, op=nl.add)
-    return scan
+def _add_state(total, deltas, products, a, b, c, state, ones, size):
+    """Adds one state's part of the output to total, in tiles of `size` steps, which hand on the state."""
+    length, carry = total.shape[1], 0.0
+    decay = load(a[:, state : state + 1])
+    for n in range(0, length, size):
+        span = slice(n, n + size)
+        powers, scan = tile(P, size), tile(P, size)
+        nisa.activation(dst=powers, op=nl.exp, data=deltas[:, span], scale=decay)
+        inputs = _multiply(products[:, span], _to_all(b[state : state + 1, span], ones))
+        nisa.tensor_tensor_scan(
+            dst=scan, data0=powers, data1=inputs, initial=carry, op0=nl.multiply, op1=nl.add
+        )
+        result = _multiply(scan, _to_all(c[state : state + 1, span], ones))
+        nisa.tensor_tensor(dst=total[:, span], data1=total[:, span], data2=result, op=nl.add)
+        if n + size < length:
+            carry = tile(P, 1)
+            nisa.tensor_copy(dst=carry, src=scan[:, size - 1 : size], engine=nisa.engine.vector)
 
 
 def _to_all(row, ones):
-    """Loads a row [1, n] and returns it on all partitions, in SBUF."""
+    """Loads a row [1, n] and returns it on all partitions, in SBUF.
+
+    A product with ones spreads it. The Scalar engine copies that, as its published busy time needs.
+    """
     loaded, spread = load(row), tile(P, row.shape[1])
     for n in range(0, row.shape[1], N):
-        size = min(N, row.shape[1] - n)
-        product = tile(P, size, buffer=nl.psum)
-        nisa.nc_matmul(
-            dst=product, stationary=ones, moving=loaded[:, n : n + size], is_stationary_onezero=True
-        )
-        to_sbuf(product, spread[:, n : n + size])
+        moving = loaded[:, n : min(n + N, row.shape[1])]
+        product = tile(P, moving.shape[1], buffer=nl.psum)
+        nisa.nc_matmul(dst=product, stationary=ones, moving=moving, is_stationary_onezero=True)
+        to_sbuf(product, spread[:, n : n + moving.shape[1]])
     return spread
 
 
-def arguments(program, parts, **sizes):
-    """Returns seeded arguments of a program for `parts` repetitions of its outermost loop."""
+def arguments(program, parts, size):
+    """Returns seeded arguments for `parts` repetitions of the outermost loop; size is K, or T of a scan."""
     rng = np.random.default_rng(0)
 
     def array(*shape):
         return rng.random(shape, np.float32) + np.float32(0.5)
 
-    eye, wide = np.eye(P, dtype=np.float32), WIDE * parts
-    K, T, states = sizes.get("K", 0), sizes.get("T", 0), 16
-    narrow, turns = parts * N, 4 * parts * N
-    shapes = {
-        gemm: ((K, 4 * P), (K, wide)), transpose_matmul: ((K, WIDE), (K, wide)),
-        matmul: ((P * parts, K), (K, WIDE)), bmm: ((WIDE, K), (K, wide)),
-        rmsnorm_matmul: ((wide, WIDE), (WIDE, 2 * WIDE)), silu: ((P, wide),), adamw: ((P, wide),) * 4,
-        rope: ((P, narrow), (P // 2, narrow), (P // 2, narrow)),
-        rope_wide: ((P, turns), (P // 2, turns), (P // 2, turns)),
-    }  # fmt: skip
-    of_scan = ((P * parts, T), (P * parts, T), (P * parts, states), (states, T), (states, T))
-    given: list[Any] = [array(*shape) for shape in shapes.get(program, of_scan)]
+    eye, wide, rows = np.eye(P, dtype=np.float32), WIDE * parts, P * parts
     if program is gemm:
-        given = [x.astype(ml_dtypes.bfloat16) for x in given]
-    if program not in shapes:
-        given[2] *= -1
-    return (*given, eye) if program in (matmul, bmm, rmsnorm_matmul) else tuple(given)
+        return [array(size, n).astype(ml_dtypes.bfloat16) for n in (4 * P, wide)]
+    if program is transpose_matmul:
+        return array(size, WIDE), array(size, wide)
+    if program is matmul:
+        return array(rows, size), array(size, WIDE), eye
+    if program is bmm:
+        return array(WIDE, size), array(size, wide), eye
+    if program is rmsnorm_matmul:
+        return array(wide, WIDE), array(WIDE, 2 * WIDE), eye
+    if program in (silu, adamw):
+        return [array(P, wide) for _ in range(1 if program is silu else 4)]
+    if program in (rope, rope_wide):
+        width = (N if program is rope else 4 * N) * parts
+        return [array(n, width) for n in (P, P // 2, P // 2)]
+    return array(rows, size), array(rows, size), -array(rows, 16), array(16, size), array(16, size)
