@@ -139,7 +139,7 @@ measure: $(READY)
 # With DRY=1 in .venv, without a chip.
 measure-trn1: $(if $(DRY),$(READY),$(NEURON)/.ready)
 	mkdir -p $(OUT)
-	$(if $(DRY),$(RUN),$(NEURON)/bin/python) -m tools.first_hour_trn1 $(if $(DRY),--dry issue) --json $(OUT)/trn1.jsonl
+	$(if $(DRY),$(RUN),$(NEURON)/bin/python) -m tools.first_hour_trn1 $(if $(DRY),--dry) --json $(OUT)/trn1.jsonl
 
 # torch comes first and alone: a CUDA build brings the triton that it was built with. A CPU build brings none, and
 # then 3.7.1 is installed, which belongs to torch 2.13.

@@ -2,7 +2,6 @@
 
     python -m tools.schedule                    remakes all orders: minutes, and the same on every machine
     python -m tools.schedule RULE_FORWARD       remakes one
-    python -m tools.schedule --times            prints what the orders cost, and what the rule alone would
 
 It starts from a rule: stages stand as soon as what they need stands, evenly spread over a few turns, and
 those of odd bundles half a turn later. From there it anneals: it moves one entry to another time, keeps what
@@ -166,17 +165,6 @@ def anneal(name: str, timer: Any, seed: int = 0) -> tuple[Any, list[float], list
     )
 
 
-def print_times(names: list[str], timer: Any) -> None:
-    """Prints what today's orders cost, and what the rule alone would, in microseconds."""
-    for name in names:
-        search = SEARCHES[name]
-        plan = Plan(search)
-        for sizes in SIZES:
-            trace = record_kernel(search, sizes)
-            rule = trace.time(plan.order(plan.apply_rule(search.turns)), timer)
-            print(name, "table", trace.time(search.module.ORDER, timer), "rule", rule)
-
-
 def write(tables: dict[str, Any], made: Mapping[str, Sequence[float]]) -> None:
     """Writes the module of the orders, and what those cost that a search made."""
     lines = [HEAD, "MADE = {"]
@@ -193,16 +181,12 @@ def main(arguments: list[str]) -> None:
     """Remakes the named orders, or all."""
     parser = argparse.ArgumentParser(description="finds the orders of the NKI kernels' stages")
     parser.add_argument("names", nargs="*", metavar="ORDER", help=f"one of {', '.join(SEARCHES)}; else all")
-    parser.add_argument("--times", action="store_true", help="print what the orders cost, and write nothing")
     options = parser.parse_args(arguments)
     names = options.names or list(SEARCHES)
     unknown = [name for name in names if name not in SEARCHES]
     if unknown:
         parser.error(f"no order is named {unknown[0]}; name one of {', '.join(SEARCHES)}")
     timer = build_timer()
-    if options.times:
-        print_times(names, timer)
-        return
     tables = {name: getattr(orders, name) for name in SEARCHES}
     made: dict[str, Sequence[float]] = {**orders.MADE}
     for name in names:

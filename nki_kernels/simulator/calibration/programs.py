@@ -30,12 +30,9 @@ def load(source):
     return loaded
 
 
-def to_sbuf(source, target, scalar=True):
-    """Copies a product from PSUM to SBUF, on the Scalar or the Vector engine."""
-    if scalar:
-        nisa.activation(dst=target, op=nl.copy, data=source)
-    else:
-        nisa.tensor_copy(dst=target, src=source, engine=nisa.engine.vector)
+def to_sbuf(source, target):
+    """Copies a product from PSUM to SBUF on the Scalar engine."""
+    nisa.activation(dst=target, op=nl.copy, data=source)
 
 
 def transpose(source, identity, target):
@@ -86,7 +83,7 @@ def gemm(left, right):
         for m in range(4):
             for n in range(2):
                 done = tile(P, N, nl.bfloat16)
-                to_sbuf(blocks[2 * m + n], done, scalar=False)
+                nisa.tensor_copy(dst=done, src=blocks[2 * m + n], engine=nisa.engine.vector)
                 start = column + n * N
                 nisa.dma_copy(dst=out[m * P : m * P + P, start : start + N], src=done)
     return out

@@ -278,10 +278,11 @@ def test_estimate_counts_hbm_bytes_and_multiply_adds():
     assert (e.hbm_read, e.hbm_written, e.multiply_adds) == (128 * 64 * 4, 0, 128 * 64 * 64)
 
 
-def test_report_prints_a_labeled_table_and_appends_a_line_per_shape_and_target(tmp_path, capsys):
+def test_report_prints_a_labeled_table_and_appends_a_line_per_shape(tmp_path, capsys):
     numbers = tmp_path / "t.jsonl"
     argv = ["report", "tests.nki_kernels.simulator.test_kernels:matmul_tiled", "256x64,256x600:float32"]
-    assert main([*argv, "8x8,8x8", "--target", "trn1,trn2", "--jsonl", str(numbers)]) == 0
+    assert main([*argv, "8x8,8x8", "--jsonl", str(numbers)]) == 0
+    assert main([*argv, "--target", "trn2", "--jsonl", str(numbers)]) == 0
     printed = capsys.readouterr().out
     label = "ESTIMATE from the instruction trace, not a measurement"
     for words in (label, "| **lower bound** (set by ", "| | rate | issue |"):
@@ -289,16 +290,14 @@ def test_report_prints_a_labeled_table_and_appends_a_line_per_shape_and_target(t
     assert printed.index("one core of trn1") < printed.index("one core of trn2")
     lines = [json.loads(line) for line in numbers.read_text().splitlines()]
     assert [(x["shape"], x["target"]) for x in lines] == [
-        (shape, target) for shape in [*argv[2:], "8x8,8x8"] for target in ("trn1", "trn2")
-    ]
+        (argv[2], "trn1"), ("8x8,8x8", "trn1"), (argv[2], "trn2"),
+    ]  # fmt: skip
     written = lines[0]
     assert written["label"].startswith("ESTIMATE") and written["lower"] <= written["upper"]
     assert written["instructions"]["nc_matmul"] == 4
     fast, slow = written["readings"]["rate"], written["readings"]["issue"]
     assert fast["upper"] < slow["upper"] == written["upper"] and written["reading"] == "issue"
     assert written["hbm_least"] == 4 * (256 * 64 + 256 * 600 + 64 * 600) <= written["hbm_moved"]
-    with pytest.raises(SystemExit, match="'trn9' is not one of trn1, trn2, trn3"):
-        main([*argv, "--target", "trn9"])
 
 
 def test_report_takes_the_example_of_a_module(capsys):

@@ -101,7 +101,7 @@ REFUSED = {
     a_generator: "generator is outside",
     an_exception_handler: "try is outside",
     a_context: "with is outside",
-    global_state: "global state makes a kernel impure",
+    global_state: "global and nonlocal state makes a kernel impure",
     an_import: "import inside a kernel",
     an_integer_key: "dictionary keys must be string literals",
     a_set: "a set is not an NKI value",
@@ -116,7 +116,7 @@ def test_a_construct_outside_the_subset_is_refused(function, message):
         check(function, "0.6.0")
     line = function.__code__.co_firstlineno
     assert "test_subset.py:" in str(caught.value)
-    assert any(line <= int(f.where.rpartition(":")[2]) <= line + 5 for f in findings(function, "0.6.0"))
+    assert any(line <= int(f.split(":")[1]) <= line + 5 for f in findings(function, "0.6.0"))
 
 
 def test_a_helper_is_checked_too():
@@ -252,9 +252,9 @@ SOME_REFUSE = {
 def test_a_release_names_what_it_does_not_take(function):
     message, refusing = SOME_REFUSE[function]
     for release in RELEASES:
-        found = "\n".join(map(str, findings(function, release)))
+        found = "\n".join(findings(function, release))
         assert bool(re.search(message, found)) == (release in refusing), release
-    assert any(re.search(message, str(f)) for f in findings(function)), "without a release all rules hold"
+    assert any(re.search(message, f) for f in findings(function)), "without a release all rules hold"
 
 
 def test_every_rule_of_the_source_is_violated_above():
