@@ -23,7 +23,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import torch
 
 from delta_trn.backends import machine
 from delta_trn.backends.nki_runtime_adapter import run, to_tensor
@@ -46,9 +45,7 @@ PAIRS = 1024  # of functions in turns: by the model, 2.6 ms of loading tables
 COUNTS = (512, 4608)  # the difference takes 0.1 to 3.5 ms, a launch varies by less than 0.1
 PASSES = {"float32": (np.float32, 4), "bfloat16": (ml_dtypes.bfloat16, 1)}
 SHAPE = {"B": 1, "H": 6, "K": 128, "V": 256, "dtype": "bfloat16"}
-LENGTHS = (1024, 2048)
 MODEL_US = {"forward": 219.0, "backward": 488.0}  # by the reading `issue`; by `rate` up to 3% less
-RECIPE = "gdn_mup_adamw"
 SEQUENCES = 15  # of each core of a trn1.32xlarge with 480 sequences a step
 
 
@@ -156,14 +153,13 @@ def precision(clock: Clock, dry: bool) -> dict[str, Any]:
 
 def rate(clock: Clock, dry: bool) -> dict[str, Any]:
     """Measures the cycles of a pass, and names the reading of the cost model that is nearer to them."""
-    ghz = TARGETS["trn1"].tensor_ghz
     cycles: dict[str, dict[int, float]] = {}
     few, many = (8, 40) if dry else COUNTS
     for name, (dtype, passes) in PASSES.items():
         for n in COLUMNS:
             given = np.ones((128, 512), dtype), np.ones((128, n), dtype)
             extra = clock(products, *given, many) - clock(products, *given, few)
-            measured = extra / (many - few) * ghz * 1e3 / passes
+            measured = extra / (many - few) * TARGETS["trn1"].tensor_ghz * 1e3 / passes
             cycles.setdefault(name, {})[n] = max(round(measured, 1), 0.1)
     points = [(n, c) for of in cycles.values() for n, c in of.items()]
     slope, offset = np.polyfit([n for n, _ in points], [c for _, c in points], 1)
@@ -194,7 +190,7 @@ def tables(clock: Clock, dry: bool) -> dict[str, Any]:
 
 def kernel(clock: Clock, dry: bool) -> dict[str, Any]:
     """Measures one sequence of 1,024 tokens and 6 heads by the difference of two lengths."""
-    first, last = (256, 512) if dry else LENGTHS
+    first, last = (256, 512) if dry else (1024, 2048)
     times = {}
     for name, module in (("forward", gated_delta_rule_fwd), ("backward", gated_delta_rule_bwd)):
         examples = [module.example(T=length, **SHAPE) for length in (first, last)]
@@ -207,30 +203,29 @@ def kernel(clock: Clock, dry: bool) -> dict[str, Any]:
 
 def measure_step(dry: bool, sequences: int, **changes: str) -> float:
     """Returns the median of seconds of a training step; the first two, which compile, are not timed."""
-    recipe, own = ("tiny", {"device": "cpu"}) if dry else (RECIPE, {"device": "xla", "model.width": "512"})
+    own = {"device": "cpu"} if dry else {"device": "xla", "model.width": "512"}
     own |= {"batch.sequences": str(sequences), "batch.micro": "1", **changes}
-    work = Workload(apply(announced(recipe), own))
+    work = Workload(apply(announced("tiny" if dry else "gdn_mup_adamw"), own))
     return median([work(OURS) for _ in range(9)][2:])
 
 
 def layer(clock: Clock, dry: bool) -> dict[str, Any]:
     """Measures models of one and of three layers."""
     one, three = (measure_step(dry, 1, **{"model.layers": str(n)}) for n in (1, 3))
-    decides = "beyond its kernels' times: profile what lies between them"
-    return {"seconds": (three - one) / 2, "decides": decides}
+    return {
+        "seconds": (three - one) / 2,
+        "decides": "beyond its kernels' times: profile what lies between them",
+    }
 
 
 def step(clock: Clock, dry: bool) -> dict[str, Any]:
     """Measures a step of the whole model."""
     seconds = measure_step(dry, SEQUENCES)
-    return {"seconds": seconds, "decides": "a step beyond its layers: the host may be tracing"}
-
-
-STAGES = (precision, rate, tables, kernel, layer, step)
+    return {"seconds": seconds, "decides": "beyond its layers: the host may be tracing"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    stages = {stage.__name__: stage for stage in STAGES}
+    stages = {stage.__name__: stage for stage in (precision, rate, tables, kernel, layer, step)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("stages", nargs="*", metavar="STAGE", help="no stage: all")
     parser.add_argument("--dry", action="store_true", help="by the simulator, without a chip")
@@ -247,8 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*(f"  {key}: {x}" for key, x in found.items()), sep="\n", flush=True)
         if options.json:
             with options.json.open("a") as lines:
-                row = {"stage": name, "dry": options.dry, "torch": torch.__version__, **found}
-                lines.write(json.dumps(row) + "\n")
+                print(json.dumps({"stage": name, "dry": options.dry, **found}), file=lines)
     return 0
 
 
