@@ -99,7 +99,7 @@ compile-triton: $(READY)
 
 test-transformers: $(READY)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NEWEST) transformers
-	PYTHONPATH=$(NEWEST) $(RUN) -m pytest -rs tests/models/ecosystem/test_patching.py \
+	PYTHONPATH=$(NEWEST) $(RUN) -m pytest -rs tests/models/ecosystem/test_patching.py tests/models/ecosystem/test_packing.py \
 		tests/models/ecosystem/test_classification.py tests/models/test_generation.py tests/train/test_generate.py
 
 compile: $(READY)

@@ -381,11 +381,15 @@ TABLE: Mapping[str, Mapping[str, Row]] = {
 }
 
 
+# Device types beside CUDA that a driver of Triton in this process runs kernels on: an emulator adds "cpu".
+TRITON_DEVICES: set[str] = set()
+
+
 def triton_missing(device: str) -> str | None:
     """Returns why Triton's kernels cannot run on `device` here; None if they can."""
     if find_spec("triton") is None:
         return "needs the triton package: pip install triton"
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device == "cpu" and device not in TRITON_DEVICES and os.environ.get("TRITON_INTERPRET") != "1":
         return "runs on CPU tensors only in Triton's interpreter: set TRITON_INTERPRET=1 before Python starts"
     return None
 

@@ -2,20 +2,18 @@
 
 import os
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # Triton reads this when it is first imported. transformers imports it while tests are collected, so a
-    # test module would set it too late.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from delta_trn.backends import dispatch, machine
 from delta_trn.backends.dispatch import default_backend
 from delta_trn.backends.gated_delta_rule import chunked_kernel
 from delta_trn.backends.layers import cpu_kernel
+
+TRITON = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser):
@@ -24,6 +22,9 @@ def pytest_addoption(parser):
         action="append",
         default=[],
         help="test parity of this backend; fail if it cannot run here",
+    )
+    parser.addoption(
+        "--interpret", action="store_true", help="without a GPU, Triton's interpreter runs its kernels"
     )
     parser.addoption("--fuzz", type=int, help="new random cases of each property, on every backend")
     parser.addoption("--fuzz-blob", help="the one random case that hypothesis has printed")
@@ -35,10 +36,32 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # before anything imports a kernel: what runs it is settled then
+    config.stash[TRITON] = choose_for_triton(config.getoption("--interpret"))
     if config.getoption("--other-products") and not hasattr(torch, "_other_products"):
         folder = Path(__file__).parent / "support" / "other_products"
         os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.getenv("PYTHONPATH")])])
         runpy.run_path(str(folder / "sitecustomize.py"))
+
+
+def choose_for_triton(interpret):
+    """Decides what runs Triton's kernels in this process, and says it. interpret: not the emulator."""
+    if torch.cuda.is_available() or find_spec("triton") is None:
+        return "on the GPU" if torch.cuda.is_available() else "nowhere, Triton is not installed"
+    why = ""
+    if not interpret and os.environ.get("TRITON_INTERPRET") != "1":
+        from tests.support.emulator import driver
+
+        if driver.library().functions is not None:
+            driver.install()
+            return "compiled, in the emulator"
+        why = f": there is no emulator, {driver.library().note}"
+    os.environ["TRITON_INTERPRET"] = "1"
+    return f"in Triton's interpreter{why}"
+
+
+def pytest_report_header(config):
+    return f"Triton's kernels: {config.stash[TRITON]}"
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +78,13 @@ def no_switches_of_a_run():
     left = torch.get_num_threads()
     torch.set_num_threads(threads)
     assert left == threads, f"PyTorch has {left} threads after this test, {threads} before it"
+
+
+@pytest.fixture
+def without_triton(monkeypatch):
+    """Takes away what runs Triton's kernels on a CPU here, as it is for users."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(dispatch, "TRITON_DEVICES", set())
 
 
 @pytest.fixture

@@ -4,11 +4,12 @@
 
 A cell is a peer's time over ours, the median over the rounds of a run; with several runs, the smallest and
 the largest. In brackets: the floor as a share of our time. What was not run is named. Without files: every
-results/*/data.jsonl.
+results/*/data.jsonl.gz.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,9 +34,10 @@ def passes(case: Case) -> tuple[str, ...]:
 
 
 def read(files: Sequence[Path] = ()) -> list[dict[str, Any]]:
-    """Reads the lines of bench's files, in order."""
-    files = files or sorted((ROOT / "results").glob("*/data.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    """Reads the lines of bench's files, in order; default: those stored under results/."""
+    files = files or sorted((ROOT / "results").glob("*/data.jsonl.gz"))
+    texts = [gzip.decompress(x.read_bytes()) if x.suffix == ".gz" else x.read_bytes() for x in files]
+    return [json.loads(line) for text in texts for line in text.splitlines()]
 
 
 def ratios(rows: Rows, backend: str, case: Case, phase: str) -> list[float]:

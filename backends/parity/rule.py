@@ -182,12 +182,9 @@ def parts(case: Case, name: str) -> Tensor:
         return torch.arange(case.value_heads)
     heads = case.H if name in ("dq", "dk") else case.value_heads
     sequence = torch.arange(case.sequences)
-    if name in ("final_state", "dh0", "dinitial_state"):
-        pass  # these have no axis of tokens
-    elif case.lengths is None:
-        sequence = sequence[:, None].expand(case.B, case.T)
-    else:
-        sequence = sequence.repeat_interleave(torch.tensor(case.lengths))[None]
+    if name not in ("final_state", "dh0", "dinitial_state"):  # which have no axis of tokens
+        lengths = [case.T] * case.B if case.lengths is None else case.lengths
+        sequence = sequence.repeat_interleave(torch.tensor(lengths)).view(case.B, case.T)
     return sequence[..., None] * heads + torch.arange(heads)
 
 

@@ -191,8 +191,7 @@ def test_a_default_backend_refuses_an_operation_that_it_lacks_unless_another_is_
         assert choose(total).name == choose(norm_call(5000)).name == "chunked"
 
 
-def test_a_default_backend_that_cannot_run_here_is_not_replaced_by_pytorch(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_a_default_backend_that_cannot_run_here_is_not_replaced_by_pytorch(without_triton):
     with default_backend("triton"), pytest.raises(BackendRefusal, match="only in Triton's interpreter"):
         gated_rms_norm(ONES, None, torch.ones(4), eps=1e-6)
     with default_backend("triton", allow=["chunked"]):

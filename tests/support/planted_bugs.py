@@ -8,6 +8,7 @@ import __future__
 
 import inspect
 import linecache
+import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -259,11 +260,15 @@ BY_NAME = {bug.name: bug for bug in BUGS}
 
 def function_of(bug: Bug) -> FunctionType:
     """Returns the function itself, below a decorator of Triton, the NKI simulator, or Python."""
-    module, _, name = bug.place.partition(":")
-    thing: Any = reduce(getattr, name.split("."), import_module(f"delta_trn.{module}"))
+    thing = _thing_of(bug)
     for hidden in ("fn", "function", "__func__", "fget"):
         thing = getattr(thing, hidden, thing)
     return thing
+
+
+def _thing_of(bug: Bug) -> Any:
+    module, _, name = bug.place.partition(":")
+    return reduce(getattr, name.split("."), import_module(f"delta_trn.{module}"))
 
 
 @contextmanager
@@ -282,18 +287,25 @@ def planted(bug: Bug) -> Iterator[None]:
     flags = __future__.annotations.compiler_flag
     names: dict[str, Any] = {}
     exec(compile(source, file, "exec", flags=flags, dont_inherit=True), function.__globals__, names)
+    kernel = _thing_of(bug)
+    before = getattr(kernel, "src", "")
     try:
         function.__code__ = names[function.__name__].__code__
-        _interpret_again(function)
+        _read_again(kernel, source)
         yield
     finally:
         function.__code__ = code
-        _interpret_again(function)
+        _read_again(kernel, before)
         del linecache.cache[file]
 
 
-def _interpret_again(function: FunctionType) -> None:
-    """Makes Triton's interpreter forget what it made of a function."""
-    if function.__module__.startswith("delta_trn.triton_kernels"):
-        interpreter = import_module("triton.runtime.interpreter")
-        interpreter.InterpretedFunction.rewritten_fn.pop(function, None)
+def _read_again(kernel: Any, source: str) -> None:
+    """Makes Triton forget what it made of a kernel's source, and of kernels that may call it."""
+    if hasattr(kernel, "_unsafe_update_src"):
+        kernel._unsafe_update_src(source)
+        for module in [x for name, x in sys.modules.items() if name.startswith("delta_trn.triton_kernels.")]:
+            for compiled in [x for x in vars(module).values() if hasattr(x, "device_caches")]:
+                compiled.hash = None
+                compiled.device_caches.clear()
+    elif type(kernel).__name__ == "InterpretedFunction":
+        type(kernel).rewritten_fn.pop(kernel.fn, None)

@@ -71,11 +71,11 @@ WRONG_KEYS = {
 
 
 @pytest.mark.parametrize("case", WRONG_KEYS)
-def test_run_refuses_the_mistake(place, tmp_path, monkeypatch, case):
+def test_run_refuses_the_mistake(place, tmp_path, monkeypatch, case, request):
     monkeypatch.chdir(tmp_path)  # where data/ would be written
     changes, message = WRONG_KEYS[case]
     if case == "backend not here":
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        request.getfixturevalue("without_triton")
     defaults = {key.partition("=")[0]: key for key in keys(place / "data", tmp_path / "run")}
     changes = [change.replace("TEXT", str(place / "sums.txt")) for change in changes]
     for change in changes:

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from delta_trn.train.run import export as exporting
-from tests.support import tiny_run
+from tests.support import load_without_package, tiny_run
 from tests.support.tiny_run import keys, run_command, train
 
-PACKAGE_BLOCKED = "import sys; sys.modules['delta_trn'] = None\n"
+HIDING = Path(load_without_package.__file__).read_text().partition("\n\n\ndef load(")[0]
+PACKAGE_BLOCKED = f"{HIDING}\n\nsys.meta_path.insert(0, Hiding())\n"
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
-"""The Triton kernels of the gated delta rule, run by Triton's interpreter (on the GPU where there is one).
+"""The Triton kernels of the gated delta rule: on a GPU, or compiled in the emulator, or interpreted.
 
-The interpreter executes the kernels' arithmetic, masks and addresses, not the layouts the compiler chooses.
 The grid of named cases runs through `backends.parity`; these tests check what a table of errors cannot.
 """
 
@@ -13,6 +12,7 @@ triton = pytest.importorskip("triton", reason="the triton extra is not installed
 
 import triton.language as tl  # noqa: E402
 
+from delta_trn.backends.dispatch import TRITON_DEVICES  # noqa: E402
 from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter  # noqa: E402
 from delta_trn.backends.gated_delta_rule.contract import Rule  # noqa: E402
 from delta_trn.triton_kernels import (  # noqa: E402
@@ -202,7 +202,7 @@ def inverse(L, dtype, warps):
 
 
 # the interpreter knows no warps
-WARPS = [1, 2, 4, 8] if DEVICE == "cuda" else [4]
+WARPS = [1, 2, 4, 8] if DEVICE == "cuda" or DEVICE in TRITON_DEVICES else [4]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

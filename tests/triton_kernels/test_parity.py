@@ -11,23 +11,28 @@ import torch
 
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
+from delta_trn.backends.dispatch import TRITON_DEVICES
 from delta_trn.backends.parity.rule import verdicts
-from delta_trn.backends.parity.rule_cases import BY_NAME, select
+from delta_trn.backends.parity.rule_cases import BY_NAME, Case, select
 from delta_trn.triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd
 from delta_trn.triton_kernels.launch import adjusted, config
 
 SCANS = ("scan", "reverse")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COMPILED = DEVICE == "cuda" or DEVICE in TRITON_DEVICES
+SLOW = pytest.mark.slow if DEVICE == "cpu" else ()
 
 
 def judge(name, dtype=torch.float32):
     return {verdict.tensor: verdict for verdict in verdicts(BY_NAME[name], dtype, "triton", DEVICE)}
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter knows no warps")
+@pytest.mark.skipif(not COMPILED, reason="the interpreter knows no warps")
 @pytest.mark.parametrize("warps", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [case.name for case in select()])
+@pytest.mark.parametrize(
+    "name", [pytest.param(case.name, marks=() if case.name == "gva_2" else SLOW) for case in select()]
+)
 def test_parity_holds_in_layouts_of_two_four_and_eight_warps(name, dtype, warps):
     """A product's layout follows the number of warps: Triton before 3.7.1 was wrong at 4 and right at 2."""
 
@@ -40,6 +45,18 @@ def test_parity_holds_in_layouts_of_two_four_and_eight_warps(name, dtype, warps)
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.parametrize(
+    ("groups", "dtype"),
+    [(3, torch.bfloat16), (3, torch.float16), (5, torch.float32), (7, torch.bfloat16)],
+    ids=str,
+)
+def test_parity_holds_for_any_number_of_value_heads_of_a_key_head(groups, dtype):
+    """The grid has 1, 2, 4 and 8."""
+    case = Case("gva", 1, 70, 2, 32, 32, "", HV=2 * groups, state=True, loss=("o", "final_state"))
+    failures = [str(verdict) for verdict in verdicts(case, dtype, "triton", DEVICE) if not verdict.passed]
+    assert not failures, "\n".join(failures)
+
+
 def test_parity_holds_in_the_wide_scans_of_many_heads():
     """Of two tiles of 128 columns, the second is half empty at V = 192. The case itself has few heads."""
     many = config(96, 192, itemsize=2)
@@ -49,10 +66,9 @@ def test_parity_holds_in_the_wide_scans_of_many_heads():
     assert not failures, "\n".join(failures)
 
 
-# In the interpreter each of the first cases is judged in one dtype; the rest is slow there.
+# Without a GPU each of the first cases is judged in one dtype; the rest is slow there.
 TURNED = {"seam_65": torch.float32, "reset_packed": torch.float16, "odd": torch.bfloat16,
           "norm_huge": torch.float16, "values_tiny": torch.bfloat16}  # fmt: skip
-SLOW = pytest.mark.slow if DEVICE == "cpu" else ()
 
 
 @pytest.mark.parametrize(
@@ -74,6 +90,21 @@ def test_parity_holds_in_scans_of_transposed_and_upright_tiles(name, upright, dt
     with adjusted(turned):
         failures = [str(verdict) for verdict in judge(name, dtype).values() if not verdict.passed]
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.skipif(
+    DEVICE not in TRITON_DEVICES, reason="only the emulator lets wgmma read as late as it may"
+)
+def test_parity_fails_where_a_tile_is_overwritten_before_its_product_is_done(monkeypatch):
+    """A planted fault: a pipelined loop does not wait for the products of a tile that it also reads."""
+    kernel = gated_delta_rule_bwd.gradients_kernel
+
+    class Hasty:
+        def __getitem__(self, grid):
+            return lambda *given, **named: kernel[grid](*given, **named | {"PIPELINED": False})
+
+    monkeypatch.setattr(gated_delta_rule_bwd, "gradients_kernel", Hasty())
+    assert not judge("k192", torch.bfloat16)["dk"].passed
 
 
 def test_parity_fails_when_a_scan_writes_its_tiles_transposed(monkeypatch):

@@ -18,7 +18,7 @@ from delta_trn.triton_kernels.launch import config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-# Seconds in the interpreter: a seam, empty sequences, gradients of the final state alone. The rest is slow.
+# Seconds without a GPU: a seam, empty sequences, gradients of the final state alone. The rest is slow.
 QUICK = {"seam_65": torch.float32, "packed_empty": torch.bfloat16, "final_only": torch.float32}
 
 

@@ -60,7 +60,7 @@ def _report(folders: Sequence[Path]) -> str:
     for folder in folders:
         found = Results(folder).read()
         if not found:
-            raise UsageError(f"{folder} has no results of a sweep; give folders that have a sweep.jsonl")
+            raise UsageError(f"{folder} has no results of a sweep; give folders that have a sweep.jsonl[.gz]")
         lines = {**found, **lines}
     return table(reports(lines.values()))
 

@@ -4,6 +4,7 @@ A line says where it belongs: arm, parametrization, optimizer, width, rate and s
 whatever recipes and settings have become since.
 """
 
+import gzip
 import json
 import math
 import os
@@ -33,8 +34,10 @@ class Results:
         self.path = folder / "sweep.jsonl"
 
     def read(self) -> dict[Place, Result]:
-        """Maps the place of each run to its result, the first if there are several."""
-        text = self.path.read_bytes() if self.path.exists() else b""
+        """Maps the place of each run to its result, the first of several; reads sweep.jsonl.gz, too."""
+        stored = self.path.with_name("sweep.jsonl.gz")
+        text = gzip.decompress(stored.read_bytes()) if stored.exists() else b""
+        text += self.path.read_bytes() if self.path.exists() else b""
         results: dict[Place, Result] = {}
         for line in text.splitlines(keepends=True):
             result = _parse(line)
