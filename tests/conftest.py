@@ -26,7 +26,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--interpret", action="store_true", help="without a GPU, Triton's interpreter runs its kernels"
     )
-    parser.addoption("--fuzz", type=int, help="new random cases of each property, on every backend")
+    parser.addoption("--fuzz", type=int, help="new random cases of each operation, on every backend")
     parser.addoption("--fuzz-blob", help="the one random case that hypothesis has printed")
     parser.addoption(
         "--other-products",
