@@ -9,7 +9,7 @@
 #                   DRY=1 runs every stage without a chip; writes its lines to OUT
 #   make test-slow  the checks that take hours
 #   make fuzz       new random cases on chunked, the simulator and in Triton's interpreter: FUZZ (3000) and FUZZ_SLOW
-#                   (50) of each of 37 properties; what was red before comes first
+#                   (50) of each of 8 operations; what was red before comes first
 #   make test-cpus  the test suite on every instruction set of this CPU, with one and two threads, and with other products
 #   make compile    compile every configuration of the Triton kernels for sm_90, with bounds on what each needs and
 #                   on the estimated time of those that matter most (no GPU, 17 minutes)

@@ -2,11 +2,20 @@
 
 import os
 import runpy
+import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available() and (
+    "--interpret" in sys.argv
+    or not any(map(shutil.which, ("g++", "c++", "clang++", os.getenv("CXX", "g++"))))
+):
+    # Triton asks when it is first imported, which what follows may do. Workers of xdist get the environment.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from delta_trn.backends import dispatch, machine
 from delta_trn.backends.dispatch import default_backend
@@ -26,7 +35,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--interpret", action="store_true", help="without a GPU, Triton's interpreter runs its kernels"
     )
-    parser.addoption("--fuzz", type=int, help="new random cases of each property, on every backend")
+    parser.addoption("--fuzz", type=int, help="new random cases of each operation, on every backend")
     parser.addoption("--fuzz-blob", help="the one random case that hypothesis has printed")
     parser.addoption(
         "--other-products",
@@ -37,27 +46,25 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     # before anything imports a kernel: what runs it is settled then
-    config.stash[TRITON] = choose_for_triton(config.getoption("--interpret"))
+    config.stash[TRITON] = choose_for_triton()
     if config.getoption("--other-products") and not hasattr(torch, "_other_products"):
         folder = Path(__file__).parent / "support" / "other_products"
         os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.getenv("PYTHONPATH")])])
         runpy.run_path(str(folder / "sitecustomize.py"))
 
 
-def choose_for_triton(interpret):
-    """Decides what runs Triton's kernels in this process, and says it. interpret: not the emulator."""
+def choose_for_triton():
+    """Decides what runs Triton's kernels in this process, and says it."""
     if torch.cuda.is_available() or find_spec("triton") is None:
         return "on the GPU" if torch.cuda.is_available() else "nowhere, Triton is not installed"
-    why = ""
-    if not interpret and os.environ.get("TRITON_INTERPRET") != "1":
-        from tests.support.emulator import driver
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "in Triton's interpreter: asked for, or there is no C++ compiler for the emulator"
+    from tests.support.emulator import driver
 
-        if driver.library().functions is not None:
-            driver.install()
-            return "compiled, in the emulator"
-        why = f": there is no emulator, {driver.library().note}"
-    os.environ["TRITON_INTERPRET"] = "1"
-    return f"in Triton's interpreter{why}"
+    if driver.library().functions is None:
+        raise pytest.UsageError(f"no emulator of Triton's kernels ({driver.library().note}): say --interpret")
+    driver.install()
+    return "compiled, in the emulator"
 
 
 def pytest_report_header(config):

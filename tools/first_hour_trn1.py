@@ -23,6 +23,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import torch
 
 from delta_trn.backends import machine
 from delta_trn.backends.nki_runtime_adapter import run, to_tensor
@@ -242,7 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*(f"  {key}: {x}" for key, x in found.items()), sep="\n", flush=True)
         if options.json:
             with options.json.open("a") as lines:
-                print(json.dumps({"stage": name, "dry": options.dry, **found}), file=lines)
+                row = {"stage": name, "dry": options.dry, "torch": torch.__version__, **found}
+                print(json.dumps(row), file=lines)
     return 0
 
 

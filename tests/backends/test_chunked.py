@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -59,6 +60,22 @@ def test_a_reset_forgets_the_state_exactly_and_has_no_gradient(dtype, g):
     token = [x[:, 40] for x in inputs[:5]]
     steps = [gated_delta_rule_step(*token, size * inputs[5], backend="chunked") for size in (1, 10)]
     assert all(torch.equal(x, y) for x, y in zip(*steps, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("K", [32, 96])
+def test_a_packed_sequence_that_begins_a_chunk_has_the_bits_that_it_has_alone(K, dtype):
+    inputs, douts = draw(1, 193, 2, K, 8, HV=4, N=3, dtype=dtype)
+    inputs[5], douts[1] = inputs[5].to(state_dtype(dtype)), douts[1].to(state_dtype(dtype))
+    bounds = [0, 128, 192, 193]
+    packed = outcome(inputs, douts, "chunked", cu_seqlens=torch.tensor(bounds))
+    for n, (start, stop) in enumerate(pairwise(bounds)):
+        parts = [
+            [x[n : n + 1] if i == state else x[:, start:stop] for i, x in enumerate(tensors)]
+            for tensors, state in ((inputs, 5), (douts, 1), (packed[:2], 1), (packed[2:], 5))
+        ]
+        alone = outcome(parts[0], parts[1], "chunked")
+        assert all(torch.equal(x, y) for x, y in zip(alone, parts[2] + parts[3], strict=True))
 
 
 @pytest.mark.parametrize("C", [1, 2, 16, 32, 64, 128])

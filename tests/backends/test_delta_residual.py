@@ -102,23 +102,6 @@ def test_the_update_keeps_dtype_and_leading_dimensions(backend):
     assert more.shape == (2, M, D, DV) and torch.equal(more[1], out)
 
 
-@pytest.mark.parametrize("backend", ["chunked", "recurrent"])
-def test_the_update_compiles_into_one_graph_with_the_same_bits(backend):
-    leaves = [y.requires_grad_() for y in (*inputs(torch.float32), gates(0.5, torch.float32))]
-
-    def update(*leaves):
-        return delta_residual(*leaves, k_eps=1e-3, backend=backend)
-
-    outputs = [f(*leaves) for f in (torch.compile(update, fullgraph=True, backend="aot_eager"), update)]
-    gradients = [torch.autograd.grad(y.square().sum(), leaves) for y in outputs]
-    assert torch.equal(*outputs) and all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    torch.library.opcheck(
-        torch.ops.delta_trn.delta_residual.default,
-        (*leaves, 1e-3, True, backend),
-        test_utils="test_schema",
-    )
-
-
 def test_autocast_changes_no_bit_of_the_update():
     x, k, v = inputs(torch.float32)
     beta = gates(0.5, torch.float32)

@@ -111,19 +111,6 @@ def test_extreme_projections_and_parameters_give_the_gates_of_the_formula(dtype)
     assert da.isfinite().all()
 
 
-@pytest.mark.parametrize("backend", ["chunked", IN_KERNELS])
-def test_gates_compile_into_the_graph_of_the_rule(backend):
-    torch._dynamo.reset()
-    leaves = arguments()
-
-    def layer(q, k, v, a, z, A_log, dt_bias):
-        return gated_delta_rule(q, k, v, 2 * a, z, backend=backend, **gate_options(A_log, dt_bias))[0]
-
-    outputs = [f(*leaves) for f in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True))]
-    gradients = [torch.autograd.grad(y.square().sum(), leaves) for y in outputs]
-    assert torch.equal(*outputs) and all(torch.equal(x, y) for x, y in zip(*gradients, strict=True))
-
-
 BAD = {
     "no A_log": ({"A_log": None, "dt_bias": None}, ValueError, "use_gate_in_kernel=True without A_log"),
     "not asked for": (

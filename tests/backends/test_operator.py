@@ -116,7 +116,7 @@ def test_the_rule_compiles_to_one_graph_with_the_same_bits(dynamic):
     assert counter.frame_count == 1
 
 
-def test_packed_calls_and_steps_compile_to_the_same_bits():
+def test_packed_calls_compile_to_the_same_bits():
     torch._dynamo.reset()
     leaves = [x[:1].detach().requires_grad_() for x in tensors(dtype=torch.float32, state=False)]
     bounds = torch.tensor([0, 1, 1, 5])
@@ -126,11 +126,6 @@ def test_packed_calls_and_steps_compile_to_the_same_bits():
 
     outputs = torch.compile(packed, backend="aot_eager", fullgraph=True)(*leaves)
     for x, y in zip(outputs, packed(*leaves), strict=True):
-        assert torch.equal(x, y)
-    step = [x.detach()[:, 0] for x in leaves]
-    state = torch.zeros(1, 2, 3, 2)
-    compiled = torch.compile(gated_delta_rule_step, backend="aot_eager", fullgraph=True)
-    for x, y in zip(compiled(*step, state), gated_delta_rule_step(*step, state), strict=True):
         assert torch.equal(x, y)
 
 
@@ -251,6 +246,10 @@ def operations(B=2, T=3):
             lambda x, z, w, **o: (gated_rms_norm(x, z, w, eps=1e-6, **o),),
             [normal(B, T, C), normal(B, T, C), normal(C)],
         ),
+        "norm without a gate": (
+            lambda x, w, **o: (gated_rms_norm(x, None, w, eps=1e-6, **o),),
+            [normal(B, T, C), normal(C)],
+        ),
         "sum": (
             lambda x, y, w, **o: add_rms_norm(x, y, w, eps=1e-6, **o),
             [normal(B, T, C), normal(B, T, C), normal(C)],
@@ -312,6 +311,40 @@ def test_meta_tensors_give_shapes_and_dtypes_of_outputs_and_gradients(name):
     shapes = [(x.shape, x.dtype) for x in results(function, tensors)]
     meta = results(function, [x.to("meta") for x in tensors])
     assert [(x.shape, x.dtype) for x in meta] == shapes and all(x.is_meta for x in meta)
+
+
+class CheckedGraph(torch.fx.Interpreter):
+    """Runs a graph, and examines the schema and the fake implementation of this project's operations."""
+
+    checked = 0
+
+    def call_function(self, target, args, kwargs):
+        if "delta_trn" in str(target):
+            self.checked += 1
+            torch.library.opcheck(target, args, kwargs, test_utils=("test_schema", "test_faketensor"))
+        return super().call_function(target, args, kwargs)
+
+
+@pytest.mark.parametrize("backend", [name for name in ("chunked", "triton") if name in RUNNABLE])
+@pytest.mark.parametrize("name", operations())
+def test_every_operation_compiles_to_one_graph_with_the_same_gradients(name, backend):
+    torch._dynamo.reset()
+    function, tensors = operations()[name]
+
+    def call(*leaves):
+        return function(*leaves, backend=backend)
+
+    compiled, graphs = torch.compile(call, fullgraph=True, backend="aot_eager"), []
+    for x, y in zip(results(compiled, tensors), results(call, tensors), strict=True):
+        assert torch.equal(x, y)
+
+    def check_later(graph, _):
+        graphs.append(CheckedGraph(graph))
+        return graphs[-1].run
+
+    torch._dynamo.reset()
+    torch.compile(call, fullgraph=True, backend=check_later)(*(x.requires_grad_() for x in tensors))
+    assert [graph.checked for graph in graphs] == [1]
 
 
 @pytest.mark.parametrize("name", operations())

@@ -210,6 +210,8 @@ CHECKS = {
     "triton's many rows": lambda: judged_with(
         rms_norm, "PROGRAMS", 2, lambda: layer_passes("norm_head", "triton")
     ),
+    "triton's sum": lambda: layer_passes("sum_odd", "triton"),
+    "triton's ignored words": lambda: layer_passes("loss_ignored", "triton"),
     "triton's residual": lambda: layer_passes("residual_blocks", "triton"),
     "triton's decoding": lambda: decoding_passes("triton", HEADS),
     "triton's carry": carry_passes,

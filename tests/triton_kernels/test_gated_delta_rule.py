@@ -84,8 +84,11 @@ def test_packed_sequences_equal_each_sequence_alone_bit_for_bit(dtype):
 @pytest.mark.parametrize(
     ("dtype", "cuts", "K"), [(torch.bfloat16, [0, 0, 15, 70], 32), (torch.float16, None, 128)], ids=str
 )
-def test_dq_of_a_pair_is_the_float32_sum_of_its_value_heads_bit_for_bit(dtype, cuts, K, monkeypatch):
-    """The gradients kernel adds them in two launches; a launch for every head leaves them apart."""
+def test_dq_of_a_pair_is_the_float32_sum_of_its_value_heads(dtype, cuts, K, monkeypatch):
+    """The gradients kernel adds them in two launches; a launch for every head leaves them apart.
+
+    Interpreted, the bits are equal. The compiler makes one rounding of a head's scale and the sum.
+    """
     launch, apart = gated_delta_rule_bwd.gradients, []
 
     def recorded(*arguments, first_dq, dq, **named):
@@ -103,7 +106,12 @@ def test_dq_of_a_pair_is_the_float32_sum_of_its_value_heads_bit_for_bit(dtype, c
     cu_seqlens = None if cuts is None else torch.tensor(cuts, device=DEVICE)
     tensors = inputs(T=70, H=2, HV=4, K=K, V=K, N=cuts and len(cuts) - 1, dtype=dtype)
     dq = run(*tensors, cu_seqlens)["dq"]
-    assert torch.equal(dq, apart[0].view(1, 70, 2, 2, K).sum(3).to(dtype))
+    heads = apart[0].view(1, 70, 2, 2, K)
+    if arithmetic() == "interpreted":
+        assert torch.equal(dq, heads.sum(3).to(dtype))
+    exact, info = heads.double().sum(3), torch.finfo(dtype)
+    allowed = info.eps / 2 * exact.abs() + 2**-22 * heads.abs().sum(3) + info.smallest_normal * info.eps
+    assert ((dq.double() - exact).abs() <= allowed).all()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a CUDA graph needs a GPU")

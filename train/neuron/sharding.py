@@ -18,9 +18,8 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from delta_trn.backends import machine
-from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.train.neuron import reduction
-from delta_trn.train.parallel.heads import Holder, channels
+from delta_trn.train.parallel.heads import Holder, divide_heads
 from delta_trn.train.parallel.sharding import Sharding, named_parameters
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.errors import ConfigError
@@ -53,8 +52,9 @@ class NeuronSharding(Sharding):
         assert team.mesh is not None  # there are two or more
         require(how)
         self._zero1 = how.mode == "zero1"
-        if how.tensor > 1:
-            self.rows = divide_heads(model, how.tensor)
+        self._by_heads = how.tensor > 1
+        if self._by_heads:
+            self.rows = _divide_heads(model, how.tensor)
         self._replicas = team.world // how.tensor
         self._groups = reduction.replica_groups(team.world, how.tensor)
         self._bucket = reduction.bucket_bytes()
@@ -101,11 +101,11 @@ class NeuronSharding(Sharding):
 
     @property
     def is_divided(self) -> bool:
-        return bool(self.rows)
+        return self._by_heads
 
     def norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """Counts parts and what is whole once each."""
-        if not self.rows:
+        if not self._by_heads:
             return super().norm(parameters)
         return library("parallel_layers.grads").get_grad_norm(list(parameters), norm_type=2).squeeze()
 
@@ -143,6 +143,9 @@ class NeuronSharding(Sharding):
         for shard, tensors in zip(_shards(optimizer), slots, strict=False):
             for slot, x in tensors.items():
                 optimizer.base_optimizer.state[shard][slot] = (rows(x) if x.dim() else x).to(shard.device)
+
+    def saved_whole(self, name: str) -> bool:
+        return _is_part(self._parameter(name))
 
     def shape(self, name: str) -> torch.Size:
         parameter: Any = self._parameter(name)
@@ -182,46 +185,24 @@ def initialize(tensor: int) -> Any:
     return state
 
 
-def divide_heads(model: DeltaForCausalLM, parts: int) -> dict[str, Tensor]:
-    """Divides every block among `parts` processes; embedding and norms stay whole. The scan sends nothing.
+def _divide_heads(model: DeltaForCausalLM, parts: int) -> dict[str, Tensor]:
+    """Divides every block among `parts` processes, and marks parts as neuronx_distributed marks its own.
 
-    A mixer is one region, and so is an MLP. neuronx_distributed's ColumnParallelLinear would reduce the
-    gradient of an input once for each projection that it has, six times per mixer; here it is once. Weights
-    are marked as that layer marks its own.
-
-    Returns name -> order of rows, of everything that is divided.
+    Its ColumnParallelLinear would reduce the gradient of an input once for each projection that it has, six
+    times per mixer; in a region it is once.
     """
     rank = initialize(parts).get_tensor_model_parallel_rank()
-    rows = {}
-    blocks: Any = model.model.blocks
-    for index, block in enumerate(blocks):
-        for kind in ("mixer", "mlp"):
-            layer = getattr(block, kind)
-            for name, parameter in list(layer.named_parameters()):
-                dim = _dimension(name)
-                if dim is None:
-                    continue
-                neighbors = name == "conv.weight"
-                order = channels(layer.sizes, parts) if neighbors else torch.arange(parameter.shape[0])
-                rows[f"model.blocks.{index}.{kind}.{name}"] = order
-                ordered = parameter.detach()[order.to(parameter.device)]
-                part = nn.Parameter(ordered.chunk(parts, dim)[rank].clone())
-                library("parallel_layers.utils").set_tensor_model_parallel_attributes(
-                    part, is_parallel=True, dim=dim, stride=1, num_partitions=parts
-                )
-                owner, _, slot = name.rpartition(".")
-                layer.get_submodule(owner).register_parameter(slot, part)
-            if isinstance(layer, GatedDeltaNet):
-                layer.sizes = tuple(size // parts for size in layer.sizes)  # type: ignore[assignment]
-            layer.forward = _Region(layer)
-    return rows
 
+    def divide(whole: Tensor, dim: int | None) -> nn.Parameter:
+        if dim is None:
+            return nn.Parameter(whole)
+        part = nn.Parameter(whole.chunk(parts, dim)[rank].clone())
+        library("parallel_layers.utils").set_tensor_model_parallel_attributes(
+            part, is_parallel=True, dim=dim, stride=1, num_partitions=parts
+        )
+        return part
 
-def _dimension(name: str) -> int | None:
-    """Returns the dimension in which a layer's parameter is divided; None: it is on every process."""
-    if name.startswith(("o_norm", "q_norm", "k_norm")):
-        return None
-    return 1 if name.startswith(("o_proj", "down_proj")) else 0
+    return divide_heads(model, parts, divide, _Region)
 
 
 class _Region:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
 from delta_trn.models.gated_deltanet import GatedDeltaNet
@@ -21,62 +16,64 @@ from delta_trn.models.gated_deltanet import GatedDeltaNet
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
 
-SWIGLU = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
-ATTENTION = {
-    **{name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
-    "o_proj": RowwiseParallel(),
-}
 
+def divide_heads(
+    model: DeltaForCausalLM,
+    parts: int,
+    divide: Callable[[Tensor, int | None], nn.Parameter],
+    region: Callable[[nn.Module], Callable[..., Tensor]],
+) -> dict[str, Tensor]:
+    """Divides every block among `parts` processes; embedding and norms of the blocks stay whole.
 
-def divide_heads(model: DeltaForCausalLM, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Divides every block among the processes of a one-dimensional mesh; embedding and norms stay whole.
+    divide    (a whole parameter, its divided dimension; None: all have it) -> this process's parameter
+    region    returns what a mixer or an MLP computes from its parts, in place of its forward
 
     Returns name -> order of the rows of a parameter whose rows had to be moved so that a process's heads
     are neighbors.
     """
     moved = {}
-    for index, block in enumerate(model.model.blocks):
-        parallelize_module(block.mlp, mesh, SWIGLU)  # type: ignore[arg-type]
-        if isinstance(block.mixer, GatedDeltaNet):
-            moved[f"model.blocks.{index}.mixer.conv.weight"] = channels(block.mixer.sizes, mesh.size())
-            parallelize_module(block.mixer, mesh, HeadParallel())
-        else:
-            parallelize_module(block.mixer, mesh, ATTENTION)  # type: ignore[arg-type]
+    blocks: Any = model.model.blocks
+    for index, block in enumerate(blocks):
+        for kind in ("mixer", "mlp"):
+            layer = getattr(block, kind)
+            for name, parameter in list(layer.named_parameters()):
+                whole = parameter.detach()
+                if name == "conv.weight":
+                    order = moved[f"model.blocks.{index}.{kind}.{name}"] = channels(layer.sizes, parts)
+                    whole = whole[order.to(whole.device)]
+                owner, _, slot = name.rpartition(".")
+                layer.get_submodule(owner).register_parameter(slot, divide(whole, _dimension(name)))
+            if isinstance(layer, GatedDeltaNet):
+                layer.sizes = tuple(size // parts for size in layer.sizes)  # type: ignore[assignment]
+            layer.forward = region(layer)
     return moved
 
 
-class HeadParallel(ParallelStyle):
-    """Divides GatedDeltaNet by columns of its projections and rows of o_proj: HV / n value heads per process.
-
-    The layer's own forward runs on local tensors. Around it, in torch.distributed.tensor's terms: x is
-    replicated and its gradient partial, y is partial, as is the gradient of the norm's gain that heads share.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, GatedDeltaNet)
-        order = channels(module.sizes, device_mesh.size()).to(module.conv.weight.device)
-        for name, parameter in list(module.named_parameters()):
-            value = parameter.detach()[order] if name == "conv.weight" else parameter.detach()
-            owner = module.get_submodule(name.rpartition(".")[0])
-            divided = nn.Parameter(
-                distribute_tensor(value, device_mesh, [_placement(name)], src_data_rank=None)
-            )
-            owner.register_parameter(name.rpartition(".")[2], divided)
-        module.sizes = tuple(size // device_mesh.size() for size in module.sizes)  # type: ignore[assignment]
-        module.forward = _Local(module, device_mesh)  # type: ignore[method-assign]
-        return module
+def _dimension(name: str) -> int | None:
+    """Returns the dimension in which a layer's parameter is divided; None: it is on every process."""
+    if name.startswith(("o_norm", "q_norm", "k_norm")):
+        return None
+    return 1 if name.startswith(("o_proj", "down_proj")) else 0
 
 
-def _placement(name: str) -> Placement:
-    if name.startswith("o_norm"):
-        return Replicate()
-    return Shard(1) if name.startswith("o_proj") else Shard(0)
+def divide_by_dtensor(model: DeltaForCausalLM, mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Divides every block among the processes of a one-dimensional mesh. Returns what `divide_heads` does."""
+
+    def divide(whole: Tensor, dim: int | None) -> nn.Parameter:
+        place = Replicate() if dim is None else Shard(dim)
+        return nn.Parameter(distribute_tensor(whole, mesh, [place], src_data_rank=None))
+
+    return divide_heads(model, mesh.size(), divide, lambda layer: _Local(layer, mesh))
 
 
 class _Local:
-    """Calls the layer's forward with this process's part of every parameter in its place."""
+    """Calls a layer's own forward on local tensors, with this process's part of every parameter in its place.
 
-    def __init__(self, module: GatedDeltaNet, mesh: DeviceMesh):
+    In torch.distributed.tensor's terms: x is replicated and its gradient partial, y is partial, as is the
+    gradient of the norm's gain that heads share.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh):
         self.mesh, self.holder = mesh, Holder(module)
 
     def __call__(self, x: Tensor, *others: Any) -> Tensor:

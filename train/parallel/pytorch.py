@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from delta_trn.models.layers import Linear
-from delta_trn.train.parallel.heads import divide_heads
+from delta_trn.train.parallel.heads import divide_by_dtensor
 from delta_trn.train.parallel.sequence import pass_states_on
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.parallel.team import Team
@@ -58,7 +58,7 @@ class PyTorchSharding(Sharding):
                     f"distribution.mode={how.mode} does not go with distribution.tensor={how.tensor} on "
                     f"{team.world} processes; use distribution.mode=fsdp, or distribution.tensor={team.world}"
                 )
-            self.rows = divide_heads(model, team.mesh["tensor"])
+            self.rows = divide_by_dtensor(model, team.mesh["tensor"])
         if how.mode == "fsdp" or (how.mode == "zero1" and replicas.size() > 1):
             self._shard_fully(replicas, bf16=bf16)
             register_fsdp_forward_method(model, "loss")

@@ -6,31 +6,26 @@ grows with width d under muP; K is the key size (arXiv:2606.04048):
 
     of a layer          layers/I/NAME, I the first, middle and last layer with a token mixer
     q k v               after convolution and SiLU, before normalization           1
-    o  y  out           S^T q; normalized and gated; what the layer adds           d^-1/2 to 1; 1; 1
+    o                   S^T q                                                      d^-1/2 to 1
     hidden              the block's input                                          1
-    beta_mean _std      write strength, as a share of the largest                  1
+    beta_mean           write strength, as a share of the largest                  1
     beta_strong         share of beta above half the largest                       1
     alpha_mean          decay                                                      1
     memory              tokens that the median head remembers, 1 / (1 - mean alpha)
     gate_decay_std      standard deviation of W_a x, without its bias              1
     gate_beta_std       standard deviation of W_b x                                1
-    state               entries after the last token, times sqrt(K)                1
     Sk/T                |S k| sqrt(K) / |S| of the state after T tokens and the next token's unit k: 1 for a
                         random direction k, sqrt(K) if the state holds only k
-    qk/T                mean cosine of q and k at token T;  qk_mean, qk_abs: its mean and mean size over all
-    grad_q grad_k grad_v grad_hidden grad_y    gradients of the same tensors       1/d
-    grad_o              gradient of S^T q                                          1/d to d^-1/2
+    qk/T  qk_mean       mean cosine of q and k at token T, and at all tokens
+    grad_q _k _hidden   gradients of the same tensors                              1/d
 
     of a write          depth/I/NAME, of Deep Delta Learning's residuals, I from 0 to 2 L - 1 with depth
     beta_mean           mean of beta over tokens
     identity            share of tokens with beta below 1/2: the stream stays
     projection          from 1/2 to 3/2: what the stream holds along k is replaced
     reflection          above 3/2: what the stream holds along k changes its sign
-    along  value        root mean squares of |k^T X|, k of norm 1, and of |v|
+    along               root mean square of |k^T X|, k of norm 1
     determinant         mean of det(I - beta k k^T)^DV = (1 - beta)^DV; 1 where nothing is erased
-    negative            share of tokens for which it is below 0: an odd number of reflections
-
-    logit_std           mean over tokens of the standard deviation over the vocabulary
 """
 
 from __future__ import annotations
@@ -42,7 +37,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from delta_trn.backends import gated_delta_rule
@@ -68,8 +62,6 @@ class MixerView:
     x       [B, T, d]         input
     qkv     [B, T, channels]  after convolution and SiLU, before normalization
     o       [B, T, HV, V]     output of the delta rule, with its scale, before its norm
-    y       [B, T, HV V]      input of the output projection: normalized and gated
-    out     [B, T, d]         what the layer adds to the residual stream
     """
 
     stream: Tensor
@@ -77,30 +69,22 @@ class MixerView:
     sequences: Any
     qkv: Tensor
     o: Tensor
-    y: Tensor
-    out: Tensor
 
     def __init__(self, block: Any) -> None:
         self.mixer: GatedDeltaNet = block.mixer
-        inputs = {"stream": block, "x": self.mixer, "o": self.mixer.o_norm, "y": self.mixer.o_proj}
-        outputs = {"qkv": self.mixer.conv, "out": self.mixer}
         self.hooks = [
-            *(
-                module.register_forward_pre_hook(partial(self._enter, name))
-                for name, module in inputs.items()
+            block.register_forward_pre_hook(lambda _, inputs: self._keep("stream", inputs[0])),
+            self.mixer.register_forward_pre_hook(
+                lambda _, inputs: vars(self).update(x=inputs[0], sequences=inputs[1])
             ),
-            *(module.register_forward_hook(partial(self._leave, name)) for name, module in outputs.items()),
+            self.mixer.conv.register_forward_hook(lambda _, inputs, out: self._keep("qkv", out)),
+            self.mixer.o_norm.register_forward_pre_hook(lambda _, inputs: self._keep("o", inputs[0])),
         ]
 
-    def _enter(self, name: str, module: Any, inputs: tuple[Any, ...]) -> None:
-        if name == "x":
-            self.sequences = inputs[1]
-        self._leave(name, module, inputs, inputs[0])
-
-    def _leave(self, name: str, module: Any, inputs: tuple[Any, ...], out: Tensor) -> None:
-        if out.requires_grad:
-            out.retain_grad()
-        setattr(self, name, out)
+    def _keep(self, name: str, tensor: Any) -> None:
+        if tensor.requires_grad:
+            tensor.retain_grad()
+        setattr(self, name, tensor)
 
     def split(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k [B, T, H, K] and v [B, T, HV, V], before normalization."""
@@ -109,18 +93,12 @@ class MixerView:
         q, k, v = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, sizes, strict=True))
         return q, k, v
 
-    def gate_inputs(self) -> tuple[Tensor, Tensor]:
-        """Returns W_a x and W_b x, [B, T, HV]."""
-        a, b = self.mixer.a_proj.weight, self.mixer.b_proj.weight
-        x = self.x.to(a.dtype)
-        return x @ a.T, x @ b.T
-
     def gates(self) -> tuple[Tensor, Tensor]:
         """Returns g = log(alpha) and beta, [B, T, HV]."""
         return self.mixer.gates(self.x, self.sequences)
 
-    def state(self, tokens: int | None = None) -> Tensor:
-        """Returns the state [B, HV, K, V] after the first `tokens`, or after all."""
+    def state(self, tokens: int) -> Tensor:
+        """Returns the state [B, HV, K, V] after the first `tokens`."""
         q, k, v = (x[:, :tokens] for x in self.split())
         g, beta = (x[:, :tokens] for x in self.gates())
         _, state = gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, output_final_state=True)
@@ -134,12 +112,10 @@ class View:
 
     mixers  the first, middle and last Gated DeltaNet layer
     writes  place in depth -> a write of Deep Delta Learning's residuals, and its inputs
-    hidden  [B, T, d], what the readout gets
     """
 
     mixers: dict[int, MixerView] = field(default_factory=dict)
     writes: dict[int, tuple[DeepDelta | LatentUpdate, tuple[Tensor, ...]]] = field(default_factory=dict)
-    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 @contextlib.contextmanager
@@ -159,9 +135,6 @@ def observed(model: DeltaForCausalLM) -> Iterator[View]:
         for place, module in ((2 * i, block.mixer_write), (2 * i + 1, block.mlp_write)):
             if isinstance(module, (DeepDelta, LatentUpdate)):
                 handles.append(module.register_forward_pre_hook(partial(write, place)))
-    handles.append(
-        model.model.norm.register_forward_hook(lambda _, inputs, out: setattr(view, "hidden", out))
-    )
     try:
         yield view
     finally:
@@ -179,54 +152,42 @@ def rms(x: Tensor) -> float:
     return float(x.detach().double().square().mean().sqrt())
 
 
-class Probes:
-    """Measures and leaves training alone: weights, their gradients and random numbers stay as they are."""
-
-    def __init__(self, model: DeltaForCausalLM, loss: Loss, batch: Batch, device: torch.device):
-        self.model, self.loss = model, loss
-        self.batch = batch.each(lambda x: x.to(device))
-
-    def measure(self) -> dict[str, float]:
-        """Returns every probe by its name."""
-        training = self.model.training
-        kept = [(p, p.grad) for p in self.model.parameters()]
-        self.model.eval()
-        try:
-            for p, _ in kept:
-                p.grad = None
-            with observed(self.model) as view:
-                # the sum over tokens, not their mean
-                (self.loss(*self.batch) * self.batch.targets.numel()).backward()
-            with torch.no_grad():
-                values = {"logit_std": self._logit_std(view.hidden)}
-                for i, (write, inputs) in view.writes.items():
-                    erases = not isinstance(write, WriteOnly)
-                    of_write = write_probes(*operands(write, *inputs), erases=erases)
-                    values |= {f"depth/{i}/{name}": value for name, value in of_write.items()}
-                for i, mixer in view.mixers.items():
-                    values |= {f"layers/{i}/{name}": value for name, value in layer_probes(mixer).items()}
-        finally:
-            self.model.train(training)
-            for p, grad in kept:
-                p.grad = grad
-        return {name: float(f"{value:.6g}") for name, value in values.items()}
-
-    def _logit_std(self, hidden: Tensor) -> float:
-        head = self.model.lm_head
-        # one sequence: all logits of a batch may not fit
-        logits = F.linear(hidden[:1].float(), head.weight.float()) * head.multiplier
-        return float(logits.std(-1).mean())
-
-
-class ProbeObserver(Probes):
+class ProbeObserver:
     """Measures the probes of a run of one process at every evaluation (see `train.run.loop.Observer`)."""
 
     def __init__(self, run: Run):
-        plain = loss_function(run.model, run.config.model_copy(update={"compile": False}), run.device)
+        self.model = run.model
+        self.loss = loss_function(run.model, run.config.model_copy(update={"compile": False}), run.device)
         (batch,) = held_out_crops(run.config, run.dataset, run.layout, at_most=1)
-        super().__init__(run.model, plain, batch, run.device)
+        self.batch = batch.each(lambda x: x.to(run.device))
 
-    after_evaluation = Probes.measure
+    def after_evaluation(self) -> dict[str, float]:
+        return measure(self.model, self.loss, self.batch)
+
+
+def measure(model: DeltaForCausalLM, loss: Loss, batch: Batch) -> dict[str, float]:
+    """Returns every probe by its name, and leaves weights, their gradients and random numbers as they are."""
+    training = model.training
+    kept = [(p, p.grad) for p in model.parameters()]
+    model.eval()
+    try:
+        for p, _ in kept:
+            p.grad = None
+        with observed(model) as view:
+            # the sum over tokens, not their mean
+            (loss(*batch) * batch.targets.numel()).backward()
+        values: dict[str, float] = {}
+        with torch.no_grad():
+            for i, (write, inputs) in view.writes.items():
+                of_write = write_probes(*operands(write, *inputs), erases=not isinstance(write, WriteOnly))
+                values |= {f"depth/{i}/{name}": value for name, value in of_write.items()}
+            for i, mixer in view.mixers.items():
+                values |= {f"layers/{i}/{name}": value for name, value in layer_probes(mixer).items()}
+    finally:
+        model.train(training)
+        for p, grad in kept:
+            p.grad = grad
+    return {name: float(f"{value:.6g}") for name, value in values.items()}
 
 
 def layer_probes(view: MixerView) -> dict[str, float]:
@@ -236,23 +197,20 @@ def layer_probes(view: MixerView) -> dict[str, float]:
     g, beta = view.gates()
     beta = beta / view.mixer.beta_max
     alpha = g.exp()
-    za, zb = view.gate_inputs()
+    x = view.x.to(view.mixer.a_proj.weight.dtype)
     cosine = (normalized(q) * normalized(k)).sum(-1)
     forgets = -torch.expm1(g).mean((0, 1))  # 1 - alpha without its cancellation
     probes = {
-        **{name: rms(x) for name, x in {"q": q, "k": k, "v": v, "y": view.y, "out": view.out}.items()},
+        **{name: rms(x) for name, x in {"q": q, "k": k, "v": v}.items()},
         "o": rms(view.o) / view.mixer.scale,
         "hidden": rms(view.stream),
         "beta_mean": float(beta.mean()),
-        "beta_std": float(beta.std()),
         "beta_strong": float((beta > 0.5).float().mean()),
         "alpha_mean": float(alpha.mean()),
         "memory": float((1 / forgets.clamp_min(1e-12)).median()),
-        "gate_decay_std": float(za.std()),
-        "gate_beta_std": float(zb.std()),
-        "state": rms(view.state()) * view.mixer.K**0.5,
+        "gate_decay_std": float((x @ view.mixer.a_proj.weight.T).std()),
+        "gate_beta_std": float((x @ view.mixer.b_proj.weight.T).std()),
         "qk_mean": float(cosine.mean()),
-        "qk_abs": float(cosine.abs().mean()),
     }
     for i in range(PLACES + 1):
         t = min(i * T // PLACES, T - 1)
@@ -260,23 +218,21 @@ def layer_probes(view: MixerView) -> dict[str, float]:
         if 0 < i < PLACES:
             probes[f"Sk/{t}"] = recall(view.state(t), k[:, t])
     if view.qkv.grad is not None:
-        q, k, v = view.qkv.grad.split(view.mixer.sizes, dim=-1)
-        gradients = {"q": q, "k": k, "v": v, "y": view.y.grad, "hidden": view.stream.grad}
-        # of S^T q, which o is a multiple of
-        gradients["o"] = None if view.o.grad is None else view.o.grad * view.mixer.scale
+        q, k, _ = view.qkv.grad.split(view.mixer.sizes, dim=-1)
+        gradients = {"q": q, "k": k, "hidden": view.stream.grad}
         probes |= {f"grad_{name}": rms(x) for name, x in gradients.items() if x is not None}
     return probes
 
 
-def operands(write: Any, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns a write's X [..., D, DV], k [..., D] of norm 1, v [..., DV] and beta [...]."""
-    X, k, v, beta = write.operands(*inputs)
-    return X, k * (k.square().sum(-1, keepdim=True) + write.k_eps**2).rsqrt(), v, beta
+def operands(write: Any, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a write's X [..., D, DV], k [..., D] of norm 1, and beta [...]."""
+    X, k, _, beta = write.operands(*inputs)
+    return X, k * (k.square().sum(-1, keepdim=True) + write.k_eps**2).rsqrt(), beta
 
 
-def write_probes(X: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, erases: bool = True) -> dict[str, float]:
+def write_probes(X: Tensor, k: Tensor, beta: Tensor, *, erases: bool = True) -> dict[str, float]:
     """Measures one write by its `operands`."""
-    X, k, v, beta = (x.float() for x in (X, k, v, beta))
+    X, k, beta = X.float(), k.float(), beta.float()
     along = torch.einsum("...d,...dv->...v", k, X).norm(dim=-1)
     determinant = (1 - beta) ** X.shape[-1] if erases else torch.ones_like(beta)
     return {
@@ -285,9 +241,7 @@ def write_probes(X: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, erases: bool 
         "projection": float(((beta >= 0.5) & (beta <= 1.5)).float().mean()),
         "reflection": float((beta > 1.5).float().mean()),
         "along": float(along.square().mean().sqrt()),
-        "value": float(v.norm(dim=-1).square().mean().sqrt()),
         "determinant": float(determinant.mean()),
-        "negative": float((determinant < 0).float().mean()),
     }
 
 

@@ -46,10 +46,9 @@ def script(folder, line):
     return shlex.quote(str(path))
 
 
-@pytest.mark.parametrize("check", ["judge", "alone", "cut"])
-def test_fuzzed_cases_pass_in_pytorch_where_there_is_no_kernel(check, without_cpu_kernel):
-    """Ten cases of each property, the same every time."""
-    fuzz(random_cases("chunked", "gated_delta_rule", check), lambda case: checks.check(case, "chunked"), 10)
+def test_fuzzed_cases_pass_in_pytorch_where_there_is_no_kernel(without_cpu_kernel):
+    """Twenty cases, the same every time."""
+    fuzz(random_cases("chunked", "gated_delta_rule"), lambda case: checks.check(case, "chunked"), 20)
 
 
 @needs_kernel

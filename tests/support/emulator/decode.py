@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 WINDOW = 1024  # of machine.h
-FIELDS = "op line guard negated args list count writes unused value"
+FIELDS = "op line guard negated args list count writes copies value"
 INSTRUCTION = np.dtype(
     [(name, "i8" if name == "value" else "i4", 8 if name == "args" else ()) for name in FIELDS.split()],
     align=True,
@@ -128,7 +128,7 @@ class Decoder:
         if op < 0:
             raise self.refuse(name)
         filled = (*args, *[-1] * (8 - len(args)))
-        list_ = len(self.pool), len(registers), writes, 0
+        list_ = len(self.pool), len(registers), writes, int(name.startswith("mov."))
         self.rows.append((op, self.line, *self.guard, filled, *list_, value))
         self.pool += registers
 

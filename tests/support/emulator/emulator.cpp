@@ -14,7 +14,8 @@ static void merge(std::vector<Strand> &strands) {
         }
 }
 
-// Nobody else may read or write the accumulators of products under way; what is written needs a fence before products.
+// Nobody else may touch the accumulators of products under way, and what is written needs wgmma.fence before them. A
+// copy after it of what was there before is let through: Triton makes such, and ptxas removes them.
 static void check_registers(Warp &w, const Instruction &x) {
     const s32 *list = w.launch->program->pool.data() + x.list;
     for (int k = 0; k < x.count; k++) {
@@ -22,7 +23,7 @@ static void check_registers(Warp &w, const Instruction &x) {
         if (w.pending[list[k]])
             w.launch->report("race with wgmma", x.line, "a register of a product is %s before it is waited for",
                              k < x.writes ? "written" : "read");
-        w.dirty[list[k]] |= k < x.writes;
+        if (k < x.writes) w.dirty[list[k]] = !(x.copies && w.open) || w.dirty[list[1]];
     }
 }
 
@@ -118,7 +119,7 @@ static void run_block(Launch &l, Block &b, std::vector<s32> &order) {
     std::fill(b.shared.begin(), b.shared.end(), 0xff);
     for (Warp &w : b.warps) {
         w.strands = {{0, ALL}};
-        w.ended = w.waits = false;
+        w.ended = w.waits = w.open = false;
         w.copies = {}, w.products = {};
         std::fill(w.pending.begin(), w.pending.end(), 0), std::fill(w.dirty.begin(), w.dirty.end(), 0);
         std::fill(w.fenced, w.fenced + MOST_WARPS, 0);

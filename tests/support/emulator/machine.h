@@ -32,7 +32,7 @@ struct Instruction {
     s32 guard, negated;  // the predicate that lanes need
     s32 args[8];         // what an operation needs, see there
     s32 list, count;     // registers, in Program::pool
-    s32 writes, unused;  // the first of them are written, the others read
+    s32 writes, copies;  // the first of them are written, the others read; copies: it is a mov
     s64 value;
 };
 
@@ -106,7 +106,7 @@ struct Warp {
     u32 mask;                     // the lanes that the current instruction is for
     std::vector<u32> registers;   // a slot has 32 words; registers of 64 bits have two slots
     std::vector<Strand> strands;  // the last one runs
-    bool ended, waits;            // waits: at a barrier
+    bool ended, waits, open;      // waits: at a barrier; open: wgmma.fence was, the group of products is not closed
     Queue<Copy> copies;
     Queue<Product> products;
     std::vector<u8> pending, dirty;  // registers that products will write; those written since wgmma.fence

@@ -129,7 +129,7 @@ static void wgmma(Warp &w, const Instruction &x) {
     if (l.options.check) mark_pending(w, p);
 }
 
-static void wgmma_commit(Warp &w, const Instruction &) { w.products.commit(); }
+static void wgmma_commit(Warp &w, const Instruction &) { w.products.commit(), w.open = false; }
 
 // Nobody may have written to an operand since the product was issued: it may have been read until now.
 static void check_end(Warp &w, const Product &p, const Operand &x) {
@@ -159,7 +159,7 @@ static void wgmma_wait(Warp &w, const Instruction &x) {
     for (const Product &p : w.products.issued) mark_pending(w, p);
 }
 
-static void wgmma_fence(Warp &w, const Instruction &) { std::fill(w.dirty.begin(), w.dirty.end(), 0); }
+static void wgmma_fence(Warp &w, const Instruction &) { std::fill(w.dirty.begin(), w.dirty.end(), 0), w.open = true; }
 
 // From here on the tensor core sees this warp's writes, and those that a barrier has ordered before.
 static void fence_proxy(Warp &w, const Instruction &) {

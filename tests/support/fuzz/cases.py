@@ -27,17 +27,6 @@ from delta_trn.backends.parity.layer_cases import LayerCase
 from delta_trn.backends.parity.mixer_cases import MixerCase
 from delta_trn.backends.parity.rule_cases import BOTH, DECAYS, PER_HEAD, Case
 
-# what a case of an operation is checked for besides the judge; see `checks`
-CHECKS: Mapping[str, tuple[str, ...]] = {
-    "gated_delta_rule": ("judge", "again", "alone", "rows", "cut", "wanted", "steps"),
-    "gated_delta_rule_step": ("judge", "again", "rows"),
-    "gated_delta_layer": ("judge", "again", "alone", "rows", "cut", "wanted"),
-    "short_convolution": ("judge", "again", "alone", "rows", "cut", "wanted"),
-    "delta_residual": ("judge", "again", "rows", "wanted"),
-    "gated_rms_norm": ("judge", "again", "rows", "wanted"),
-    "add_rms_norm": ("judge", "again", "rows", "wanted"),
-    "linear_cross_entropy": ("judge", "again", "wanted"),
-}
 SEAMS = (1, 2, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 192, 193, 256, 257, 321)
 HEADS = (16, 32, 64, 1, 2, 3, 60, 96, 128, 192, 256)
 # most multiply-adds of a case, and most elements of packed states; emulators take a thousand times as long
@@ -46,12 +35,11 @@ WORK, STATES = {False: 2e7, True: 1.5e6}, {False: 2e5, True: 2e4}
 
 @dataclass(frozen=True)
 class RandomCase:
-    """Holds one case: its tensors, with any strides, and what is checked.
+    """Holds one case: its tensors, with any strides, and the gradients that are wanted.
 
     case        the case of parity whose operation is called and whose formula judges
     douts       the gradients of the outputs in the loss
     wanted      the tensors that require gradients; empty: the call runs without gradients
-    check       the property that is checked besides the judge
     device      the type of device on which the backend runs; the tensors here are on the CPU
     """
 
@@ -60,12 +48,11 @@ class RandomCase:
     tensors: Mapping[str, Tensor]
     douts: Mapping[str, Tensor]
     wanted: tuple[str, ...]
-    check: str = "judge"
     device: str = "cpu"
 
     def __repr__(self) -> str:
         shapes = " ".join(f"{n}{list(x.shape)}{list(x.stride())}" for n, x in self.tensors.items())
-        return f"{dtype_name(self.dtype)} [{self.check}] {self.case!r} {shapes} wanted {self.wanted}"
+        return f"{dtype_name(self.dtype)} {self.case!r} {shapes} wanted {self.wanted}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))  # hypothesis would print every number
@@ -109,16 +96,14 @@ OPERATIONS: Mapping[str, Operation] = {
 }
 
 
-def rule_case(
-    case: Case, dtype: torch.dtype, factors: Mapping[str, float] | None = None, check: str = "judge"
-) -> RandomCase:
+def rule_case(case: Case, dtype: torch.dtype, factors: Mapping[str, float]) -> RandomCase:
     """Returns a case of the rule with the gradients of all that it has; `factors` multiply its tensors."""
     x = rule_cases.inputs(case, dtype).tensors()
     if case.norm == "unit":  # rounding must leave no key longer than 1: with beta = 2 the state would grow
         x["k"] = x["k"] * (1 - 2 * torch.finfo(dtype).eps)
-    x = {name: y * (factors or {}).get(name, 1) for name, y in x.items()}
+    x = {name: y * factors.get(name, 1) for name, y in x.items()}
     douts = {n: x.pop(key) for n, key in (("o", "do"), ("final_state", "dstate")) if key in x}
-    return RandomCase(case, dtype, x, douts, tuple(n for n in x if n != "cu_seqlens"), check)
+    return RandomCase(case, dtype, x, douts, tuple(n for n in x if n != "cu_seqlens"))
 
 
 class Draw:
@@ -150,33 +135,25 @@ class Draw:
         places = sorted(places)[: most - 1]
         return tuple(b - a for a, b in zip([0, *places], [*places, T], strict=True))
 
-    def sizes(self, check: str, small: bool) -> dict[str, Any]:
-        """Returns B, T, H, K, V, HV and lengths, cut until the case is affordable."""
-        B, H, group = self.pick(1, 1, 1, 2, 3, 4), self.pick(1, 2, 3, 4, 6), self.pick(1, 1, 1, 2, 3, 4, 8)
-        T, K, V = self.time(small), self.head(256), self.head(512)
-        packed = check == "alone" or (check not in ("cut", "rows", "steps") and self.chance(5))
-        B, HV = 1 if packed else max(B, 2) if check == "rows" else B, H * group
-        while WORK[small] < B * T * HV * (K * V + 64.0 * (K + V)):
-            if B > 2:
-                B -= 1
-            elif HV > 4:
-                H, HV = 1, min(group, 4)
-            elif T > 100 and max(K, V) <= 64:
-                T = 64 + T // 4
-            elif max(K, V) > 40:
-                K, V = (n if n <= 40 else n // 2 for n in (K, V))
-            elif HV > 1:
-                H, HV = 1, HV // 2
-            else:
-                T //= 2
-        most = max(4, int(STATES[small] / (HV * K * V)))
-        lengths = self.lengths(T, most) if packed else None
-        return {"B": B, "T": T, "H": H, "K": K, "V": V, "HV": HV, "lengths": lengths}
+    def sizes(self, small: bool, packed: bool) -> dict[str, Any]:
+        """Returns B, T, H, K, V, HV and lengths; the largest are halved until the case is affordable."""
+        B, H, group = self.pick(1, 1, 2, 3, 4), self.pick(1, 2, 3, 4, 6), self.pick(1, 1, 1, 2, 3, 4, 8)
+        s = {"B": 1 if packed else B, "T": self.time(small), "H": H, "group": group}
+        s |= {"K": self.head(256), "V": self.head(512)}
+        enough = {"B": 2, "H": 2, "group": 2, "T": 80, "K": 40, "V": 40}
+        while WORK[small] < s["B"] * s["T"] * s["H"] * s["group"] * (
+            s["K"] * s["V"] + 64.0 * (s["K"] + s["V"])
+        ):
+            name = max(s, key=lambda name: s[name] / enough[name])
+            s[name] = (s[name] + 1) // 2
+        HV = s["H"] * s.pop("group")
+        most = max(4, int(STATES[small] / (HV * s["K"] * s["V"])))
+        return s | {"HV": HV, "lengths": self.lengths(s["T"], most) if packed else None}
 
 
-def _draw_rule(d: Draw, name: str, op: str, dtype: torch.dtype, check: str, small: bool) -> RandomCase:
+def _draw_rule(d: Draw, name: str, op: str, dtype: torch.dtype, small: bool) -> RandomCase:
     step, half = op == "gated_delta_rule_step", dtype == torch.float16
-    s = d.sizes("rows" if step else check, small)
+    s = d.sizes(small, not step and d.chance(5))
     if step:
         s["T"] = 1
     elif d.chance(12):
@@ -185,13 +162,12 @@ def _draw_rule(d: Draw, name: str, op: str, dtype: torch.dtype, check: str, smal
     norm = "unit" if s["K"] == 1 and norm != "tiny" else norm
     gates = d.pick(None, None, "plain", "wide")
     values = d.pick(1.0, 1.0, 1.0, *((30.0, 1e-3) if half else (1e4, 1e-4, 1e-30)))
-    both = step or check in ("cut", "steps")
     case = Case(
         name, **s, reason="", op=op, norm=norm, values=values, gates=gates,
         decay=d.pick(*DECAYS, "reset"), beta=d.pick(None, None, None, 1.0, 2.0, 0.0, 1e-6),
         reflect=d.chance(3), keys=d.pick("random", "random", "random", "equal", "near", "alike"),
         scale=d.pick(None, None, s["K"] ** 0.5, 1.0, 0.0, -0.3, 1e-4 if half else 1e-20),
-        state=step or d.chance(2), loss=BOTH if both else d.pick(("o",), BOTH, ("final_state",)),
+        state=step or d.chance(2), loss=BOTH if step else d.pick(("o",), BOTH, ("final_state",)),
     )  # fmt: skip
     factors = {"g": d.pick(1.0, 1.0, 5.0), "A_log": d.pick(1.0, 1.0, 1.0, 30.0)}  # decays that overflow
     if norm in ("tiny", "huge") and not half:  # to 1e-25 and 1e13
@@ -199,7 +175,7 @@ def _draw_rule(d: Draw, name: str, op: str, dtype: torch.dtype, check: str, smal
         factors |= {"q": factor, "k": factor}
     if case.state and not case.lengths:
         factors["initial_state"] = d.pick(1.0, 1.0, values, 1e-10 * values, 30.0 if half else 1e4)
-    x = rule_case(case, dtype, factors, check)
+    x = rule_case(case, dtype, factors)
     full = torch.promote_types(dtype, torch.float32)
     gate, parameter = d.pick(full, dtype), d.pick(full, full, torch.float32, torch.bfloat16)
     dtypes = dict.fromkeys(("g", "beta"), gate) | dict.fromkeys(PER_HEAD, parameter)
@@ -208,11 +184,11 @@ def _draw_rule(d: Draw, name: str, op: str, dtype: torch.dtype, check: str, smal
     return replace(x, tensors=tensors)
 
 
-def _draw_layer(d: Draw, name: str, op: str, dtype: torch.dtype, check: str, small: bool) -> RandomCase:
+def _draw_layer(d: Draw, name: str, op: str, dtype: torch.dtype, small: bool) -> RandomCase:
     form: dict[str, Any] = {"size": d.pick(1.0, 1.0, 1.0, 1e-4, 30.0, 0.0), "plain": d.chance(4)}
     if op == "short_convolution":
         shape = (d.integer(1, 3), d.time(small), d.integer(1, 80), d.pick(4, 4, 4, 1, 2, 3, 8))
-        if check == "alone" or (check == "judge" and d.chance(4)):
+        if d.chance(4):
             form["lengths"], shape = d.lengths(shape[1], 300), (1, *shape[1:])
         elif d.chance(2):
             form["prefix"] = True
@@ -231,16 +207,16 @@ def _draw_layer(d: Draw, name: str, op: str, dtype: torch.dtype, check: str, sma
         shape = (d.integer(1, 130), max(2, d.pick(d.head(512), d.integer(513, 2100))))
         form["plain"] = form["plain"] and op == "gated_rms_norm"
     x = layer_cases.inputs(LayerCase(name, op, shape, "", **form), dtype)
-    return RandomCase(x.case, dtype, x.tensors, x.douts, (), check)
+    return RandomCase(x.case, dtype, x.tensors, x.douts, ())
 
 
-def _draw_mixer(d: Draw, name: str, op: str, dtype: torch.dtype, check: str, small: bool) -> RandomCase:
-    s = d.sizes(check, small)
+def _draw_mixer(d: Draw, name: str, op: str, dtype: torch.dtype, small: bool) -> RandomCase:
+    s = d.sizes(small, d.chance(5))
     most = (256, 512) if d.chance(10) else (128, 256)  # more than a kernel takes at once, or what it takes
     s["K"], s["V"] = (min(max(2, s[size]), limit) for size, limit in zip("KV", most, strict=True))
     packed, half = s["lengths"] is not None, dtype == torch.float16
     sizes = (1.0, 1.0, 1e-3) + (() if half else (0.0,)) + ((30.0,) if s["K"] >= 32 else ())
-    both = check == "cut" or (not packed and d.chance(2))
+    both = not packed and d.chance(2)
     case = MixerCase(
         name, **s, reason="", W=d.pick(4, 4, 4, 2, 3, 1, 5), size=d.pick(*sizes),
         keys=d.pick("random", "random", "equal", "near", "random" if half else "zero"),
@@ -250,7 +226,7 @@ def _draw_mixer(d: Draw, name: str, op: str, dtype: torch.dtype, check: str, sma
         loss=mixer_cases.BOTH if both else ("y",), short=d.chance(3) and not half, bias=not d.chance(3),
     )  # fmt: skip
     x = mixer_cases.inputs(case, dtype)
-    return RandomCase(case, dtype, x.tensors, x.douts, (), check)
+    return RandomCase(case, dtype, x.tensors, x.douts, ())
 
 
 DRAWN = {
@@ -270,26 +246,19 @@ def with_strides(style: str, x: Tensor) -> Tensor:
 
 
 @st.composite
-def random_cases(draw: st.DrawFn, backend: str, op: str, check: str, device: str = "cpu") -> RandomCase:
+def random_cases(draw: st.DrawFn, backend: str, op: str, device: str = "cpu") -> RandomCase:
     """Draws a case in a dtype of the backend; a small one where `device` is emulated."""
     d, dtypes = Draw(draw), BACKENDS[backend].rows[op].dtypes
     dtype = d.pick(*(x for x in (torch.float32, torch.bfloat16, torch.float16, torch.float64) if x in dtypes))
     seed, small = f"{op} {d.integer(0, 10**6)}", device in BACKENDS[backend].emulated
-    drawn = {
-        "gated_delta_layer": _draw_mixer,
-        "gated_delta_rule": _draw_rule,
-        "gated_delta_rule_step": _draw_rule,
-    }
-    case = drawn.get(op, _draw_layer)(d, seed, op, dtype, check, small)
+    case = DRAWN.get(op, _draw_layer)(d, seed, op, dtype, small)
     styles = [d.pick("dense", "dense", "dense", "turned", "stepped", "offset") for _ in range(3)]
     tensors = {n: with_strides(styles[i % 3], x) for i, (n, x) in enumerate(case.tensors.items())}
     douts = {n: with_strides(styles[0], x) for n, x in case.douts.items()}
     if d.chance(10):  # the gradient of a sum
         douts = {n: x.flatten()[0].expand(x.shape) if x.numel() else x for n, x in douts.items()}
     wanted = case.floats()
-    if check == "steps" or (op == "gated_delta_rule_step" and d.chance(2)):
-        wanted = ()
-    elif check == "wanted" or d.chance(5):
+    if d.chance(2):
         kept = d.integer(0, 2 ** len(wanted) - 1)
         wanted = tuple(name for i, name in enumerate(wanted) if kept >> i & 1)
     return replace(case, tensors=tensors, douts=douts, wanted=wanted, device=device)

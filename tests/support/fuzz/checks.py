@@ -1,13 +1,11 @@
-"""Checks one random case on one backend: the judge, and the property that the case names.
+"""Checks one random case on one backend, three times over.
 
     judge       every output and gradient is within the criterion, finite, of the right shape and dtype
-    again       twice is the same bits
-    alone       a packed sequence is what it is by itself: within the criterion, and bit for bit on `chunked`
-                where every sequence starts on a chunk boundary and heads have multiples of 4 elements
     rows        a sequence does not depend on what the others hold, bit for bit
-    cut         the sequence cut in two, with the state handed over, is within the criterion of the whole
-    steps       so are the last tokens decoded one by one
     wanted      a gradient is the same bits whichever others are wanted; the others are None
+
+Both of the latter also see what is not the same bits twice. Packing, states handed over and decoding need no
+check of their own: the judge's formula has them.
 
 The judge and the samples are by the formula of parity's case; samples are computed until they explain the
 result, and all of them before a result fails.
@@ -16,8 +14,7 @@ Some things are judged more leniently than in parity's grid:
 - a part or an element may be MANY times as far off, because a hundred thousand cases have ten billion;
 - a whole tensor has the factor of `chance_factor`, from 4 where one sequence and head carries all of the
   error to 2 where six do;
-- the single elements of a computation in parts are not judged, because autograd adds the parts' gradients
-  in the dtype of the tensor, nor such gradients of parameters in a short dtype;
+- single elements of what is not a random case are not judged;
 - of `linear_cross_entropy` only whole tensors: a logit of a thousand is rounded to a multiple of 4 or 8;
 - of float64 only whole tensors: judge and baseline may round one product alike, and the backend not.
 
@@ -25,9 +22,7 @@ A tensor of which the judge's values exceed half of its dtype's range is not jud
 finite must be finite and no more: on the way to it every sample left float16's range.
 """
 
-import itertools
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -38,7 +33,6 @@ from delta_trn.backends.parity.judge import FACTOR, Reference, Spread, Verdict, 
 from tests.support.fuzz.cases import RandomCase
 
 Tensors = Mapping[str, Tensor]
-Call = Callable[[RandomCase, Tensors, str], dict[str, Tensor]]
 GATES = ("g", "beta", "a", "b")
 SHARED = ("A_log", "dt_bias", "weight", "gain")  # all rows have these in common
 CHUNKS = (16, 32, 64, 128)
@@ -52,10 +46,10 @@ class Failure(AssertionError):
 def check(case: RandomCase, backend: str) -> float:
     """Returns the largest error over what is allowed. Raises Failure, or whatever the backend raises."""
     results = outcome(case, backend)
-    criterion = Criterion(case)
-    worst = criterion.require("judge", results)
-    property_ = _PROPERTIES.get(case.check)
-    return max(worst, property_(case, backend, results, criterion) if property_ else 0.0)
+    worst = Criterion(case).require("judge", results)
+    _check_rows(case, backend, results)
+    _check_wanted(case, backend, results)
+    return worst
 
 
 def judge(case: RandomCase) -> dict[str, Tensor]:
@@ -139,7 +133,7 @@ class Criterion:
         }
         rounded = case.dtype if operation.rounded else None
         self.references = {
-            name: Reference(case.case.op, case.check, case.dtype, exact, spreads, n, rounded)
+            name: Reference(case.case.op, case.case.name, case.dtype, exact, spreads, n, rounded)
             for name, n in terms.items()
         }
         self.judge, self.spreads = exact, spreads
@@ -171,8 +165,6 @@ class Criterion:
                 raise Failure(f"{what}: {name} is {form}, expected {expected}")
             if exact.numel() == 0 or exact.abs().max() > torch.finfo(y.dtype).max / 2:
                 continue
-            if what in ("alone", "cut") and name[1:].startswith(SHARED) and y.dtype.itemsize < 4:
-                continue  # autograd adds up the parts' gradients in the parameter's dtype
             if not y.isfinite().all():
                 raise Failure(f"{what}: {name} is not finite")
             names.append(name)
@@ -202,175 +194,57 @@ def run(case: RandomCase, x: Tensors, backend: str) -> dict[str, Tensor]:
     return case.operation.run(case.case, x, backend)
 
 
-def outcome(case: RandomCase, backend: str, call: Call | None = None) -> dict[str, Tensor]:
-    """Returns the outputs, and the gradients of the wanted tensors, of the public operation or of `call`."""
+def outcome(case: RandomCase, backend: str) -> dict[str, Tensor]:
+    """Returns the outputs, and the gradients of the wanted tensors, of the public operation."""
     leaves = {
         name: x.detach().to(case.device).requires_grad_(name in case.wanted)
         for name, x in case.tensors.items()
     }
     with torch.set_grad_enabled(bool(case.wanted)):
-        outputs = (call or run)(case, leaves, backend)
+        outputs = run(case, leaves, backend)
     results = with_gradients(case, leaves, outputs)
     return {name: y.cpu() for name, y in results.items()}
 
 
-def _require_same_bits(what: str, results: Tensors, expected: Tensors) -> float:
+def _require_same_bits(what: str, results: Tensors, expected: Tensors) -> None:
     for name, y in expected.items():
         if not torch.equal(results[name], y):
             unequal = (results[name] != y).sum().item()
             raise Failure(f"{what}: {unequal} of {y.numel()} elements of {name} are other bits")
-    return 0.0
 
 
-def _again(case: RandomCase, backend: str, results: Tensors, criterion: Criterion) -> float:
-    return _require_same_bits("again", outcome(case, backend), results)
+def _check_wanted(case: RandomCase, backend: str, results: Tensors) -> None:
+    """Asks for other gradients than the case: for all, or where it asks for all, for every other one.
 
-
-def _wanted(case: RandomCase, backend: str, results: Tensors, criterion: Criterion) -> float:
-    """Asks for other gradients than the case: for all, or where it asks for all, for every other one."""
+    A decoded token that wants none is computed by a function of its own, with other bits.
+    """
+    if case.case.op == "gated_delta_rule_step":
+        return
     names = case.floats()
     others = names if len(case.wanted) < len(names) else names[::2]
-    every = outcome(replace(case, wanted=others), backend) if others else results
-    return _require_same_bits("wanted", every, {name: y for name, y in results.items() if name in every})
+    every = outcome(replace(case, wanted=others), backend)
+    _require_same_bits("wanted", every, {name: y for name, y in results.items() if name in every})
 
 
-def _rows(case: RandomCase, backend: str, results: Tensors, criterion: Criterion) -> float:
-    """Changes all other rows, or all other packed sequences."""
-    bounds = _packed(case)
-    rows = len(bounds) - 1 if bounds else next(iter(case.tensors.values())).shape[0]
-    if rows < 2:
-        return 0.0
-    n = rows // 2
-
-    def mine(name: str) -> tuple[slice, ...] | None:
-        """Returns where the row's part of a tensor or of its gradient is; None if all rows share it."""
-        name = name[1:] if name[:1] == "d" and name[1:] in case.tensors else name
-        if name in (*SHARED, "cu_seqlens", "position", "loss"):
-            return None
-        if bounds is None or name in ("initial_state", "final_state"):
-            return (slice(n, n + 1),)
-        return slice(None), slice(bounds[n], bounds[n + 1])
+def _check_rows(case: RandomCase, backend: str, results: Tensors) -> None:
+    """Changes all rows but one; those of a readout share one loss."""
+    rows = next(iter(case.tensors.values())).shape[0]
+    if rows < 2 or case.case.op == "linear_cross_entropy":
+        return
+    n = slice(rows // 2, rows // 2 + 1)
 
     def change(tensors: Tensors) -> dict[str, Tensor]:
         changed = {}
         for name, x in tensors.items():
-            place = mine(name)
             changed[name] = x
-            if place is not None and 0 not in x.stride():
+            if name not in SHARED and 0 not in x.stride():
                 # in a copy of the storage: strides and alignment decide which products BLAS uses
                 storage = x.untyped_storage().clone()
                 y = x.new_empty(0).set_(storage, x.storage_offset(), x.shape, x.stride())  # type: ignore
-                y.mul_(0.5 if name in GATES else -0.5)[place] = x[place]
+                y.mul_(0.5 if name in GATES else -0.5)[n] = x[n]
                 changed[name] = y
         return changed
 
     other = outcome(replace(case, tensors=change(case.tensors), douts=change(case.douts)), backend)
-    places = {name: mine(name) for name in results}
-    expected = {name: results[name][place] for name, place in places.items() if place is not None}
-    return _require_same_bits("rows", {name: other[name][places[name]] for name in expected}, expected)
-
-
-def _alone(case: RandomCase, backend: str, results: Tensors, criterion: Criterion) -> float:
-    """Computes each sequence by itself; of many, the first and the last ones as two packings."""
-    bounds, op = _packed(case), case.case.op
-    if bounds is None:
-        return 0.0
-    cuts = list(range(len(bounds))) if len(bounds) <= 8 else [0, len(bounds) // 2, len(bounds) - 1]
-
-    def call(case: RandomCase, x: Tensors, backend: str) -> dict[str, Tensor]:
-        pieces = []
-        for first, last in itertools.pairwise(cuts):
-            tokens = slice(bounds[first], bounds[last])
-            part = _part({n: y for n, y in x.items() if n not in ("cu_seqlens", "position")}, tokens)
-            if "initial_state" in x:
-                part["initial_state"] = x["initial_state"][first:last]
-            if last > first + 1 and "cu_seqlens" in x:
-                part["cu_seqlens"] = x["cu_seqlens"][first : last + 1] - bounds[first]
-            if last > first + 1 and "position" in x:
-                part["position"] = x["position"][tokens]
-            if op == "gated_delta_rule" or tokens.stop > tokens.start:
-                pieces.append(run(case, part, backend))
-        axes = {"final_state": 0}
-        return {name: torch.cat([part[name] for part in pieces], axes.get(name, 1)) for name in pieces[0]}
-
-    alone = outcome(case, backend, call)
-    whole_chunks = len(bounds) <= 8 and all(b % CHUNK == 0 for b in bounds[:-1])
-    # states of other sizes begin anywhere in a cache line, and BLAS chooses its kernels by that, too
-    aligned = op == "gated_delta_rule" and case.case.K % 4 == case.case.V % 4 == 0
-    if backend == "chunked" and whole_chunks and aligned:
-        same = {name: y for name, y in results.items() if name[1:] not in SHARED}
-        _require_same_bits("alone, on chunk boundaries", alone, same)
-    return criterion.require("alone", alone)
-
-
-def _cut(case: RandomCase, backend: str, results: Tensors, criterion: Criterion) -> float:
-    """Cuts the sequence in two, at a place that the case's name decides."""
-    x = next(iter(case.tensors.values()))
-    T = x.shape[1]
-    if T < 2 or "cu_seqlens" in case.tensors or "position" in case.tensors:
-        return 0.0
-    at = 1 + zlib.crc32(case.case.name.encode()) % (T - 1)
-    first, rest = slice(0, at), slice(at, T)
-
-    def call(case: RandomCase, x: Tensors, backend: str) -> dict[str, Tensor]:
-        one, carried = run(case, _part(x, first), backend), {}
-        if "weight" in x:  # of a convolution, which takes the last tokens along
-            before = x["weight"].shape[1] - 1
-            prefix = x.get("prefix", x["x"].new_zeros(x["x"].shape[0], before, x["x"].shape[2]))
-            carried["prefix"] = torch.cat([prefix, x["x"]], 1)[:, at : at + before]
-        if "final_state" in one:
-            carried["initial_state"] = one["final_state"]
-        two = run(case, _part(x, rest) | carried, backend)
-        name = "o" if "o" in two else "y"
-        return {**two, name: torch.cat([one[name], two[name]], 1)}
-
-    return criterion.require("cut", outcome(case, backend, call))
-
-
-def _steps(case: RandomCase, backend: str, results: Tensors, criterion: Criterion) -> float:
-    """Decodes the last tokens one by one, without gradients."""
-    T = case.tensors["q"].shape[1]
-    if T == 0 or "cu_seqlens" in case.tensors:
-        return 0.0
-    start = max(0, T - 4)
-
-    def call(case: RandomCase, x: Tensors, backend: str) -> dict[str, Tensor]:
-        v, k, outputs, state = x["v"], x["k"], [], x.get("initial_state")
-        if start:
-            y = run(case, _part(x, slice(0, start)), backend)
-            outputs, state = [y["o"]], y["final_state"]
-        elif state is None:
-            full = torch.promote_types(case.dtype, torch.float32)
-            state = v.new_zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype=full)
-        one = replace(case, case=replace(case.case, op="gated_delta_rule_step"))
-        for t in range(start, T):
-            y = run(one, {**_part(x, slice(t, t + 1)), "initial_state": state}, backend)
-            outputs, state = [*outputs, y["o"]], y["final_state"]
-        return {"o": torch.cat(outputs, 1), "final_state": state}
-
-    return criterion.require("steps", outcome(case, backend, call))
-
-
-def _part(x: Tensors, tokens: slice) -> dict[str, Tensor]:
-    whole = (*SHARED, "initial_state", "prefix")
-    return {name: y if name in whole else y[:, tokens] for name, y in x.items()}
-
-
-def _packed(case: RandomCase) -> list[int] | None:
-    """Returns the bounds of packed sequences; None without packing."""
-    if "cu_seqlens" in case.tensors:
-        return case.tensors["cu_seqlens"].tolist()
-    if "position" in case.tensors:
-        firsts = (case.tensors["position"] == 0).nonzero().flatten().tolist()
-        return [*firsts, case.tensors["position"].shape[0]]
-    return None
-
-
-_PROPERTIES: Mapping[str, Callable[[RandomCase, str, Tensors, Criterion], float]] = {
-    "again": _again,
-    "wanted": _wanted,
-    "rows": _rows,
-    "alone": _alone,
-    "cut": _cut,
-    "steps": _steps,
-}
+    expected = {name: y[n] for name, y in results.items() if name[1:] not in SHARED}
+    _require_same_bits("rows", {name: other[name][n] for name in expected}, expected)

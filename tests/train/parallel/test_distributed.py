@@ -97,8 +97,9 @@ def alone(data, tmp_path_factory):
     return run
 
 
-def weights(run: Path, step: int = STEPS) -> dict[str, Tensor]:
-    folder = run / "checkpoints" / f"step-{step:08d}"
+def weights(run: Path) -> dict[str, Tensor]:
+    """Returns the weights of a run's newest checkpoint."""
+    folder = max((run / "checkpoints").glob("step-*"))
     return {k: v for path in folder.glob("model*.safetensors") for k, v in load_file(path).items()}
 
 
@@ -130,7 +131,7 @@ def begin(data, tmp_path_factory) -> dict[str, Tensor]:
     """Returns the initial weights: those after one step of the warmup, whose learning rate is 0."""
     out = tmp_path_factory.mktemp("begin") / "run"
     tiny_run.train("run", "tiny", *keys(data, out, "sgd", {"steps": 1}))
-    return weights(out, 1)
+    return weights(out)
 
 
 def distances(run: Path, expected: Path, begin: dict[str, Tensor] | None = None) -> dict[str, float]:

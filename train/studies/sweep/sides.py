@@ -40,86 +40,51 @@ CERTAIN = 3.0
 POOLED = 2.0
 
 Name = Literal["flank", "wall"]
-Points = Mapping[float, float]  # log2 of the rate -> loss
-
-
-@dataclass(frozen=True)
-class Line:
-    """Positions against log2 of the scale, within one window of rates.
-
-    rates           lowest and highest log2 of a rate in the window, over all scales
-    slope           octaves per doubling, the mean over seeds
-    stderr, freedom     of the slope, seeds being a random effect; infinite, 0 if nothing determines it
-    """
-
-    rates: tuple[float, float]
-    slope: float
-    stderr: float
-    freedom: int
-
-    def half_width(self) -> float:
-        """Returns half the length of the slope's 95% interval."""
-        return student_quantile(0.975, self.freedom) * self.stderr if self.freedom else math.inf
+Curves = Mapping[tuple[float, int], Mapping[float, float]]  # (log2 scale, seed) -> log2 rate -> loss
 
 
 @dataclass(frozen=True)
 class Side:
-    """The drift of one side: the mean over windows, and an interval that covers the intervals of all.
+    """The drift of one side, in octaves per doubling: the mean over windows, and an interval over all.
 
-    octaves     per doubling; NaN if no window determines it, and then `verdict` says why
+    octaves     NaN if no window determines it
     """
 
     name: Name
     octaves: float
     low: float
     high: float
-    verdict: str
-    windows: tuple[Line, ...]
 
-
-Curves = Mapping[tuple[float, int], Points]  # (log2 scale, seed) -> losses
+    @property
+    def verdict(self) -> str:
+        if math.isnan(self.octaves):
+            return "not decided: needs three rates on this side at two scales, and losses that curve upwards"
+        if max(abs(self.low), abs(self.high)) <= TOLERANCE:
+            return "transfers"
+        if self.low > 0 or self.high < 0:
+            return "moves" if abs(self.octaves) > TOLERANCE else "moves a little"
+        return "undecided"
 
 
 def side(name: Name, curves: Curves, best: Mapping[float, float]) -> Side:
-    """Returns the drift of one side.
-
-    curves  (log2 scale, seed) -> log2 rate -> loss; infinite losses are left out
-    best    log2 scale -> log2 of the best rate
-    """
-    lines: dict[str, Line] = {}
-    reasons: list[str] = []
+    """Returns the drift of one side; `best` maps log2 of each scale to log2 of its best rate."""
+    outward = -1 if name == "flank" else 1
     centers = _centers(best)
+    windows: list[Curves] = []
     for inner in INNER:
-        below, above = (OUTER, inner) if name == "flank" else (inner, OUTER)
         window = {}
         for key, points in curves.items():
-            center = centers.get(key[0], math.nan)
-            low, high = center - below - EDGE, center + above + EDGE
-            kept = {x: y for x, y in points.items() if math.isfinite(y) and low <= x <= high}
-            if len(kept) < 3:
-                continue
-            if (center - min(kept) if name == "flank" else max(kept) - center) >= REACH - EDGE:
-                window[key] = kept
-        fitted = fit_line(window)
-        if isinstance(fitted, str):
-            reasons.append(fitted)
-        else:
-            lines[str(window)] = fitted  # another window may hold the same rates
-    windows = tuple(lines.values())
-    if not windows:
-        return Side(name, math.nan, -math.inf, math.inf, f"not decided: {reasons[0]}", ())
-    low = min(line.slope - line.half_width() for line in windows)
-    high = max(line.slope + line.half_width() for line in windows)
-    octaves = sum(line.slope for line in windows) / len(windows)
-    return Side(name, octaves, low, high, _verdict(octaves, low, high), windows)
-
-
-def _verdict(octaves: float, low: float, high: float) -> str:
-    if max(abs(low), abs(high)) <= TOLERANCE:
-        return "transfers"
-    if low > 0 or high < 0:
-        return "moves" if abs(octaves) > TOLERANCE else "moves a little"
-    return "undecided"
+            octaves = {x: outward * (x - centers[key[0]]) for x, y in points.items() if math.isfinite(y)}
+            kept = [x for x in octaves if -inner - EDGE <= octaves[x] <= OUTER + EDGE]
+            if len(kept) >= 3 and max(octaves[x] for x in kept) >= REACH - EDGE:
+                window[key] = {x: points[x] for x in kept}
+        if window not in windows:  # another may hold the same rates
+            windows.append(window)
+    fits = [fit for window in windows if (fit := fit_drift(window)) is not None]
+    if not fits:
+        return Side(name, math.nan, -math.inf, math.inf)
+    octaves = sum(slope for slope, _ in fits) / len(fits)
+    return Side(name, octaves, min(slope - half for slope, half in fits), max(map(sum, fits)))
 
 
 def _centers(best: Mapping[float, float]) -> dict[float, float]:
@@ -135,48 +100,17 @@ def _centers(best: Mapping[float, float]) -> dict[float, float]:
     return {scale: float(y.mean() + slope * (scale - x.mean())) for scale in best}
 
 
-def fit_line(curves: Curves) -> Line | str:
-    """Fits positions and their line within a window; a string says why that cannot be done."""
-    scales = {scale for scale, _ in curves}
-    if len(scales) < 2:
-        return f"{len(scales)} of the scales have three rates on this side with a finite loss; 2 are needed"
+def fit_drift(curves: Curves) -> tuple[float, float] | None:
+    """Returns the drift within one window and half its 95% interval; None if nothing determines it."""
     fitted = _positions(curves)
     if fitted is None:
-        return "the losses on this side do not curve upwards"
+        return None
     positions, doubt = fitted
-    rates = [x for points in curves.values() for x in points]
-    return _line(positions, doubt, (min(rates), max(rates)))
-
-
-def _positions(curves: Curves) -> tuple[dict[tuple[float, int], float], float] | None:
-    """Returns each curve's position, and the relative standard error of the curvature they share."""
-    keys = sorted(curves)
-    triples = [(i, x, y) for i, key in enumerate(keys) for x, y in curves[key].items()]
-    middle = sum(x for _, x, _ in triples) / len(triples)
-    design, losses = np.zeros((len(triples), 1 + 2 * len(keys))), np.array([y for _, _, y in triples])
-    for row, (i, x, _) in zip(design, triples, strict=True):
-        row[0], row[1 + 2 * i], row[2 + 2 * i] = (x - middle) ** 2, 1.0, x - middle
-    coefficients, *_ = np.linalg.lstsq(design, losses, rcond=None)
-    residuals = losses - design @ coefficients
-    freedom = len(triples) - design.shape[1]
-    if freedom < 1 or np.linalg.matrix_rank(design) < design.shape[1]:
-        return None
-    inverse = np.linalg.inv(design.T @ design)
-    a = float(coefficients[0])
-    error = math.sqrt(float(residuals @ residuals) / freedom * float(inverse[0, 0]))
-    if a <= CERTAIN * error:
-        return None
-    return {key: middle - float(coefficients[2 + 2 * i]) / (2 * a) for i, key in enumerate(keys)}, error / a
-
-
-def _line(
-    positions: Mapping[tuple[float, int], float], doubt: float, rates: tuple[float, float]
-) -> Line | str:
-    """Returns the line through positions: a slope per seed, weighted by how far apart its scales are."""
     by_seed: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for (scale, seed), position in positions.items():
         by_seed[seed].append((scale, position))
-    spreads, slopes, squares, freedom = [], [], 0.0, 0
+    # a slope per seed, weighted by how far apart its scales are, and squares of positions about it
+    spreads, slopes, within, freedom = [], [], 0.0, 0
     for points in by_seed.values():
         x, y = np.array(points).T
         x, y = x - x.mean(), y - y.mean()
@@ -184,24 +118,39 @@ def _line(
             continue
         slopes.append(float(x @ y) / spread)
         spreads.append(spread)
-        squares += float(np.sum((y - slopes[-1] * x) ** 2))
+        within += float(np.sum((y - slopes[-1] * x) ** 2))
         freedom += len(x) - 2
     if not slopes:
-        return "no seed was run at two scales"
+        return None
     slope = float(np.average(slopes, weights=spreads))
-    between = float(np.array(spreads) @ (np.array(slopes) - slope) ** 2)
-    variance, freedom = _pooled(between, len(slopes) - 1, squares, freedom)
-    error = math.sqrt(variance / sum(spreads) + (slope * doubt) ** 2) if freedom else math.inf
-    return Line(rates, slope, error, freedom)
-
-
-def _pooled(between: float, seeds: int, within: float, freedom: int) -> tuple[float, int]:
-    """Returns the variance of a position and its degrees of freedom, from two sums of squares.
-
-    between, seeds      of seeds' slopes about their mean: also what differs between seeds as a whole
-    within, freedom     of positions about their own seed's line
-    """
+    # squares of seeds' slopes about their mean: also what differs between seeds as a whole
+    between, seeds = float(np.array(spreads) @ (np.array(slopes) - slope) ** 2), len(slopes) - 1
     if seeds and freedom and between / seeds > POOLED * within / freedom:
-        return between / seeds, seeds
-    count = seeds + freedom
-    return (between + within) / count if count else math.inf, count
+        within, freedom = 0.0, 0
+    if seeds + freedom == 0:
+        return slope, math.inf
+    variance = (between + within) / (seeds + freedom)
+    error = math.sqrt(variance / sum(spreads) + (slope * doubt) ** 2)
+    return slope, student_quantile(0.975, seeds + freedom) * error
+
+
+def _positions(curves: Curves) -> tuple[dict[tuple[float, int], float], float] | None:
+    """Returns each curve's position, and the relative standard error of the curvature they share.
+
+    None if the losses do not curve upwards.
+    """
+    keys = sorted(curves)
+    triples = [(i, x, y) for i, key in enumerate(keys) for x, y in curves[key].items()]
+    if len(triples) <= 1 + 2 * len(keys):
+        return None
+    index, x, losses = (np.array(column) for column in zip(*triples, strict=True))
+    z, own = x - x.mean(), np.eye(len(keys))[index]
+    design = np.column_stack([z**2, own, own * z[:, None]])
+    (a, *others), *_ = np.linalg.lstsq(design, losses, rcond=None)
+    residuals = losses - design @ [a, *others]
+    variance = float(residuals @ residuals) / (len(losses) - design.shape[1])
+    error = math.sqrt(variance * float(np.linalg.inv(design.T @ design)[0, 0]))
+    if a <= CERTAIN * error:
+        return None
+    middle, slopes = float(x.mean()), others[len(keys) :]
+    return {key: middle - float(b) / (2 * a) for key, b in zip(keys, slopes, strict=True)}, error / a
