@@ -93,12 +93,6 @@ class MixerView:
         q, k, v = (part.unflatten(-1, (-1, size)) for part, size in zip(parts, sizes, strict=True))
         return q, k, v
 
-    def gate_inputs(self) -> tuple[Tensor, Tensor]:
-        """Returns W_a x and W_b x, [B, T, HV]."""
-        a, b = self.mixer.a_proj.weight, self.mixer.b_proj.weight
-        x = self.x.to(a.dtype)
-        return x @ a.T, x @ b.T
-
     def gates(self) -> tuple[Tensor, Tensor]:
         """Returns g = log(alpha) and beta, [B, T, HV]."""
         return self.mixer.gates(self.x, self.sequences)
@@ -158,48 +152,42 @@ def rms(x: Tensor) -> float:
     return float(x.detach().double().square().mean().sqrt())
 
 
-class Probes:
-    """Measures and leaves training alone: weights, their gradients and random numbers stay as they are."""
-
-    def __init__(self, model: DeltaForCausalLM, loss: Loss, batch: Batch, device: torch.device):
-        self.model, self.loss = model, loss
-        self.batch = batch.each(lambda x: x.to(device))
-
-    def measure(self) -> dict[str, float]:
-        """Returns every probe by its name."""
-        training = self.model.training
-        kept = [(p, p.grad) for p in self.model.parameters()]
-        self.model.eval()
-        try:
-            for p, _ in kept:
-                p.grad = None
-            with observed(self.model) as view:
-                # the sum over tokens, not their mean
-                (self.loss(*self.batch) * self.batch.targets.numel()).backward()
-            with torch.no_grad():
-                values: dict[str, float] = {}
-                for i, (write, inputs) in view.writes.items():
-                    erases = not isinstance(write, WriteOnly)
-                    of_write = write_probes(*operands(write, *inputs), erases=erases)
-                    values |= {f"depth/{i}/{name}": value for name, value in of_write.items()}
-                for i, mixer in view.mixers.items():
-                    values |= {f"layers/{i}/{name}": value for name, value in layer_probes(mixer).items()}
-        finally:
-            self.model.train(training)
-            for p, grad in kept:
-                p.grad = grad
-        return {name: float(f"{value:.6g}") for name, value in values.items()}
-
-
-class ProbeObserver(Probes):
+class ProbeObserver:
     """Measures the probes of a run of one process at every evaluation (see `train.run.loop.Observer`)."""
 
     def __init__(self, run: Run):
-        plain = loss_function(run.model, run.config.model_copy(update={"compile": False}), run.device)
+        self.model = run.model
+        self.loss = loss_function(run.model, run.config.model_copy(update={"compile": False}), run.device)
         (batch,) = held_out_crops(run.config, run.dataset, run.layout, at_most=1)
-        super().__init__(run.model, plain, batch, run.device)
+        self.batch = batch.each(lambda x: x.to(run.device))
 
-    after_evaluation = Probes.measure
+    def after_evaluation(self) -> dict[str, float]:
+        return measure(self.model, self.loss, self.batch)
+
+
+def measure(model: DeltaForCausalLM, loss: Loss, batch: Batch) -> dict[str, float]:
+    """Returns every probe by its name, and leaves weights, their gradients and random numbers as they are."""
+    training = model.training
+    kept = [(p, p.grad) for p in model.parameters()]
+    model.eval()
+    try:
+        for p, _ in kept:
+            p.grad = None
+        with observed(model) as view:
+            # the sum over tokens, not their mean
+            (loss(*batch) * batch.targets.numel()).backward()
+        values: dict[str, float] = {}
+        with torch.no_grad():
+            for i, (write, inputs) in view.writes.items():
+                of_write = write_probes(*operands(write, *inputs), erases=not isinstance(write, WriteOnly))
+                values |= {f"depth/{i}/{name}": value for name, value in of_write.items()}
+            for i, mixer in view.mixers.items():
+                values |= {f"layers/{i}/{name}": value for name, value in layer_probes(mixer).items()}
+    finally:
+        model.train(training)
+        for p, grad in kept:
+            p.grad = grad
+    return {name: float(f"{value:.6g}") for name, value in values.items()}
 
 
 def layer_probes(view: MixerView) -> dict[str, float]:
@@ -209,7 +197,7 @@ def layer_probes(view: MixerView) -> dict[str, float]:
     g, beta = view.gates()
     beta = beta / view.mixer.beta_max
     alpha = g.exp()
-    za, zb = view.gate_inputs()
+    x = view.x.to(view.mixer.a_proj.weight.dtype)
     cosine = (normalized(q) * normalized(k)).sum(-1)
     forgets = -torch.expm1(g).mean((0, 1))  # 1 - alpha without its cancellation
     probes = {
@@ -220,8 +208,8 @@ def layer_probes(view: MixerView) -> dict[str, float]:
         "beta_strong": float((beta > 0.5).float().mean()),
         "alpha_mean": float(alpha.mean()),
         "memory": float((1 / forgets.clamp_min(1e-12)).median()),
-        "gate_decay_std": float(za.std()),
-        "gate_beta_std": float(zb.std()),
+        "gate_decay_std": float((x @ view.mixer.a_proj.weight.T).std()),
+        "gate_beta_std": float((x @ view.mixer.b_proj.weight.T).std()),
         "qk_mean": float(cosine.mean()),
     }
     for i in range(PLACES + 1):

@@ -10,13 +10,9 @@ from delta_trn.backends import gated_delta_rule
 from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.data import Batch
 from delta_trn.train.studies.probe_plots import PANELS, load_probes
-from delta_trn.train.studies.probes import Probes, normalized, observed, recall, rms
+from delta_trn.train.studies.probes import measure, normalized, observed, recall, rms
 from tests.support.tiny_models import model, tokens
 from tests.support.tiny_run import final_state, keys, read_metrics, run_command, train
-
-
-def measure(m, batch: Batch) -> dict[str, float]:
-    return Probes(m, m.loss, batch, torch.device("cpu")).measure()
 
 
 class TestFormulas:
@@ -36,14 +32,15 @@ class TestFormulas:
     def test_gradient_probes_are_of_the_loss_summed_over_tokens(self):
         """So repeating the sequences keeps the gradients of each."""
         m = model()
-        a, b = measure(m, self.BATCH), measure(m, self.BATCH.each(lambda x: x.repeat(2, 1)))
+        twice = self.BATCH.each(lambda x: x.repeat(2, 1))
+        a, b = (measure(m, m.loss, batch) for batch in (self.BATCH, twice))
         for name in ("q", "k", "hidden"):
             key = f"layers/1/grad_{name}"
             assert b[key] == pytest.approx(a[key], rel=1e-4) and a[key] > 0
 
     def test_probes_of_gates_memory_and_sizes_match_the_layer(self):
         m = model(allow_neg_eigval=True)
-        values = measure(m, self.BATCH)
+        values = measure(m, m.loss, self.BATCH)
         mixer, inputs = m.model.blocks[0].mixer, []
         mixer.register_forward_pre_hook(lambda _, x: inputs.append(x))
         m(self.BATCH[0], use_cache=False)

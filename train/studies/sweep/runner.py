@@ -6,14 +6,12 @@ when one of them is killed.)
 """
 
 import json
-import math
 import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
@@ -27,9 +25,6 @@ from delta_trn.train.settings.errors import Diverged, TrainError
 from delta_trn.train.settings.schema import RunConfig, validate
 from delta_trn.train.studies.sweep.grid import Sweep, Trial
 from delta_trn.train.studies.sweep.results import SAFE, Results
-from delta_trn.train.watch.display import duration
-
-SECONDS_TO_SAVE = 60.0
 
 # forked from a process that has imported everything: a trial of seconds should not wait four for imports
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -48,21 +43,21 @@ def execute(
 ) -> tuple[StopRequest, int]:
     """Makes every trial that has no result, `jobs` at a time, until all have one or a signal asks to stop.
 
-    On a stop the running trials save a checkpoint, and the next call resumes them. After a kill, the next
-    call repeats what trials have done since their last checkpoint. The caller holds the folder: two runners
-    in one folder would make the same trials. Returns what may have stopped it, and how many trials failed.
+    On a stop the running trials save a checkpoint, and the next call resumes them; a second signal ends them
+    at once. After a kill, the next call repeats what trials have done since their last checkpoint. The caller
+    holds the folder: two runners in one folder would make the same trials. Returns what may have stopped it,
+    and how many trials failed.
     """
     _CONTEXT.set_forkserver_preload(_PRELOADED)
     results = Results(folder)
     known = results.read()
     waiting = [trial for trial in sweep.trials if trial.place not in known]
-    asked, made, failed = len(waiting), 0, 0
+    done, failed = len(sweep.trials) - len(waiting), 0
     free = [devices[i % len(devices)] if devices else None for i in range(jobs)]
     running: dict[int, tuple[BaseProcess, Trial, str | None]] = {}  # by what `wait` waits for
-    begun, deadline = time.monotonic(), math.inf
     with StopRequest(max_minutes) as stop:
-        while running or (waiting and stop.reason is None):
-            while waiting and free and stop.reason is None:
+        while (running or waiting) and stop.reason is None:
+            while waiting and free:
                 trial, device = waiting.pop(0), free.pop(0)
                 process = _start(trial, _place(folder, trial), device, threads)
                 running[process.sentinel] = process, trial, device
@@ -73,22 +68,16 @@ def execute(
                 result = _load_result(_place(folder, trial))
                 if result is not None:
                     results.add({"key": trial.key, **trial.coordinates(), **result})
-                    made += 1
-                    count = len(sweep.trials) - asked + made
+                    done += 1
                     loss = "diverged" if result["loss"] is None else f"{result['loss']:.4f}"
-                    left = duration((time.monotonic() - begun) / made * (asked - made - failed))
-                    seconds = f"{result['seconds']:.0f} s, {left} left"
-                    tell(f"{count}/{len(sweep.trials)}  {trial}  {loss}  ({seconds})")
+                    tell(f"{done}/{len(sweep.trials)}  {trial}  {loss}  ({result['seconds']:.0f} s)")
                 elif stop.reason is None:
                     failed += 1
                     tell(f"failed  {trial}: {_reason(_place(folder, trial), process)}")
-            if stop.reason is not None and deadline == math.inf:
-                deadline = time.monotonic() + SECONDS_TO_SAVE
-                for process, *_ in running.values():
-                    process.terminate()  # it saves a checkpoint and ends
-            elif time.monotonic() > deadline:
-                for process, *_ in running.values():
-                    process.kill()
+        for process, *_ in running.values():
+            process.terminate()  # it saves a checkpoint and ends; of a result the next call takes notice
+        for process, *_ in running.values():
+            process.join()
     return stop, failed
 
 
@@ -146,7 +135,6 @@ def run_trial(config: RunConfig, folder: Path) -> int:
     """Trains from the start, or from the newest checkpoint in `folder`, and leaves result.json there.
 
     loss        nats per token on the held-out crops after the last step; null if it diverged
-    train_loss  mean over the last tenth of the steps
     seconds     of training, over all processes that had a part in it
 
     Returns the exit status: 0 with a result, otherwise 128 + the signal that stopped it.
@@ -173,13 +161,10 @@ def run_trial(config: RunConfig, folder: Path) -> int:
             diverged = None
         except Diverged as error:
             diverged = str(error)
-        lines = list(read(run.folder.metrics.path))
+        lines = read(run.folder.metrics.path)
         held_out = [line["loss"] for line in lines if line["split"] == "val" and line["step"] == config.steps]
-        after = 0.9 * config.steps
-        tail = [line["loss"] for line in lines if line["split"] == "train" and line["step"] > after]
         result = {
             "loss": None if diverged else held_out[-1],
-            "train_loss": None if diverged else sum(tail) / len(tail),
             "steps": run.state.step,
             "tokens": run.state.tokens,
             "seconds": round(run.state.seconds, 2),
