@@ -42,7 +42,7 @@ EXAMPLES = [
     gated_delta_layer.example(**LAYER, backward=1),
     cross_entropy.example(**READOUT),
     cross_entropy.example(**READOUT, backward=0),
-    (first_hour_trn1.product, first_hour_trn1.operands()),
+    (first_hour_trn1.products, first_hour_trn1.operands()),
     (first_hour_trn1.functions, (np.ones((128, 8), np.float32), 2, True)),
 ]
 
