@@ -2,6 +2,7 @@
 #
 #   make train      train a small muP Gated DeltaNet on real text, and generate from it
 #   make test       the test suite (8 minutes on 2 cores, no accelerator); of one folder: make test ARGS=tests/models
+#   make emulate    Triton's kernels compiled for sm_90 and run by an emulator of their PTX, with its checks (no GPU)
 #   make lint       ruff and pyright
 #   make bench      time the operations, after their parity
 #   make measure    on a GPU: the inverse alone, parity, then speed beside flash-linear-attention, then whole steps; writes its lines to OUT
@@ -40,7 +41,7 @@ TRITON ?= 3.9.0
 # Triton on a CPU needs its interpreter; on a GPU it must not be in it
 INTERPRET = TRITON_INTERPRET=$$($(RUN) -c 'import torch; print(int(not torch.cuda.is_available()))')
 
-.PHONY: train test test-slow test-cpus test-lm-eval test-trl test-fresh test-xla test-transformers compile lint bench measure measure-trn1 \
+.PHONY: train test emulate test-slow test-cpus test-lm-eval test-trl test-fresh test-xla test-transformers compile lint bench measure measure-trn1 \
 	compile-triton fuzz neuron
 
 train: $(READY)
@@ -55,6 +56,10 @@ test test-cpus: export KMP_BLOCKTIME = 0
 test: $(READY)
 	$(RUN) -m pytest -n 2 -m "not slow and not serial" $(ARGS)
 	$(RUN) -m pytest -m "serial and not slow" $(ARGS) $(if $(ARGS),|| test $$? -eq 5)
+
+emulate: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --emulate -n 2 -m "not slow and not serial" tests/triton_kernels $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --emulate -n 2 -m "not slow and not serial" -k triton $(ARGS) tests/backends/test_parity.py
 
 test-slow: $(READY)
 	$(RUN) -m pytest -m slow --timeout=7200

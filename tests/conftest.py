@@ -2,7 +2,6 @@
 
 import os
 import runpy
-import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-if not torch.cuda.is_available() and (
-    "--interpret" in sys.argv
-    or not any(map(shutil.which, ("g++", "c++", "clang++", os.getenv("CXX", "g++"))))
-):
-    # Triton asks when it is first imported, which what follows may do. Workers of xdist get the environment.
+# Triton asks when it is first imported, which what follows may do. Workers of xdist get the environment.
+if "--emulate" in sys.argv:
+    os.environ["DELTA_TRN_EMULATE"] = "1"
+if not torch.cuda.is_available() and "DELTA_TRN_EMULATE" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"
 
 from delta_trn.backends import dispatch, machine
@@ -33,7 +31,7 @@ def pytest_addoption(parser):
         help="test parity of this backend; fail if it cannot run here",
     )
     parser.addoption(
-        "--interpret", action="store_true", help="without a GPU, Triton's interpreter runs its kernels"
+        "--emulate", action="store_true", help="without a GPU, compiled kernels of Triton run in the emulator"
     )
     parser.addoption("--fuzz", type=int, help="new random cases of each operation, on every backend")
     parser.addoption("--fuzz-blob", help="the one random case that hypothesis has printed")
@@ -58,11 +56,11 @@ def choose_for_triton():
     if torch.cuda.is_available() or find_spec("triton") is None:
         return "on the GPU" if torch.cuda.is_available() else "nowhere, Triton is not installed"
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return "in Triton's interpreter: asked for, or there is no C++ compiler for the emulator"
+        return "in Triton's interpreter"
     from tests.support.emulator import driver
 
     if driver.library().functions is None:
-        raise pytest.UsageError(f"no emulator of Triton's kernels ({driver.library().note}): say --interpret")
+        raise pytest.UsageError(f"{driver.library().note}: no emulator; leave --emulate out")
     driver.install()
     return "compiled, in the emulator"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # the most lines outside tests and in tests
-BUDGET = {"outside tests": 45_500, "in tests": 29_800}
+BUDGET = {"outside tests": 44_000, "in tests": 29_000}
 
 
 def count(root: Path = ROOT) -> dict[str, int]:

@@ -166,7 +166,7 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
     _require_norms(call)
     K, V = call.q.shape[-1], call.v.shape[-1]
     if not has_lines(K, V):
-        # a prime K; one with a zero behind it has a divisor
+        # K is prime and cannot be split over partitions: pad it by one zero
         q, k, state = pad(call.q, (0, 1)), pad(call.k, (0, 1)), pad(call.state, (0, 0, 0, 1))
         o, state = step(replace(call, q=q, k=k, state=state))
         return o, state[:, :, :K].contiguous()
