@@ -1,4 +1,4 @@
-"""What only compiled kernels show is shown in the emulator, in a process of its own; `make emulate` runs the rest."""
+"""A few cases run compiled, in the emulator, in a process of its own; `make emulate` runs the rest."""
 
 import os
 import subprocess
@@ -10,22 +10,20 @@ import pytest
 from delta_trn.triton_kernels.launch import arithmetic
 
 HERE = Path(__file__).parent
-PARITY = HERE.parent / "backends" / "test_parity.py"
-CASES = ["k192-bfloat16", "odd-bfloat16", "packed_empty-float16"]
-
-
-@pytest.mark.skipif(
-    arithmetic() != "interpreted", reason="here the other tests run compiled kernels themselves"
+JUDGED = HERE.parent / "backends" / "test_parity.py::test_backend_agrees_with_the_judge"
+CASES = ("k192-bfloat16", "packed_empty-float16")
+SHOWN = (
+    "test_parity.py::test_parity_fails_where_a_tile_is_overwritten_before_its_product_is_done",
+    "test_emulator.py::test_softmax_without_its_barrier_is_reported",
+    "test_emulator.py::test_a_pipelined_tile_that_is_multiplied_and_read_loses_a_race",
+    "test_emulator.py::test_an_unknown_instruction_is_refused_by_name",
 )
+
+
+@pytest.mark.skipif(arithmetic() != "interpreted", reason="here all tests run compiled kernels")
 def test_compiled_kernels_agree_and_their_races_are_seen():
     """Among them are the two races that no interpreter shows, each with its mend taken out."""
-    chosen = [f"{PARITY}::test_backend_agrees_with_the_judge[triton-{case}]" for case in CASES]
-    chosen += [
-        f"{HERE / 'test_parity.py'}::test_parity_fails_where_a_tile_is_overwritten_before_its_product_is_done",
-        f"{HERE / 'test_emulator.py'}::test_softmax_without_its_barrier_is_reported",
-        f"{HERE / 'test_emulator.py'}::test_a_pipelined_tile_that_is_multiplied_and_read_loses_a_race",
-        f"{HERE / 'test_emulator.py'}::test_an_unknown_instruction_is_refused_by_name",
-    ]
+    chosen = [f"{JUDGED}[triton-{case}]" for case in CASES] + [str(HERE / name) for name in SHOWN]
     command = [sys.executable, "-m", "pytest", "--emulate", "-p", "no:cacheprovider", *chosen]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parents[1], env=environment)
