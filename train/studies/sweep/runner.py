@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
@@ -52,7 +53,8 @@ def execute(
     results = Results(folder)
     known = results.read()
     waiting = [trial for trial in sweep.trials if trial.place not in known]
-    done, failed = len(sweep.trials) - len(waiting), 0
+    before = done = len(sweep.trials) - len(waiting)
+    failed, begun = 0, time.monotonic()
     free = [devices[i % len(devices)] if devices else None for i in range(jobs)]
     running: dict[int, tuple[BaseProcess, Trial, str | None]] = {}  # by what `wait` waits for
     with StopRequest(max_minutes) as stop:
@@ -70,7 +72,9 @@ def execute(
                     results.add({"key": trial.key, **trial.coordinates(), **result})
                     done += 1
                     loss = "diverged" if result["loss"] is None else f"{result['loss']:.4f}"
-                    tell(f"{done}/{len(sweep.trials)}  {trial}  {loss}  ({result['seconds']:.0f} s)")
+                    left = (time.monotonic() - begun) / (done - before) * (len(sweep.trials) - done) / 60
+                    said = f"{trial}  {loss}  ({result['seconds']:.0f} s, about {left:.0f} min left in all)"
+                    tell(f"{done}/{len(sweep.trials)}  {said}")
                 elif stop.reason is None:
                     failed += 1
                     tell(f"failed  {trial}: {_reason(_place(folder, trial), process)}")
