@@ -178,7 +178,7 @@ class TestFamilies:
         with patch_transformers(model, backend="chunked"):
             assert torch.equal(model.generate(ids, **options), expected)
 
-    @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+    @pytest.mark.parametrize("compiler", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
     def test_torch_compile_takes_a_patched_model_whole_and_gives_the_same_loss(self, model, compiler):
         ids = tokens(2, 20)
         with patch_transformers(model, backend="chunked"):
