@@ -194,9 +194,9 @@ class DeltaModel(DeltaPreTrainedModel):
     ) -> Tensor:
         """Maps embedded tokens x [B, T, d] to [B, T, d], normalized for the readout.
 
-        `position_ids` [B, T] are the place of each token in its own document: a row may have several;
-        `cache` advances by T tokens. The residual stream is appended to
-        `streams` before each block and after the last.
+        `position_ids` [B, T] are the place of each token in its own document: a row may have several.
+        `cache` advances by T tokens. The residual stream is appended to `streams` before each block and after
+        the last.
         """
         B, T = x.shape[:2]
         if position_ids is not None:

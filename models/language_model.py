@@ -91,8 +91,10 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         Raises ValueError for arguments that do not go together, and TypeError for unknown ones.
         """
         items, targets = (others.pop(name, None) for name in ("num_items_in_batch", "shift_labels"))
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        bounds = None if given is None else packed_bounds(others, attention_mask, len(given))
+        bounds, given = cu_seqlens, input_ids if inputs_embeds is None else inputs_embeds
+        if labels is not None and targets is None and bounds is None and given is not None:
+            bounds = packed_bounds(others, attention_mask, len(given))
+            others["cu_seq_lens_q"] = bounds
         encoded: BaseModelOutputWithPast = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -101,7 +103,6 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
             output_hidden_states=output_hidden_states,
-            cu_seq_lens_q=bounds,
             return_dict=True,
             **others,
         )
@@ -111,7 +112,7 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         logits = self.lm_head(hidden[:, kept])
         loss = None
         if labels is not None and targets is None:
-            targets = _next_tokens(labels, bounds if cu_seqlens is None else cu_seqlens)
+            targets = _next_tokens(labels, bounds)
         if targets is not None:
             loss = self._cross_entropy(hidden, targets)
             if items is not None:

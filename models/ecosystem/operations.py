@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from delta_trn.backends import gated_delta_rule, gated_delta_rule_step, short_convolution
+from delta_trn.models.sequence import places_in_sequences
 
 
 def replacements(backend: str | None) -> dict[str, Callable[..., Any]]:
@@ -42,13 +43,13 @@ def chunk_rule(
     backend: str | None = None,
     **unused: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns o and the state; with packed sequences that of each row's last, which a cache continues."""
+    """Returns o and the state. Packed sequences have no state: a patched model refuses a cache with them."""
     rows, tokens = query.shape[:2]
     inputs = (query, key, value, g, beta)
     if cu_seqlens is not None:
-        if initial_state is not None:
+        if initial_state is not None or output_final_state:
             raise ValueError(
-                "packed sequences cannot continue a cache; pass use_cache=False, or one sequence per row"
+                "packed sequences cannot fill or continue a cache: pass use_cache=False, or one each row"
             )
         cu_seqlens = cu_seqlens.long()
         inputs = tuple(x.flatten(0, 1)[None] for x in inputs)
@@ -63,9 +64,6 @@ def chunk_rule(
     )
     if cu_seqlens is not None:
         o = o[0].unflatten(0, (rows, tokens))
-        if state is not None:
-            ends = torch.arange(1, rows + 1, device=cu_seqlens.device) * tokens
-            state = state[torch.searchsorted(cu_seqlens, ends) - 1]
     return o, state
 
 
@@ -114,7 +112,7 @@ def convolve(
     x, position = hidden_states.transpose(1, 2), None
     rows, tokens = x.shape[:2]
     if cu_seq_lens_q is not None:
-        position = _places(cu_seq_lens_q.long(), rows, tokens)
+        position = places_in_sequences(cu_seq_lens_q.long(), (1, rows * tokens))[0]
         x = x.reshape(1, rows * tokens, -1)
     y = _convolve(x, weight, bias, activation, backend, position=position)
     return y.reshape(rows, tokens, -1).transpose(1, 2)
@@ -153,19 +151,6 @@ def _convolve(
         return y
     y = y if bias is None else y + bias
     return y if activation is None else ACT2FN[activation](y)
-
-
-def _places(cu_seqlens: Tensor, rows: int, tokens: int) -> Tensor:
-    """Returns each token's place in its own sequence, for rows put end to end.
-
-    A cache may have put zeros before the tokens of a short row: they are a sequence of their own.
-    """
-    packed = torch.arange(rows * tokens, device=cu_seqlens.device)
-    extra = tokens - torch.div(cu_seqlens[-1], rows, rounding_mode="floor")
-    token = packed % tokens - extra
-    index = (packed // tokens) * (tokens - extra) + token.clamp(min=0)
-    first = cu_seqlens[torch.searchsorted(cu_seqlens, index, right=True) - 1]
-    return torch.where(token < 0, token + extra, index - first)
 
 
 def _state_dtype(x: Tensor) -> torch.dtype:

@@ -294,11 +294,11 @@ def _tell_attention(given: dict[str, Any], bounds: Tensor, shape: tuple[int, int
         mask = None  # padding is a sequence of its own
     lengths, longest = bounds.int(), int(bounds.diff().max())
     return {
-        **{"use_cache": False, "position_ids": positions, "attention_mask": mask},
-        **{
-            "cu_seq_lens_q": lengths,
-            "cu_seq_lens_k": lengths,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        },
+        "use_cache": False,
+        "position_ids": positions,
+        "attention_mask": mask,
+        "cu_seq_lens_q": lengths,
+        "cu_seq_lens_k": lengths,
+        "max_length_q": longest,
+        "max_length_k": longest,
     }
