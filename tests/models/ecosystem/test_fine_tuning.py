@@ -7,7 +7,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from delta_trn import DeltaConfig, DeltaForCausalLM, patch_transformers
 from delta_trn.backends.parity.judge import error
-from tests.models.ecosystem.test_patching import make, tokens
+from tests.support.families import make, tokens
 from tests.support.tiny_run import nudge, tolerance
 
 # one row of logits, summed in another order: merged weights are W + B A, and not two products

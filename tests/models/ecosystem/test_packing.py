@@ -7,24 +7,8 @@ from delta_trn import DeltaConfig, DeltaForCausalLM, check_packing, patch_transf
 from delta_trn.backends.parity.judge import error
 from delta_trn.models.cache import CACHE_NAME
 from delta_trn.models.sequence import sequence_bounds
-from tests.models.ecosystem.test_patching import FAMILIES, make, tokens
+from tests.support.families import make, tokens
 from tests.support.tiny_models import assert_same
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def model(request):
-    return make(request.param)
-
-
-@pytest.fixture(scope="module")
-def qwen():
-    return make("qwen3_next")
-
-
-@pytest.fixture(scope="module")
-def ours():
-    torch.manual_seed(0)
-    return DeltaForCausalLM(DeltaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2)).eval()
 
 
 def test_packed_sequences_do_not_see_each_other_however_the_model_is_told(model):

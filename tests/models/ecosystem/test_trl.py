@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from delta_trn import DeltaConfig, DeltaForCausalLM, load_model
 from delta_trn.train.data.tokenizer import plain_bytes
-from tests.models.ecosystem.test_patching import make
+from tests.support.families import make
 
 pytest.importorskip("trl", reason="trl is not installed here; make test-trl has it")
 PAGE = (Path(__file__).parents[3] / "docs" / "fine-tuning.md").read_text()

@@ -17,7 +17,7 @@ from delta_trn import (
     save_model,
 )
 from delta_trn.__main__ import main
-from tests.models.ecosystem.test_patching import make, tokens
+from tests.support.families import make, tokens
 
 # float64: weights are scaled by numbers that are no powers of 2, and summed in another order
 ALLOWED = 2**-40

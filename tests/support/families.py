@@ -1,0 +1,48 @@
+"""Makes small models of transformers' Gated DeltaNet families, and tokens for them."""
+
+import pytest
+import torch
+import transformers
+
+SIZES = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}  # fmt: skip
+INDEXER = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64,
+    "indexer_compress_ratio": 4, "hc_count": 2, "hc_lowrank": 8,
+}  # fmt: skip
+# family -> configuration, model, settings besides SIZES
+FAMILIES = {
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM",
+                   {"head_dim": 16, "intermediate_size": 48, "mlp_only_layers": [0], **EXPERTS}),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {"head_dim": 16, "intermediate_size": 48}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {"head_dim": 16, **EXPERTS}),
+    "qwen4_exp": ("Qwen4ExpTextConfig", "Qwen4ExpForCausalLM", {"head_dim": 16, **EXPERTS, **INDEXER}),
+    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", {"intermediate_size": 48}),
+}  # fmt: skip
+
+
+def make(family, **changes):
+    configuration, model, settings = FAMILIES[family]
+    if not hasattr(transformers, model):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    torch.manual_seed(0)
+    config = getattr(transformers, configuration)(**{**SIZES, **settings, **changes})
+    config._experts_implementation = "eager"  # grouped products have no float64
+    made = getattr(transformers, model)(config).eval()
+    for p in made.parameters():
+        if p.dim() > 1:  # with an initial std of 0.02, linear attention hardly changes the logits
+            torch.nn.init.normal_(p, std=0.3)
+    return made
+
+
+def tokens(*shape):
+    return torch.randint(2, 61, shape, generator=torch.Generator().manual_seed(1))
