@@ -38,8 +38,6 @@ OUT    ?= runs/measured
 FUZZ ?= 3000
 FUZZ_SLOW ?= 50
 TRITON ?= 3.9.0
-# Triton on a CPU needs its interpreter; on a GPU it must not be in it
-INTERPRET = TRITON_INTERPRET=$$($(RUN) -c 'import torch; print(int(not torch.cuda.is_available()))')
 
 .PHONY: train test emulate test-slow test-cpus test-lm-eval test-trl test-fresh test-xla test-transformers compile lint bench measure measure-trn1 \
 	compile-triton fuzz neuron
@@ -87,8 +85,9 @@ test-lm-eval: $(EVAL)/.ready
 test-trl: $(TRL)/.ready
 	OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest tests/models/ecosystem/test_trl.py --timeout=600
 
+# The environment goes afterwards: the next one has the wheel and the packages of its own day.
 test-fresh: $(FRESH)/.ready
-	$(FRESH)/bin/python tests/project/fresh_wheel.py
+	status=0; $(FRESH)/bin/python tests/project/fresh_wheel.py || status=$$?; rm -rf $(FRESH); exit $$status
 
 # once as torch_xla is, and once without its functionalization, as torch-neuronx sets it up on Trn1
 test-xla: $(XLA)/.ready
@@ -120,7 +119,7 @@ lint: $(READY)
 fuzz: $(READY)
 	status=0; for backend in chunked nki-simulator triton; do \
 		cases=$(FUZZ_SLOW); if [ $$backend = chunked ]; then cases=$(FUZZ); fi; \
-		$(INTERPRET) $(RUN) -m pytest -n 2 --timeout=0 tests/backends/test_properties.py -k test_every_property \
+		$(RUN) -m pytest -n 2 --timeout=0 tests/backends/test_properties.py -k test_every_property \
 			--backend $$backend --fuzz $$cases $(ARGS) || status=1; \
 	done; exit $$status
 
@@ -194,8 +193,7 @@ $(TRL)/.ready: $(READY) .ci/trl.txt
 	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -r .ci/trl.txt
 	touch $@
 
-# Made anew each time: the wheel is of the checkout as it is, and its packages are those of today, of no constraints.
-.PHONY: $(FRESH)/.ready
+# Without constraints, as a user's own.
 $(FRESH)/.ready:
 	rm -rf $(FRESH)
 	$(PYTHON) -m venv $(FRESH)
