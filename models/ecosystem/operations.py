@@ -49,7 +49,8 @@ def chunk_rule(
     if cu_seqlens is not None:
         if initial_state is not None or output_final_state:
             raise ValueError(
-                "packed sequences cannot fill or continue a cache: pass use_cache=False, or one each row"
+                "packed sequences cannot fill or continue a cache; "
+                "pass use_cache=False, or one sequence per row"
             )
         cu_seqlens = cu_seqlens.long()
         inputs = tuple(x.flatten(0, 1)[None] for x in inputs)
