@@ -10,8 +10,8 @@ def patch_once():
     """Lets the interpreter replace the language's functions once in a launch, and look a type up once.
 
     The interpreter replaces every function of `triton.language` when a kernel is launched, and again at each
-    call of a function that the kernel calls, thousands of times in a launch and to no effect. It also makes its
-    table of types anew for each tile. A Triton without these functions is left as it is.
+    call of a function that the kernel calls, thousands of times in a launch and to no effect. It also makes
+    its table of types anew for each tile. A Triton without these functions is left as it is.
     """
     if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_get_np_dtype", "_LangPatchScope")):
         return
