@@ -10,7 +10,7 @@ MADE = {
     "RULE_BACKWARD": (504.35, 503.83, 306.94),
     "RULE_FORWARD": (244.64, 270.94, 173.12),
     "LAYER_FORWARD": (357.98, 344.11, 214.23),
-    "LAYER_BACKWARD": (811.99, 720.85, 473.05),
+    "LAYER_BACKWARD": (818.60, 718.27, 474.04),
 }
 
 RULE_FORWARD = read_order("""
@@ -66,31 +66,31 @@ LAYER_FORWARD = read_order("""
 """)
 
 LAYER_BACKWARD = read_order("""
-    substitute even 1; load rows even 0; store dx even 3; sum taps even 2; merge even 1; dP, dL odd 2; store
-    dx even 2; multiply taps even 2; store dx even 2; read states odd 2; load taps odd 2; transpose pairs odd
-    2; merge even 1; dS odd 2; square keys odd 1; sum crossing pairs odd 2; slope of z even 0; invert norms
-    odd 1; dq, dk odd 2; merge even 1; load rows odd 0; sum taps even 2; sum taps even 2; square o even 0; sum
-    along keys odd 2; store dx odd 3; slope of z odd 0; store dx odd 3; multiply taps even 2; invert norm of o
-    even 0; multiply taps even 2; merge even 1; differentiate norms odd 2; load state even 1; du odd 2;
-    multiply terms odd 2; merge even 1; load taps odd 2; sum taps even 2; load taps odd 1; dg even 2; sum taps
-    even 2; R even 1; merge even 1; load taps even 1; multiply taps odd 2; sum taps odd 2; gate even 0; h even
-    0; load taps odd 2; load taps even 1; sum decays odd 1; merge even 1; sum terms odd 2; multiply rows even
-    0; choose factors odd 1; square o odd 0; shorten keys odd 1; merge even 1; gates odd 1; merge even 1; dz
-    even 0; multiply taps odd 2; load taps even 1; transpose keys odd 1; invert norm of o odd 0; apply T even
-    1; L, P odd 1; dR even 1; multiply taps odd 2; sum taps odd 2; load state odd 1; do even 0; spread columns
-    odd 1; U even 1; transpose gradients even 1; multiply pairs even 1; substitute odd 1; transpose states
-    even 1; load taps odd 2; dP, dL even 1; read states even 1; merge odd 1; transpose pairs even 1; load even
-    0; store dx even 2; merge odd 1; multiply terms even 1; square keys even 0; dq, dk even 1; merge odd 1; R
-    odd 1; sum terms even 1; store dx odd 2; sum crossing pairs even 1; multiply taps odd 2; load taps even 0;
-    merge odd 1; load u even 1; sum along keys even 1; multiply taps odd 2; slope of u even 1; sum taps odd 2;
-    merge odd 1; sum taps odd 2; invert norms even 0; sum taps odd 2; multiply taps odd 2; dbeta odd 2; merge
-    odd 1; differentiate norms even 1; multiply taps odd 2; sum taps odd 2; sum taps odd 2; choose factors
-    even 0; multiply taps odd 2; load taps even 1; du even 1; load taps odd 1; store dx odd 2; merge odd 1;
-    multiply taps even 1; dg odd 2; dS even 1; merge odd 1; gate odd 0; sum taps odd 2; h odd 0; sum decays
-    even 0; multiply rows odd 0; shorten keys even 0; sum taps even 1; gates even 0; merge odd 1; dbeta even
-    1; multiply taps even 1; transpose keys even 0; load taps even 1; do odd 0; apply T odd 1; multiply taps
-    even 1; L, P even 0; load taps even 1; load taps odd 1; sum taps even 1; load u odd 0; dR odd 1; load taps
-    odd 1; dz odd 0; sum taps even 1; U odd 1; spread columns even 0; transpose gradients odd 1; multiply
-    pairs odd 1; slope of u odd 0; load taps even 1; transpose states odd 1; multiply taps even 1; multiply
-    taps even 1; load odd 0
+    load taps even 0; load taps odd 0; transpose states odd 2; dP, dL odd 2; sum taps even 2; dz odd 1; load u
+    even 1; slope of u even 1; multiply taps even 2; store dx odd 3; sum taps even 2; transpose pairs odd 2;
+    load rows even 0; read states odd 2; slope of z even 0; merge even 1; load taps even 2; dq, dk odd 2;
+    merge even 1; square o even 0; gate even 0; load taps even 2; invert norms odd 1; multiply terms odd 2;
+    sum taps even 2; merge even 1; sum terms odd 2; store dx even 2; sum crossing pairs odd 2; load state even
+    1; invert norm of o even 0; merge even 1; sum along keys odd 2; store dx even 2; load u odd 1; merge even
+    1; dg even 2; R even 1; merge even 1; h even 0; load even 0; slope of u odd 1; merge even 1; multiply rows
+    even 0; choose factors odd 1; multiply taps even 2; dS odd 2; load taps odd 2; merge even 1; differentiate
+    norms odd 2; load taps even 1; dz even 0; sum decays odd 1; shorten keys odd 1; sum taps even 2; square
+    keys even 0; gates odd 1; merge even 1; sum decays even 0; multiply taps even 2; transpose keys odd 1;
+    apply T even 1; dbeta odd 2; L, P odd 1; sum taps even 2; du odd 2; dR even 1; spread columns odd 1;
+    multiply taps odd 2; invert norms even 0; substitute odd 1; U even 1; load taps odd 2; load taps odd 2;
+    transpose gradients even 1; multiply pairs even 1; dP, dL even 1; transpose states even 1; read states
+    even 1; merge odd 1; transpose pairs even 1; sum taps odd 2; merge odd 1; dq, dk even 1; load rows odd 0;
+    multiply taps odd 2; square o odd 0; store dx even 2; do even 0; sum crossing pairs even 1; multiply taps
+    odd 2; merge odd 1; sum taps odd 2; sum along keys even 1; load taps odd 2; load taps odd 2; store dx odd
+    2; slope of z odd 0; sum taps odd 2; multiply taps odd 2; multiply taps odd 2; merge odd 1; store dx even
+    2; dg odd 2; dS even 1; merge odd 1; choose factors even 0; differentiate norms even 1; multiply taps odd
+    2; invert norm of o odd 0; sum taps odd 2; du even 1; merge odd 1; gate odd 0; sum taps odd 2; multiply
+    taps odd 2; sum taps odd 2; merge odd 1; store dx odd 2; h odd 0; load state odd 1; shorten keys even 0;
+    multiply taps even 1; gates even 0; merge odd 1; multiply terms even 1; merge odd 1; R odd 1; sum terms
+    even 1; apply T odd 1; multiply rows odd 0; multiply taps odd 2; sum taps odd 2; load taps even 1; store
+    dx odd 2; load taps even 1; multiply taps even 1; transpose keys even 0; L, P even 0; sum taps odd 2;
+    multiply taps even 1; sum taps even 1; U odd 1; load taps odd 1; load odd 0; dbeta even 1; sum taps even
+    1; do odd 0; spread columns even 0; load taps even 1; multiply taps even 1; sum taps even 1; dR odd 1;
+    substitute even 0; multiply taps even 1; transpose gradients odd 1; square keys odd 0; multiply pairs odd
+    1; load taps even 1; load taps odd 1
 """)

@@ -5,6 +5,7 @@ its instructions are only sorted; tools/instruction_times.cpp times them as the 
 """
 
 import ctypes
+import functools
 import inspect
 import subprocess
 import tempfile
@@ -151,6 +152,7 @@ def flatten(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     return starts.astype(np.int32), np.array([x for own in lists for x in own], np.int32)
 
 
+@functools.cache
 def build_timer() -> Any:
     """Compiles the timer."""
     folder = Path(tempfile.mkdtemp())

@@ -1,6 +1,5 @@
 """The order of the kernels' stages: dependencies are checked, and every accepted order computes the same."""
 
-import math
 import random
 from dataclasses import replace
 
@@ -125,12 +124,8 @@ def test_the_tool_times_an_order_as_the_cost_model_does(name):
     found = trace.time(search.module.ORDER, tool.build_timer())
     assert found[0] == pytest.approx(estimate(run.trace, run.target).schedule)
     assert found[1:] == (run.sbuf_peak, run.psum_peak)
-
-
-def test_the_tool_refuses_an_order_of_other_entries():
-    trace = tool.record_kernel(tool.SEARCHES["RULE_FORWARD"], SMALL)
     with pytest.raises(ValueError, match="other entries than were recorded; remake it"):
-        trace.time(gated_delta_rule_fwd.ORDER[1:], tool.build_timer())
+        trace.time(search.module.ORDER[1:], tool.build_timer())
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -141,8 +136,7 @@ def test_the_rule_that_a_search_starts_from_is_an_order(name):
     assert rank(name, search.module.STAGES, [entry[:3] for entry in order]) == tuple(order)
 
 
-@pytest.mark.parametrize("bounded", ["sbuf", "time"])
-def test_a_search_finds_no_order_beyond_a_bound(bounded, monkeypatch):
+def test_a_search_finds_no_order_beyond_a_bound(monkeypatch):
     """Within 40 proposals it finds a faster one, but none that takes a tenth less than that."""
     monkeypatch.setattr(tool, "SIZES", (SMALL,))
     search = replace(tool.SEARCHES["RULE_FORWARD"], proposals=40, bounds=())
@@ -151,11 +145,11 @@ def test_a_search_finds_no_order_beyond_a_bound(bounded, monkeypatch):
     table, (rule,), (found,) = tool.anneal("RULE_FORWARD", timer)
     time, sbuf, _ = trace.time(rank("found", search.module.STAGES, table), timer)
     assert time == found < rule
-    most = {"sbuf": sbuf, "time": math.inf} | {bounded: 0.9 * (sbuf if bounded == "sbuf" else time)}
-    bound = tool.Bound(search.options | SMALL, **most)
-    monkeypatch.setitem(tool.SEARCHES, "RULE_FORWARD", replace(search, bounds=(bound,)))
-    with pytest.raises(RuntimeError, match="RULE_FORWARD: no order keeps the bounds"):
-        tool.anneal("RULE_FORWARD", timer)
+    for most in ({"sbuf": 0.9 * sbuf}, {"time": 0.9 * time}):
+        bound = tool.Bound(search.options | SMALL, **most)
+        monkeypatch.setitem(tool.SEARCHES, "RULE_FORWARD", replace(search, bounds=(bound,)))
+        with pytest.raises(RuntimeError, match="RULE_FORWARD: no order keeps the bounds"):
+            tool.anneal("RULE_FORWARD", timer)
 
 
 @pytest.mark.parametrize("name", tool.SEARCHES)
