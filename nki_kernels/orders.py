@@ -7,8 +7,8 @@ for each of the program's SIZES.
 from delta_trn.nki_kernels.schedule import read_order
 
 MADE = {
-    "RULE_BACKWARD": (504.35, 503.83, 306.94),
     "RULE_FORWARD": (244.64, 270.94, 173.12),
+    "RULE_BACKWARD": (504.35, 503.83, 306.94),
     "LAYER_FORWARD": (357.98, 344.11, 214.23),
     "LAYER_BACKWARD": (818.60, 718.27, 474.04),
 }

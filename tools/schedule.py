@@ -275,7 +275,7 @@ def main(arguments: list[str]) -> None:
         parser.error(f"no order is named {unknown[0]}; name one of {', '.join(SEARCHES)}")
     timer = build_timer()
     tables = {name: getattr(orders, name) for name in SEARCHES}
-    made: dict[str, Sequence[float]] = {**orders.MADE}
+    made: dict[str, Sequence[float]] = {name: orders.MADE.get(name, ()) for name in SEARCHES}
     for name in names:
         tables[name], rule, found = anneal(name, timer)
         print(name, "rule", [round(x, 1) for x in rule], "found", [round(x, 1) for x in found], flush=True)

@@ -145,8 +145,8 @@ def test_a_search_finds_no_order_beyond_a_bound(monkeypatch):
     table, (rule,), (found,) = tool.anneal("RULE_FORWARD", timer)
     time, sbuf, _ = trace.time(rank("found", search.module.STAGES, table), timer)
     assert time == found < rule
-    for most in ({"sbuf": 0.9 * sbuf}, {"time": 0.9 * time}):
-        bound = tool.Bound(search.options | SMALL, **most)
+    options = search.options | SMALL
+    for bound in (tool.Bound(options, sbuf=int(0.9 * sbuf)), tool.Bound(options, time=0.9 * time)):
         monkeypatch.setitem(tool.SEARCHES, "RULE_FORWARD", replace(search, bounds=(bound,)))
         with pytest.raises(RuntimeError, match="RULE_FORWARD: no order keeps the bounds"):
             tool.anneal("RULE_FORWARD", timer)
