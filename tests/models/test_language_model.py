@@ -159,6 +159,15 @@ class TestPadding:
             for i, mask in enumerate(masks.bool()):
                 assert_same(logits[i][mask], m(ids[i][mask][None]).logits[0], what=f"row {i}")
 
+    def test_hidden_states_of_padded_rows_are_those_of_the_rows_alone(self):
+        m, ids = model(), tokens(5, 8)
+        with torch.no_grad():
+            padded = m(ids, attention_mask=self.MASK, output_hidden_states=True).hidden_states
+            for i, mask in enumerate(self.MASK.bool()):
+                alone = m(ids[i][mask][None], output_hidden_states=True).hidden_states
+                for x, y in zip(padded, alone, strict=True):
+                    assert_same(x[i][mask], y[0], what=f"row {i}")
+
     def test_padding_changes_no_gradient(self):
         m, ids = model(), tokens(5, 8)
         real = self.MASK.bool()
