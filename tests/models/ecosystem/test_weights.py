@@ -17,7 +17,7 @@ from delta_trn import (
     save_model,
 )
 from delta_trn.__main__ import main
-from delta_trn.models.ecosystem.heads import NUMBERS
+from delta_trn.models.head_numbers import NUMBERS
 from tests.support.families import make, tokens
 
 # float64: weights are scaled by numbers that are no powers of 2, and summed in another order
