@@ -62,10 +62,7 @@ class DeltaConfig(PretrainedConfig):
 
     @property
     def logit_scale(self) -> float:
-        """The factor that muP puts on the logits: they are logit_scale * lm_head.weight @ hidden.
-
-        `lm_head(hidden)` has the factor in it already. It is for code that multiplies by the weight itself.
-        """
+        """The factor that muP puts on the logits: they are logit_scale * lm_head(hidden)."""
         role = Role.EMBEDDING if self.tie_word_embeddings else Role.READOUT
         return self.width_ratio ** TABLES[self.parametrization][role].multiplier
 

@@ -126,7 +126,7 @@ def test_closed_gates_leave_the_embedding(name):
         x = m.model.embed(ids)
         if m.model.positions is not None:
             x = x + m.model.positions(torch.arange(7))
-        expected = m.lm_head(m.model.norm(x))
+        expected = m.config.logit_scale * m.lm_head(m.model.norm(x))
         assert_same(logits(m, ids), expected, what="identity")
 
 

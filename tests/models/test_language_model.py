@@ -207,7 +207,9 @@ class TestShapes:
         output = m(ids, output_hidden_states=True, use_cache=False)
         assert len(output.hidden_states) == 4
         assert torch.equal(output.hidden_states[0], m.model.embed(ids))
-        assert_same(m.lm_head(m.model.norm(output.hidden_states[-1])), output.logits)
+        assert m.config.logit_scale != 1
+        hidden = m.model.norm(output.hidden_states[-1])
+        assert_same(m.config.logit_scale * m.lm_head(hidden), output.logits)
         assert torch.equal(m(ids, return_dict=False)[0], output.logits)
 
 
