@@ -154,7 +154,10 @@ class DeltaConfig(PretrainedConfig):
         for name, ids in tokens.items():
             for token in ids if isinstance(ids, list) else [ids]:
                 if token is not None and not 0 <= token < self.vocab_size:
-                    raise ValueError(f"{name}={token} has no row: vocab_size={self.vocab_size}")
+                    raise ValueError(
+                        f"{name}={token} has no row: vocab_size={self.vocab_size}; give a token from 0 to "
+                        f"{self.vocab_size - 1}, or more rows"
+                    )
 
 
 def _drop_gone(arguments: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
     g = -exp(A_log) softplus(W_a x + dt_bias)           the logarithm of a head's decay
 
 FSDP shards the parameters of a unit together, and refuses a unit of two precisions. `separate_numbers` lets
-the numbers of a layer be a unit of their own.
+the numbers of a layer be a unit of their own. With this module imported, FSDP's refusal says so.
 """
 
 from __future__ import annotations

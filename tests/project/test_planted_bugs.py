@@ -3,6 +3,8 @@
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -26,7 +28,7 @@ from delta_trn.train.run.optimizer import learning_rate, set_learning_rate
 from delta_trn.train.settings.errors import PositionMismatch
 from delta_trn.triton_kernels import rms_norm
 from tests.models import test_ddl, test_ddl_options, test_language_model, test_loss
-from tests.models.ecosystem import test_packing, test_weights
+from tests.models.ecosystem import test_fully_sharded, test_packing, test_weights
 from tests.support import families, tiny_models
 from tests.support.planted_bugs import BUGS, RULE, planted
 from tests.train import test_optimizers
@@ -195,6 +197,12 @@ def holds(test, *arguments):
     return True
 
 
+def separate_numbers_pass():
+    with TemporaryDirectory() as folder:
+        test = test_fully_sharded.test_separate_numbers_keep_their_names_in_files_and_change_no_result
+        return holds(test, "ours", Path(folder))
+
+
 CHECKS = {
     "chunked": lambda: judged("chunked", WHOLE),
     "gates": lambda: judged("chunked", replace(WHOLE, gates="plain")),
@@ -259,6 +267,7 @@ CHECKS = {
         test_weights.TestHeadsStayFloat32().test_a_cast_leaves_numbers_and_gradients_of_our_heads_as_they_are,
         torch.nn.Module.bfloat16,
     ),
+    "separate numbers": separate_numbers_pass,
     "constant values": lambda: holds(
         test_ddl_options.test_writes_move_the_stream_as_much_at_every_width, True
     ),

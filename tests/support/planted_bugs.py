@@ -180,6 +180,8 @@ BUGS = (
         "ends >= 0", "ends > 0", "packed loss"),
     Bug("models: dt_bias is cast", "models.head_numbers:Float32Numbers._apply",
         "for name in NUMBERS if", "for name in NUMBERS[:1] if", "casts"),
+    Bug("models: separate numbers have other names in files", "models.head_numbers:_name_as_before",
+        'state[f"{prefix}{name}"] = state.pop(key)', "pass", "separate numbers"),
     Bug("models: a constant value does not grow with width", "models.residual:Value.forward",
         "self.constant * self.multiplier", "self.constant", "constant values"),
     Bug("cache: beams keep each other's embeddings", "models.cache:DeltaCache._all",
