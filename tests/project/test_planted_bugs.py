@@ -15,6 +15,7 @@ from delta_trn.backends import gated_delta_rule
 from delta_trn.backends.dispatch import BACKENDS
 from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter
 from delta_trn.backends.parity import layer_cases, mixer_cases, rule
+from delta_trn.backends.parity.judge import FACTOR, error
 from delta_trn.backends.parity.layer_cases import LayerCase
 from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, STEPS, Case, inputs
 from delta_trn.models.gated_deltanet import GatedDeltaNet
@@ -82,6 +83,25 @@ def packed_passes():
         for name in ("nki-simulator", "chunked")
     )
     return torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def float16_states_pass():
+    """Returns whether states and their gradients out of float16's range are as exact as those within."""
+    case = replace(WHOLE, T=20, H=1, HV=1, scale=2.0**-8, loss=("final_state",))
+    x = inputs(case, torch.float16)
+
+    def errors(state, gradient):
+        v = (state / 256 * x.v.float()).half()
+        y = replace(x, initial_state=state * x.initial_state, v=v, dstate=gradient * x.dstate)
+        results, exact = rule.outcome(y, "triton"), rule.outcome(y.double(), "recurrent")
+        names = [name for name in results if name != "dq" and (gradient > 1e-6 or name in ("dg", "dh0"))]
+        return {name: error(results[name], exact[name]) for name in names}
+
+    usual, found = (
+        errors(1.0, 2.0**-8),
+        [errors(2.0**20, 2.0**-8), errors(1.0, 2.0**12), errors(1.0, 2.0**-25)],
+    )
+    return all(value <= FACTOR * usual[name] for x in found for name, value in x.items())
 
 
 def refined_in_parts():
@@ -255,6 +275,7 @@ CHECKS = {
         verdict.passed for verdict in rule.verdicts(ALIKE, torch.bfloat16, "triton")
     ),
     "triton's refined heads": refined_in_parts,
+    "triton, float16's states": float16_states_pass,
     "triton's pairs": lambda: judged("triton", replace(WHOLE, T=20, H=1, HV=2), torch.bfloat16),
     "triton's states, not kept": lambda: judged_with(
         triton_adapter, "KEPT_BYTES", 0, lambda: judged("triton", replace(WHOLE, T=20, H=1, HV=1))
