@@ -262,7 +262,7 @@ def _units_of_states(
 ) -> Tensor | None:
     """Returns the powers of two that bring states and their gradients, both float32, into float16's range.
 
-    [chunks, HV, 2]: of S and U, and of dO, dY and dS; see gated_delta_rule_fwd. None: all stay as they are.
+    [chunks, HV, 2]: of S and U, and of dY and dS; see gated_delta_rule_fwd. None: all stay as they are.
     Nothing waits for the device, and a sequence's units depend on nothing but itself.
     """
     state, (T, HV) = call.initial_state, call.v.shape[1:3]
@@ -270,7 +270,7 @@ def _units_of_states(
         return None
     exponents = torch.zeros((2, chunks.sequences, HV), dtype=torch.int32, device=call.q.device)
     if state is not None:  # in use, states grow a little
-        exponents[0] = torch.frexp(_largest(state, (2, 3))).exponent.sub_(12).clamp_(0, 100)
+        exponents[0] = torch.frexp(_largest(state, (2, 3))).exponent.sub_(12).clamp_(min=0)
     if do is not None and dstate is not None:
         if call.cu_seqlens is None:
             largest = _largest(do, (1, 3))
@@ -281,7 +281,7 @@ def _units_of_states(
             )
         largest = torch.maximum(_unit(call) * largest, _largest(dstate, (2, 3)))
         exponent = torch.frexp(largest).exponent
-        exponents[1] = exponent.where(exponent < -6, exponent.sub(12).clamp(min=0)).clamp_(-100, 100)
+        exponents[1] = exponent.where(exponent < -6, exponent.sub(12).clamp(min=0)).clamp_(min=-126)
     units = ((exponents + 127) << 23).view(torch.float32).permute(1, 2, 0)
     return spread_over_chunks(units, chunks).contiguous()
 
