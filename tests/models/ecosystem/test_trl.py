@@ -13,11 +13,12 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5ForConditionalGeneration
 
 from delta_trn import DeltaConfig, DeltaForCausalLM, load_model, patch_transformers
 from delta_trn.train.data.tokenizer import plain_bytes
-from tests.support.families import make
+from tests.support.families import make, write_whole
 
 trl = pytest.importorskip("trl", reason="trl is not installed here; make test-trl has it")
 PAGE = (Path(__file__).parents[3] / "docs" / "fine-tuning.md").read_text()
@@ -57,6 +58,7 @@ def place(tmp_path_factory) -> Path:
         (folder / name).write_text(text)
     small = {"hidden_size": 64, "vocab_size": BYTES, "max_position_embeddings": 256}
     make("qwen3_5", **small).save_pretrained(folder / "qwen")
+    write_whole(folder / "released", "qwen3_5", vocab_size=BYTES)
     for name, base in (("ours", 32), ("ours-wide", 8)):
         torch.manual_seed(0)
         DeltaForCausalLM(
@@ -65,7 +67,7 @@ def place(tmp_path_factory) -> Path:
                 intermediate_multiple=16, attention_layers=[1], initializer_range=0.1,
             )
         ).save_pretrained(folder / name)  # fmt: skip
-    for name in ("qwen", "ours", "ours-wide"):
+    for name in ("qwen", "released", "ours", "ours-wide"):
         plain_bytes().save(folder / name)
     return folder
 
@@ -89,6 +91,20 @@ def test_the_script_of_the_page_lowers_the_loss(place, model, how):
     assert found[0] == pytest.approx(own_loss(place, model), rel=1e-5)
     weights = {p.name for p in (place / f"{model}-{how}").iterdir()}
     assert ("adapter_model.safetensors" if how == "lora" else "model.safetensors") in weights
+
+
+def test_a_released_folder_comes_out_with_its_vision_tower_and_mtp_layers(place):
+    found = fine_tune(place, "released", "released-all")
+    assert found[-1] < found[0]
+    before, after = (
+        {name: x for file in (place / folder).glob("*.safetensors") for name, x in load_file(file).items()}
+        for folder in ("released", "released-all")
+    )
+    kept = {name for name, x in before.items() if torch.equal(x, after[name])}
+    assert before.keys() == after.keys()
+    assert {name for name in before if "visual" in name or "mtp" in name} <= kept and len(before) > len(kept)
+    whole = Qwen3_5ForConditionalGeneration.from_pretrained(place / "released-all")
+    assert whole.dtype == torch.bfloat16
 
 
 def test_what_all_weights_have_learned_opens_in_transformers(place):
