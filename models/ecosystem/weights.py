@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
@@ -39,7 +41,17 @@ def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> Pr
     `save_model` and `complete_weights` carry them over. Raises ValueError for a folder without a model, and
     for a model that has no equivalent here, naming what it is.
     """
-    folder = Path(folder)
+    try:
+        return _load(Path(folder), dtype)
+    except UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise ValueError(
+            f"{folder} has a PyTorch file with more than tensors in it ({found[1] if found else 'damaged'}), "
+            "which could run code, so it is not opened; get the weights as safetensors"
+        ) from None
+
+
+def _load(folder: Path, dtype: torch.dtype | str | None) -> PreTrainedModel:
     theirs = _read_config(folder)
     if theirs["model_type"] == flash_linear_attention.MODEL_TYPE:
         config = flash_linear_attention.to_config(theirs)
@@ -55,7 +67,9 @@ def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> Pr
         undo = keep_float32(classes[type(config)])
         try:
             opener: Any = AutoModelForCausalLM
-            model, report = opener.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
+            model, report = opener.from_pretrained(
+                folder, dtype=dtype or "auto", output_loading_info=True, trust_remote_code=False
+            )
         finally:
             undo()
         # transformers fills them with random numbers, and warns
@@ -67,10 +81,10 @@ def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> Pr
             warnings.warn(
                 f"{type(model).__name__} has no use for {len(rest)} tensors of {folder}: {describe(rest)}. "
                 "save_model(model, ...) and complete_weights(..., source) write them as they are",
-                stacklevel=2,
+                stacklevel=3,
             )
     if any(head_layers(model)) and not (dead := check_weights(model)):
-        warnings.warn(str(dead), stacklevel=2)
+        warnings.warn(str(dead), stacklevel=3)
     return model
 
 

@@ -62,7 +62,7 @@ WRONG_KEYS = {
     "device": (["device=abacus"], "device=abacus"),
     "device not here": (["device=cuda:77"], "device=cuda:77"),
     "backend": (["backend=numpy"], "no backend is named 'numpy'"),
-    "backend not here": (["backend=triton"], "triton"),
+    "backend not here": (["backend=triton"], "leave out backend=triton"),
     "package": (["log.wandb=true"], "log.wandb=true needs the wandb package: pip install"),
     "source": (["data.source=no/such/place"], "no/such/place"),
     "sequence too long": (["batch.length=100000"], "choose a shorter sequence"),

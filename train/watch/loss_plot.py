@@ -49,11 +49,17 @@ def plot_loss(folder: RunFolder) -> Path:
         raise RunFolderError(f"{folder.metrics.path} has no training step yet; train first")
     val = [line for line in lines if line["split"] == "val"]
     costs = json.loads(folder.baselines_path.read_text()) if folder.baselines_path.exists() else {}
-    figure = _figure(folder.path.resolve().name, train, val, costs)
+    figure = _figure(folder.path.resolve().name, train, val, costs, folder.read_summary())
     return save_figure(figure, folder.plot_path)
 
 
-def _figure(title: str, train: list[dict], val: list[dict], costs: dict[str, dict[str, float]]) -> Any:
+def _figure(
+    title: str,
+    train: list[dict],
+    val: list[dict],
+    costs: dict[str, dict[str, float]],
+    summary: dict[str, Any] | None,
+) -> Any:
     figure = new_figure(8.4, 4.8)
     axes = figure.add_subplot()
     steps, losses = [line["step"] for line in train], [line["loss"] for line in train]
@@ -62,7 +68,8 @@ def _figure(title: str, train: list[dict], val: list[dict], costs: dict[str, dic
     axes.plot(steps, smooth(losses, len(losses) // 40), color=BLUE, linewidth=1.6, label="training")
     if val:
         val_steps, val_losses = [line["step"] for line in val], [line["loss"] for line in val]
-        label = f"validation, {val_losses[-1]:.3f} at the end"
+        # a part of the held-out text, the same each time: its loss is not that of the whole
+        label = "validation" if summary else f"validation, {val_losses[-1]:.3f} at the end"
         axes.plot(
             val_steps,
             val_losses,
@@ -73,6 +80,9 @@ def _figure(title: str, train: list[dict], val: list[dict], costs: dict[str, dic
             label=label,
             clip_on=False,
         )
+    if summary:
+        label = f"all {summary['held_out']:,} held-out tokens, {summary['loss']:.4f}"
+        axes.plot([end], [summary["loss"]], color=RED, linestyle="", marker="D", label=label, clip_on=False)
     levels = sorted(
         (costs[name]["nats_per_token"], words) for name, words in BASELINES.items() if name in costs
     )
