@@ -104,7 +104,7 @@ class TestPlot:
         plot_loss(folder)
         texts = [[text.get_text() for text in figure.axes[0].get_legend().get_texts()] for figure in figures]
         assert texts[0] == ["training", "validation, 1.325 at the end"]
-        assert texts[1] == ["training", "validation", "all 5,000 held-out tokens, 1.4242"]
+        assert texts[1] == ["training", "all 5,000 held-out tokens, 1.4242", "validation, on a part of them"]
 
     def test_a_loss_picture_of_a_run_without_a_step_is_refused(self, tmp_path):
         with pytest.raises(RunFolderError, match="no training step yet"):

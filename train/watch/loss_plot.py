@@ -66,10 +66,13 @@ def _figure(
     end = steps[-1]
     axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8)
     axes.plot(steps, smooth(losses, len(losses) // 40), color=BLUE, linewidth=1.6, label="training")
+    if summary:
+        label = f"all {summary['held_out']:,} held-out tokens, {summary['loss']:.4f}"
+        axes.plot([end], [summary["loss"]], color=RED, linestyle="", marker="D", label=label, clip_on=False)
     if val:
         val_steps, val_losses = [line["step"] for line in val], [line["loss"] for line in val]
         # a part of the held-out text, the same each time: its loss is not that of the whole
-        label = "validation" if summary else f"validation, {val_losses[-1]:.3f} at the end"
+        label = "validation, on a part of them" if summary else f"validation, {val_losses[-1]:.3f} at the end"
         axes.plot(
             val_steps,
             val_losses,
@@ -80,9 +83,6 @@ def _figure(
             label=label,
             clip_on=False,
         )
-    if summary:
-        label = f"all {summary['held_out']:,} held-out tokens, {summary['loss']:.4f}"
-        axes.plot([end], [summary["loss"]], color=RED, linestyle="", marker="D", label=label, clip_on=False)
     levels = sorted(
         (costs[name]["nats_per_token"], words) for name, words in BASELINES.items() if name in costs
     )

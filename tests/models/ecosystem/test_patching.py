@@ -21,7 +21,7 @@ from delta_trn.backends.parity.judge import error
 from delta_trn.models.cache import CACHE_NAME
 from delta_trn.models.ecosystem import operations, patching
 from delta_trn.models.ecosystem.operations import replacements
-from tests.support.families import make, tokens
+from tests.support.families import FAMILIES, make, tokens
 from tests.support.tiny_models import assert_same
 
 # One operation sums float32 in another order. A planted fault of 1% is a thousand times as large.
@@ -157,17 +157,6 @@ class TestFamilies:
         with patch_transformers(model, backend="chunked"):
             assert torch.equal(model.generate(ids, **options), expected)
 
-    def test_torch_compile_takes_a_packed_and_padded_batch_without_a_break(self, model):
-        compare_compiled(model, "eager", "whole", packed())
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("told", ["plain", "places", "packed"])
-    @pytest.mark.parametrize("how", ["whole", "by layer"])
-    @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
-    def test_every_way_to_compile_gives_the_same_loss_and_gradients(self, model, compiler, how, told):
-        options = {"plain": {}, "places": {"position_ids": torch.arange(20)[None]}, "packed": packed()}
-        compare_compiled(model, compiler, how, options[told])
-
     def test_a_decay_that_is_off_by_a_hundredth_is_found(self, qwen, monkeypatch):
         ids = tokens(2, 11)
         expected = forward_backward(qwen, ids)["logits"]
@@ -179,30 +168,6 @@ class TestFamilies:
         )
         with patch_transformers(qwen, backend="chunked"):
             assert error(forward_backward(qwen, ids)["logits"], expected) > 100 * ALLOWED
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("options", [{}, packed()], ids=["plain", "packed"])
-    def test_the_patch_adds_no_break_to_a_model_that_has_some(self, options):
-        model, breaks = make("qwen4_exp"), []
-        for patched in (False, True):
-            with patch_transformers(model, backend="chunked") if patched else nullcontext():
-                torch.compiler.reset()
-                found = torch._dynamo.explain(model)(tokens(2, 20), use_cache=False, **options)
-                breaks.append(found.graph_break_count)
-        assert breaks[0] == breaks[1] > 0
-
-    def test_a_compiled_model_refuses_packed_sequences_with_a_cache(self, qwen):
-        ids = tokens(2, 20)
-        with patch_transformers(qwen, backend="chunked"), torch.no_grad():
-            try:
-                compiled = torch.compile(qwen, backend="eager")
-                assert (
-                    compiled(ids, position_ids=torch.arange(20)[None], use_cache=True)[CACHE_NAME] is not None
-                )
-                with pytest.raises(RuntimeError, match="use_cache=False"):
-                    compiled(ids, use_cache=True, position_ids=packed()["position_ids"])
-            finally:
-                torch.compiler.reset()
 
     @torch.no_grad()
     def test_several_tokens_after_a_cache_are_read_like_one(self, model):
@@ -223,6 +188,47 @@ class TestFamilies:
             results = forward_backward(qwen, ids)
         errors = {name: error(results[name], x) for name, x in expected.items() if x.any()}
         assert max(errors.values()) < 2**-14, max(errors.items(), key=lambda item: item[1])
+
+
+class TestCompile:
+    @pytest.mark.parametrize(
+        "family",
+        [pytest.param(name, marks=pytest.mark.slow) if name == "qwen4_exp" else name for name in FAMILIES],
+    )
+    def test_torch_compile_takes_a_packed_and_padded_batch_without_a_break(self, family):
+        compare_compiled(make(family), "eager", "whole", packed())
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("told", ["plain", "places", "packed"])
+    @pytest.mark.parametrize("how", ["whole", "by layer"])
+    @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+    def test_every_way_to_compile_gives_the_same_loss_and_gradients(self, model, compiler, how, told):
+        options = {"plain": {}, "places": {"position_ids": torch.arange(20)[None]}, "packed": packed()}
+        compare_compiled(model, compiler, how, options[told])
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("options", [{}, packed()], ids=["plain", "packed"])
+    def test_the_patch_adds_no_break_to_a_model_that_has_some(self, options):
+        model, breaks = make("qwen4_exp"), []
+        for patched in (False, True):
+            with patch_transformers(model, backend="chunked") if patched else nullcontext():
+                torch.compiler.reset()
+                found = torch._dynamo.explain(model)(tokens(2, 20), use_cache=False, **options)
+                breaks.append(found.graph_break_count)
+        assert breaks[0] == breaks[1] > 0
+
+    def test_a_compiled_model_refuses_packed_sequences_with_a_cache(self):
+        ids, dense = tokens(2, 20), make("qwen3_5")
+        with patch_transformers(dense, backend="chunked"), torch.no_grad():
+            try:
+                compiled = torch.compile(dense, backend="eager")
+                assert (
+                    compiled(ids, position_ids=torch.arange(20)[None], use_cache=True)[CACHE_NAME] is not None
+                )
+                with pytest.raises(RuntimeError, match="use_cache=False"):
+                    compiled(ids, use_cache=True, position_ids=packed()["position_ids"])
+            finally:
+                torch.compiler.reset()
 
 
 class TestPatch:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from delta_trn import DeltaConfig, DeltaForCausalLM, complete_weights, load_model, save_model
 from delta_trn.models.ecosystem.heads import NUMBERS
-from tests.support.families import tokens, write_whole
+from tests.support.families import make, tokens, write_whole
 
 
 def read(folder):
@@ -74,6 +74,18 @@ class TestUntouched:
         assert index.keys() == after.keys() and set(index.values()) == {
             p.name for p in tmp_path.glob("*.safetensors")
         }
+
+
+@pytest.mark.parametrize("family", ["qwen4_exp", "olmo_hybrid"])
+def test_a_family_that_is_loaded_whole_is_written_in_the_dtypes_of_its_source(family, tmp_path):
+    make(family).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    save_model(load_model(tmp_path / "source", dtype=torch.float32), tmp_path / "out")
+    before, after = read(tmp_path / "source"), read(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(x.to(before[name].dtype), before[name]) for name, x in after.items())
+    assert {(x.dtype, name.endswith(NUMBERS)) for name, x in after.items()} == {
+        (torch.bfloat16, False), (torch.float32, True),
+    }  # fmt: skip
 
 
 class TestRefusals:
