@@ -185,9 +185,7 @@ def test_the_first_logged_loss_of_sft_is_the_models_own(place, name, mode, how, 
     tokenizer = judge(place, name)[1]
     settings = {"max_length": LENGTH, **ONE_STEP, **MODES[mode]}
     if "num_experts" in FAMILIES.get(name, ("", "", {}))[2]:
-        settings["router_aux_loss_coef"] = (
-            0.0  # TRL adds the routers' loss to the model's, unless told not to
-        )
+        settings["router_aux_loss_coef"] = 0.0  # TRL adds the routers' loss unless told not to
     settings = trl.SFTConfig(output_dir=str(tmp_path), **settings)
     line = first_line(
         trl.SFTTrainer(
