@@ -104,6 +104,13 @@ def test_check_mode_refuses_the_layer_so_that_each_part_is_looked_at():
         gated_delta_layer(**x, backend="nki-simulator")
 
 
+@pytest.mark.parametrize("scale", [1e-20, -1e-20])
+def test_a_scale_with_which_gradients_would_underflow_is_refused(scale):
+    x = arguments(BY_NAME["mixer_ragged"], torch.bfloat16) | {"scale": scale}
+    with pytest.raises(BackendRefusal, match=f"scale is {scale}: call the three parts"):
+        gated_delta_layer(**x, backend="nki-simulator")
+
+
 @pytest.mark.parametrize(
     ("dtype", "K", "V", "fits"),
     [

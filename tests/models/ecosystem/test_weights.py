@@ -1,6 +1,7 @@
 """Weights of other codes open here, and ours there, with the same logits; dead heads are found."""
 
 import json
+import os
 import warnings
 from functools import partial
 
@@ -17,6 +18,7 @@ from delta_trn import (
     save_model,
 )
 from delta_trn.__main__ import main
+from delta_trn.models.head_numbers import NUMBERS
 from tests.support.families import make, tokens
 
 # float64: weights are scaled by numbers that are no powers of 2, and summed in another order
@@ -103,6 +105,28 @@ class TestConvertCommand:
         assert "not empty" in capsys.readouterr().err
 
 
+class RunsCode:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("format", ["delta", "fla"])
+def test_a_file_that_would_run_code_is_refused_in_our_words_and_runs_nothing(format, tmp_path, capsys):
+    save_model(ours(readout="none", parametrization="sp"), tmp_path / "a", format)
+    for file in (tmp_path / "a").glob("*.safetensors"):
+        file.unlink()
+    torch.save({"x": RunsCode(tmp_path / "ran")}, tmp_path / "a" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"more than tensors in it \(posix.system\).*safetensors"):
+        load_model(tmp_path / "a")
+    assert main(["convert", f"{tmp_path}/a", "--to", f"{tmp_path}/b"]) == 2
+    assert "weights_only" not in capsys.readouterr().err and not (tmp_path / "ran").exists()
+
+
 class TestFoldersThatDoNotFit:
     @pytest.fixture
     def folder(self, tmp_path):
@@ -165,12 +189,14 @@ class TestHeadsStayFloat32:
     def test_a_cast_leaves_numbers_and_gradients_of_our_heads_as_they_are(self, cast):
         model = ours()
         model(tokens(1, 5), labels=tokens(1, 5)).loss.backward()
-        before = model.model.blocks[0].mixer.A_log.detach().clone()
+        mixer = model.model.blocks[0].mixer
+        before = [getattr(mixer, name).detach().clone() for name in NUMBERS]
         cast(model)
-        numbers = model.model.blocks[0].mixer.A_log
-        assert numbers.dtype == numbers.grad.dtype == torch.float32 and torch.equal(numbers, before)
-        assert model.lm_head.weight.dtype == model.model.blocks[0].mixer.a_proj.weight.dtype != torch.float32
-        assert model.double().model.blocks[0].mixer.A_log.dtype == torch.float64
+        for numbers, expected in zip((mixer.A_log, mixer.dt_bias), before, strict=True):
+            assert numbers.dtype == numbers.grad.dtype == torch.float32 and torch.equal(numbers, expected)
+        assert model.lm_head.weight.dtype == mixer.a_proj.weight.dtype != torch.float32
+        model.double()
+        assert mixer.A_log.dtype == mixer.dt_bias.dtype == torch.float64
 
     def test_patching_a_model_in_bfloat16_widens_its_numbers_and_says_so(self, capsys):
         model = make("qwen3_next").bfloat16()
