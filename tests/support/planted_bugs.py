@@ -191,7 +191,7 @@ BUGS = (
         "self.first, *self.memory", "*self.memory", "beams"),
     Bug("cache: beams keep each other's last streams", "models.cache:DeltaCache._all",
         "*self.memory, self.last", "*self.memory", "beams"),
-    Bug("patch: only the first row tells whether rows are packed", "models.sequence:sequence_bounds",
+    Bug("patch: only the first row tells whether rows are packed", "models.sequence:_begins",
         "is_packed = begins[:, 1:].any()", "is_packed = begins[:1, 1:].any()", "packed rows and a cache"),
     # second turns of loops, tails, seams, groups, and what one dtype alone computes
     Bug("chunked: a packed sequence begins a token late", f"{RULE}.chunked:compute_packed",
