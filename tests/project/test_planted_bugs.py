@@ -27,6 +27,7 @@ from delta_trn.train.data.loader import Loader
 from delta_trn.train.run.optimizer import learning_rate, set_learning_rate
 from delta_trn.train.settings.errors import PositionMismatch
 from delta_trn.triton_kernels import rms_norm
+from tests.backends import test_states
 from tests.support import tiny_models
 from tests.support.planted_bugs import BUGS, RULE, planted
 
@@ -134,6 +135,13 @@ def gate_bits_pass():
     together = make_gates(a, a, A_log, None, 1.0)
     parts = [make_gates(x, x, A_log, None, 1.0) for x in (*a[:40].split(1), a[40:4096], a[4096:])]
     return all(torch.equal(torch.cat(x), y) for x, y in zip(zip(*parts, strict=True), together, strict=True))
+
+
+def states_pass():
+    tensors = test_states.draw(test_states.PACKED)[:6]
+    _, ours = test_states.operation(*tensors, bounds=test_states.PACKED, at=test_states.AT)
+    _, theirs = test_states.loop(*tensors, bounds=test_states.PACKED, at=test_states.AT)
+    return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def rows_pass():
@@ -261,6 +269,7 @@ CHECKS = {
     "residual": lambda: layer_passes("residual_odd"),
     "gates' bits": gate_bits_pass,
     "rows of a batch": rows_pass,
+    "states": states_pass,
     "muP": widths_pass,
     "loss": loss_passes,
     "padding": padding_passes,
