@@ -22,8 +22,8 @@ from tests.support.fuzz.run import fuzz
 
 SOURCE = Path(chunked_kernel.__file__).with_suffix(".cpp")
 WHOLE = Case(
-    "kernel", 2, 150, 2, 24, 40, "groups, tails, a state", HV=4, decay="mixed", reflect=True, norm="random",
-    state=True, loss=BOTH,
+    "kernel", 1, 151, 2, 24, 40, "groups, tails, a state, one token", HV=4, decay="mixed", reflect=True,
+    norm="random", state=True, loss=BOTH, lengths=(80, 1, 0, 70),
 )  # fmt: skip
 needs_kernel = pytest.mark.skipif(
     chunked_kernel.library().functions is None, reason=chunked_kernel.library().note
@@ -112,6 +112,9 @@ def test_float64_is_computed_in_pytorch_and_the_rest_by_the_kernel(monkeypatch):
         ("log_decay_gradient(f, m, x.gam[m - 1] * carried)", "log_decay_gradient(f, m, 0.0f)"),
         ("product<TRANSPOSED, UPPER>(m, h.K, m, dkk, k, f.dK);", ""),
         ("normalize_back(f.dK, k, x.rk, m, h.K);", ""),
+        ("add_row(E[0], -t.gam, read, h.V);", "add_row(E[0], -1.0f, read, h.V);"),
+        ("reads + t.gam * carried", "reads + carried"),
+        ("f.reads_dS = c.dfinal_state || ", "f.reads_dS = "),
     ],
 )
 def test_a_mistake_in_the_kernel_turns_parity_red(line, mistake, cache, tmp_path, monkeypatch):
@@ -121,7 +124,7 @@ def test_a_mistake_in_the_kernel_turns_parity_red(line, mistake, cache, tmp_path
     folder = tmp_path / "rule"
     folder.mkdir()
     (folder / "kernel.cpp").write_text(text.replace(line, mistake))
-    for header in (SOURCE.with_name("chunked_products.h"), SOURCE.parent.parent / "exponential.h"):
+    for header in chunked_kernel.HEADERS:
         # where it lies beside the kernel
         (folder / os.path.relpath(header, SOURCE.parent)).write_text(header.read_text())
     assert all(verdict.passed for verdict in rule.verdicts(WHOLE, torch.float32, "chunked"))
