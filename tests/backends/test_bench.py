@@ -52,6 +52,13 @@ def test_a_case_of_the_rule_is_timed_beside_its_peer(tmp_path, capsys, monkeypat
     assert "peer fla: not yet run, " in output and "times ours" in output
 
 
+def test_packed_sequences_are_timed_beside_one_of_as_many_tokens(tmp_path, monkeypatch, quick):
+    monkeypatch.setattr(bench, "ceilings", lambda device, dtype: Ceilings(1e15, {2**21: 1e13}))
+    status, rows = run("packed", tmp_path / "bench.jsonl")
+    assert status == 0 and [row["ratio"] is None for row in rows] == [True, False] * 3
+    assert [row["backend"] for row in rows] == ["chunked", "chunked in one"] * 3
+
+
 def test_a_step_is_timed_beside_its_peer_and_a_floor_above_its_time_is_refused(
     tmp_path, capsys, monkeypatch, quick
 ):

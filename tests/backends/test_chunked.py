@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from delta_trn.backends import gated_delta_rule, gated_delta_rule_step
-from delta_trn.backends.gated_delta_rule import chunked
+from delta_trn.backends.gated_delta_rule import chunked, chunked_kernel
 from delta_trn.backends.gated_delta_rule.contract import Rule, state_dtype
 
 
@@ -165,6 +165,19 @@ def test_chunks_take_less_time_and_memory_than_transformers():
             break
     assert ours < reference, (ours, reference, medians)
     assert peak_bytes(runs[0]) < peak_bytes(runs[1])
+
+
+@pytest.mark.serial
+@pytest.mark.skipif(chunked_kernel.library().functions is None, reason=chunked_kernel.library().note)
+def test_sequences_of_one_token_take_at_most_three_times_one_of_as_many():
+    """They took 13.8 times as long; `delta-trn bench --case cpu_one_token` prints the ratio."""
+    one, many = (
+        training_pass(gated_delta_rule, 1, 512, backend="chunked", cu_seqlens=bounds)
+        for bounds in (None, torch.arange(513))
+    )
+    (long, short), _ = measure_seconds(one, many, repeats=10, clock=time.process_time)
+    assert short < 3 * long
+    assert peak_bytes(many) < 2 * peak_bytes(one)
 
 
 @pytest.mark.serial
