@@ -37,6 +37,7 @@ from delta_trn.backends.bench.peers import PEERS, Run
 from delta_trn.backends.bench.roofline import Ceilings, ceilings, work
 from delta_trn.backends.bench.timing import Spread, interleaved, modes, ratios
 from delta_trn.backends.checks import BackendRefusal, dtype_name
+from delta_trn.backends.dispatch import describe_choice
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.machine import facts
 from delta_trn.backends.parity.__main__ import Subject, subjects
@@ -66,7 +67,9 @@ def contender(name: str) -> Run:
         return PEERS[name].run()
 
     def run(x: Inputs) -> Tensor:
-        options = x.arguments() | ({"cu_seqlens": None} if name.endswith(IN_ONE) else {})
+        options: dict[str, Any] = x.arguments()
+        if name.endswith(IN_ONE):
+            options = {**options, "cu_seqlens": None}
         backend = name.removesuffix(IN_ONE)
         return gated_delta_rule(x.q, x.k, x.v, x.g, x.beta, backend=backend, **options)[0]
 
@@ -248,7 +251,8 @@ def _run(options: argparse.Namespace, subject: Subject, cases: Sequence[Case]) -
     limits = ceilings(device, dtype)
     machine_facts: Mapping[str, Any] = facts(device)
     print(
-        f"{subject.backend} on {machine_facts['device']}, {machine_facts['threads']} threads, "
+        f"{describe_choice(subject.backend, dtype, device.type)} on {machine_facts['device']}, "
+        f"{machine_facts['threads']} threads, "
         f"torch {machine_facts['torch']}, {dtype_name(dtype)}; medians, 20th and 80th percentiles"
     )
     print(f"this machine at its best: {limits}")

@@ -39,9 +39,9 @@ from delta_trn.backends.gated_delta_rule.contract import (
 MAKES_GATES = True  # by PyTorch, but inside of the call: under torch.compile they have their eager bits
 
 
-def note() -> str:
-    """Says how the backend computes on this machine; may compile the C++ kernel."""
-    return chunked_kernel.library().note
+def note(dtype: torch.dtype = torch.float32, device: str = "cpu") -> str:
+    """Says what computes calls of a dtype on a device, and why not the C++ kernel; may compile it."""
+    return chunked_kernel.refusal(dtype, device) or chunked_kernel.library().note
 
 
 def chunk_size(K: int, V: int) -> int:

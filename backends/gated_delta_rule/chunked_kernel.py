@@ -31,7 +31,16 @@ Arguments = c_int64 * (len(POINTERS) + 3 * len(STRIDED) + len(NUMBERS))
 
 def takes(x: Tensor) -> bool:
     """Returns whether the kernel computes a call with this q."""
-    return x.device.type == "cpu" and x.dtype != torch.float64 and library().functions is not None
+    return refusal(x.dtype, x.device.type) is None
+
+
+def refusal(dtype: torch.dtype, device: str) -> str | None:
+    """Returns why PyTorch computes calls of a dtype on a device; None if the kernel does."""
+    if device != "cpu":
+        return f"PyTorch, since the C++ kernel is for CPUs and tensors are on {device}"
+    if dtype == torch.float64:
+        return "PyTorch, since the C++ kernel computes in float32 and tensors are float64"
+    return None if library().functions is not None else library().note
 
 
 @cache

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from delta_trn.backends import compiler, describe
+from delta_trn.backends.dispatch import describe_choice
 from delta_trn.backends.gated_delta_rule import chunked, chunked_kernel
 from delta_trn.backends.machine import ROOT
 from delta_trn.backends.parity import rule
@@ -104,6 +105,12 @@ def test_float64_is_computed_in_pytorch_and_the_rest_by_the_kernel(monkeypatch):
     assert ran == ["forward", "backward"]
 
 
+def test_what_computes_a_call_is_said_where_it_may_be_slower():
+    assert "float64" in describe_choice("chunked", torch.float64, "cpu")
+    assert "tensors are on xla" in describe_choice("chunked", torch.float32, "xla")
+    assert describe_choice("recurrent", torch.float32, "cpu") == "recurrent"
+
+
 @needs_kernel
 @pytest.mark.parametrize(
     ("line", "mistake"),
@@ -149,6 +156,7 @@ def test_without_a_kernel_pytorch_computes_and_describe_says_why(variable, value
     monkeypatch.setattr(chunked_kernel, "library", lambda: library)
     (row,) = (row for row in describe() if (row.op, row.backend) == ("gated_delta_rule", "chunked"))
     assert row.reasons[-1] == f"here: {library.note}" and row.automatic == ("cpu",)
+    assert describe_choice("chunked", torch.bfloat16, "cpu") == f"chunked ({library.note})"
     x = inputs(WHOLE, torch.float32)
     assert rule.outcome(x, "chunked")["o"].isfinite().all()
     *_, saved = chunked.forward(chunked.Rule(x.q, x.k, x.v, x.g, x.beta), save=True)
