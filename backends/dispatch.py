@@ -153,7 +153,7 @@ class default_backend:
     def __init__(self, name: str | None = None, *, allow: Iterable[str] = ()) -> None:
         allow = (allow,) if isinstance(allow, str) else tuple(allow)
         for wanted in (*allow, *([] if name is None else [name])):
-            _known(wanted)
+            _find(wanted)
         self.selection = Selection(name, allow)
         self.previous = [_selected]
         _select(self.selection)
@@ -186,10 +186,10 @@ def _choose(call: Call, name: str | None, default: Selection) -> Backend:
 
 def _candidates(call: Call, name: str | None, default: Selection) -> list[Backend]:
     if name is not None:
-        return [_known(name)]
-    allowed = [_known(wanted) for wanted in default.allow]
+        return [_find(name)]
+    allowed = [_find(wanted) for wanted in default.allow]
     if default.name is not None:
-        return [_known(default.name), *allowed]
+        return [_find(default.name), *allowed]
     return [*(backend for backend in BACKENDS.values() if _is_automatic(backend, call)), *allowed]
 
 
@@ -220,7 +220,7 @@ def _explain(call: Call, name: str | None, default: Selection, candidates: list[
 
 
 @torch.compiler.assume_constant_result
-def chosen_name(
+def choose_name(
     op: str,
     device: str,
     place: int | None,
@@ -249,7 +249,7 @@ def chosen_name(
 @cache
 def adapter(name: str, op: str = "gated_delta_rule") -> ModuleType:
     """Returns the module that computes an operation; imports it when first needed."""
-    return import_module(_known(name).rows[op].adapter)
+    return import_module(_find(name).rows[op].adapter)
 
 
 def describe_choice(name: str, dtype: torch.dtype, device: str, op: str = "gated_delta_rule") -> str:
@@ -258,7 +258,7 @@ def describe_choice(name: str, dtype: torch.dtype, device: str, op: str = "gated
     return name if note is None else f"{name} ({note(dtype, device)})"
 
 
-def _known(name: str) -> Backend:
+def _find(name: str) -> Backend:
     if name not in BACKENDS:
         raise BackendRefusal(f"no backend is named {name!r}; registered: {', '.join(BACKENDS) or 'none'}")
     return BACKENDS[name]
@@ -325,7 +325,7 @@ def _triton(adapter: str, limits: Callable[[Call], Iterable[str]] = lambda call:
     def refuses(call: Call) -> Iterable[str]:
         if call.dtype == torch.bfloat16 and call.capability is not None and call.capability < (8, 0):
             yield f"bfloat16 needs compute capability 8.0; this GPU has {'.'.join(map(str, call.capability))}"
-        if call.device == "cuda" and (unfenced := _unfenced(call.capability)):
+        if call.device == "cuda" and (unfenced := _say_unfenced(call.capability)):
             yield unfenced
         yield from limits(call)
 
@@ -400,7 +400,7 @@ def triton_missing(device: str) -> str | None:
     return None
 
 
-def _unfenced(capability: tuple[int, int] | None) -> str | None:
+def _say_unfenced(capability: tuple[int, int] | None) -> str | None:
     """Returns why this Triton is wrong on GPUs from Hopper on; None where it is right.
 
     capability  of the GPU; None: that of the current one

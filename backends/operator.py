@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends import machine
-from delta_trn.backends.dispatch import OPERATIONS, adapter, chosen_name, selection
+from delta_trn.backends.dispatch import OPERATIONS, adapter, choose_name, selection
 
 # "delta_trn", or another name for each copy of this file that an exported model brings along
 LIBRARY = re.sub(r"\W", "_", __name__.removesuffix(".backends.operator"), flags=re.ASCII)
@@ -119,7 +119,7 @@ class Operator:
         Device and dtype are those of the first tensor. Meta tensors have the backend that CPU tensors have.
         Raises TypeError inside torch.func's transforms.
         """
-        name = self._chosen(tensors, sizes, backend, options, required=True)
+        name = self._choose(tensors, sizes, backend, options, required=True)
         assert name is not None
         return name, gradients_wanted(*tensors)
 
@@ -127,9 +127,9 @@ class Operator:
         self, tensors: Sequence[Tensor | None], sizes: Mapping[str, int], backend: str | None, *options: str
     ) -> str | None:
         """Returns what `choose` does; None where no backend runs the call, or only one that is allowed to."""
-        return self._chosen(tensors, sizes, backend, options, required=False)
+        return self._choose(tensors, sizes, backend, options, required=False)
 
-    def _chosen(
+    def _choose(
         self,
         tensors: Sequence[Tensor | None],
         sizes: Mapping[str, int],
@@ -149,7 +149,7 @@ class Operator:
         device = "cpu" if x.is_meta else x.device.type
         # index(): sizes are constants of a compiled graph, even of one with dynamic shapes
         constants = tuple([(name, index(size)) for name, size in sizes.items()])
-        return chosen_name(
+        return choose_name(
             self.name, device, x.device.index, x.dtype, constants, options, gradients_wanted(*tensors),
             backend, default.name, default.allow, required,
         )  # fmt: skip

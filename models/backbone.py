@@ -57,7 +57,7 @@ class Block(GradientCheckpointingLayer):
         """Maps the residual stream [B, T, d DV] to the next one; DV = 1 except for expanded states."""
         h = self.read(x, sequences, cache, "mixer_read")
         c = self.mixer_norm(h)
-        y = self._scaled(self.mixer_dropout(self.mixer(c, sequences, cache), sequences.noise))
+        y = self._scale(self.mixer_dropout(self.mixer(c, sequences, cache), sequences.noise))
         if self.sums:
             c, x = self.mlp_norm.of_sum(y, x)
             h = x
@@ -65,9 +65,9 @@ class Block(GradientCheckpointingLayer):
             x = self.mixer_write(x, h, c, y)
             h = self.read(x, sequences, cache, "mlp_read")
             c = self.mlp_norm(h)
-        return self.mlp_write(x, h, c, self._scaled(self.mlp_dropout(self.mlp(c), sequences.noise)))
+        return self.mlp_write(x, h, c, self._scale(self.mlp_dropout(self.mlp(c), sequences.noise)))
 
-    def _scaled(self, y: Tensor) -> Tensor:
+    def _scale(self, y: Tensor) -> Tensor:
         return y if self.share == 1 else y * self.share
 
 

@@ -56,6 +56,9 @@ def choose_for_triton():
     if torch.cuda.is_available() or find_spec("triton") is None:
         return "on the GPU" if torch.cuda.is_available() else "nowhere, Triton is not installed"
     if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.support import interpreter
+
+        interpreter.patch_once()
         return "in Triton's interpreter"
     from tests.support.emulator import driver
 

@@ -33,7 +33,7 @@ from delta_trn.nki_kernels.simulator import TARGETS, record
 from delta_trn.nki_kernels.simulator.core.tables import LOAD_US
 from delta_trn.nki_kernels.simulator.cost import READINGS, estimate
 from delta_trn.nki_kernels.tiles import load, psum, sbuf
-from delta_trn.train.recipes import announced
+from delta_trn.train.recipes import announce
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.studies.throughput import OURS, Workload
 
@@ -206,7 +206,7 @@ def measure_step(dry: bool, sequences: int, **changes: str) -> float:
     """Returns the median of seconds of a training step; the first two, which compile, are not timed."""
     own = {"device": "cpu"} if dry else {"device": "xla", "model.width": "512"}
     own |= {"batch.sequences": str(sequences), "batch.micro": "1", **changes}
-    work = Workload(apply(announced("tiny" if dry else "gdn_mup_adamw"), own))
+    work = Workload(apply(announce("tiny" if dry else "gdn_mup_adamw"), own))
     return median([work(OURS) for _ in range(9)][2:])
 
 

@@ -233,7 +233,7 @@ def recipe(name: str) -> RunConfig:
     return RECIPES[name]()
 
 
-def announced(name: str) -> RunConfig:
+def announce(name: str) -> RunConfig:
     """Returns a recipe as `recipe` does, and prints on stderr which environment variables have changed it."""
     config = recipe(name)
     if names := variables(name):

@@ -45,7 +45,7 @@ from delta_trn.triton_kernels import (
     segments,
     short_convolution,
 )
-from delta_trn.triton_kernels.sass import disassemble, parse, unfenced
+from delta_trn.triton_kernels.sass import count_unfenced, disassemble, parse
 from delta_trn.triton_kernels.variants import Variant
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -152,12 +152,12 @@ def compile_variant(K: int, V: int, dtype: str, variant: Variant) -> Row:
         variant.kernel, K, V, dtype, variant.options, tile.warps, tile.stages, registers, stack,
         compiled.metadata.shared, len(re.findall(r"wgmma\.mma_async", compiled.asm["ptx"])),
         # upright tiles are operands that the kernel itself stored
-        unfenced(parse(disassemble(cubin)), stores=variant.values.get("UPRIGHT", False)),
-        unordered(compiled.asm["ptx"]),
+        count_unfenced(parse(disassemble(cubin)), stores=variant.values.get("UPRIGHT", False)),
+        count_unordered(compiled.asm["ptx"]),
     )  # fmt: skip
 
 
-def unordered(ptx: str) -> int:
+def count_unordered(ptx: str) -> int:
     """Counts the reads of an argument's memory that no barrier separates from writes to it elsewhere.
 
     A thread may write over what it has read itself, at the same address. A read at another address may be of

@@ -233,7 +233,7 @@ _change: Callable[[Config], Config] | None = None
 
 
 @contextmanager
-def adjusted(change: Callable[[Config], Config]) -> Iterator[None]:
+def adjust(change: Callable[[Config], Config]) -> Iterator[None]:
     """Within `with`, applies `change` to every Config: for tuning, and for tests of other layouts."""
     global _change
     outer, _change = _change, change

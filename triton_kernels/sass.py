@@ -114,7 +114,7 @@ def loops(instructions: tuple[Instruction, ...]) -> list[tuple[int, int]]:
     return sorted(found, key=lambda loop: (loop[0], -loop[1]))
 
 
-def unfenced(instructions: tuple[Instruction, ...], *, stores: bool = False) -> int:
+def count_unfenced(instructions: tuple[Instruction, ...], *, stores: bool = False) -> int:
     """Counts matrix products (HGMMA) that may read shared memory before it is visible to them.
 
     They read it by another path than stores write it, so a fence must lie between, on every way through the
@@ -146,7 +146,7 @@ def unfenced(instructions: tuple[Instruction, ...], *, stores: bool = False) -> 
     return sum(x.name == "HGMMA" and bool(written) for x, written in zip(instructions, unseen, strict=True))
 
 
-def followed(instructions: tuple[Instruction, ...], i: int) -> bool:
+def is_followed(instructions: tuple[Instruction, ...], i: int) -> bool:
     """Returns whether the branch forward at position i is taken by a program with work to do.
 
     Without a predicate it is. With one, it skips an early return, or leaves the kernel early: the longer way

@@ -35,7 +35,7 @@ from delta_trn.backends.bench import figures
 from delta_trn.backends.bench.figures import passes
 from delta_trn.backends.bench.peers import PEERS, Run
 from delta_trn.backends.bench.roofline import Ceilings, ceilings, work
-from delta_trn.backends.bench.timing import Spread, interleaved, modes, ratios
+from delta_trn.backends.bench.timing import Spread, modes, ratios, time_in_turns
 from delta_trn.backends.checks import BackendRefusal, dtype_name
 from delta_trn.backends.dispatch import describe_choice
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
@@ -172,7 +172,7 @@ def bench(
         for mode, running in modes(calls, device).items():
             if subject.backend not in running:
                 continue
-            times = interleaved(running, device, seconds)
+            times = time_in_turns(running, device, seconds)
             over = ratios(times, subject.backend)
             for name, milliseconds in times.items():
                 ours = name == subject.backend

@@ -24,7 +24,7 @@ from functools import partial
 
 import torch
 
-from delta_trn.backends.bench.timing import Call, interleaved
+from delta_trn.backends.bench.timing import Call, time_in_turns
 from delta_trn.backends.parity.rule_cases import Case
 
 CHUNK = 64
@@ -92,7 +92,7 @@ def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) 
     """Measures the machine's ceilings, each as the best of its calls in about `seconds`, after a warm-up."""
 
     def least_s(call: Call) -> float:
-        return min(interleaved({"": call}, device, seconds)[""]) / 1e3
+        return min(time_in_turns({"": call}, device, seconds)[""]) / 1e3
 
     n = PRODUCT[device.type]
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))

@@ -38,7 +38,7 @@ class Spread:
         return f"{self.p50:.4g} ({self.p20:.3g} - {self.p80:.3g})"
 
 
-def interleaved(calls: Mapping[str, Call], device: torch.device, seconds: float) -> dict[str, list[float]]:
+def time_in_turns(calls: Mapping[str, Call], device: torch.device, seconds: float) -> dict[str, list[float]]:
     """Times every contender in milliseconds, one call each in turn, for about `seconds`, after a warm-up."""
     clock = _cuda_clock if device.type == "cuda" else _cpu_clock
     for call in calls.values():

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from delta_trn.backends.bench.__main__ import contender, pass_call
-from delta_trn.backends.bench.timing import Spread, interleaved
+from delta_trn.backends.bench.timing import Spread, time_in_turns
 from delta_trn.backends.checks import BackendRefusal, dtype_name
-from delta_trn.backends.gated_delta_rule.triton_adapter import Config, Tile, adjusted, config
+from delta_trn.backends.gated_delta_rule.triton_adapter import Config, Tile, adjust, config
 from delta_trn.backends.machine import facts
 from delta_trn.backends.parity.__main__ import Subject, subjects
 from delta_trn.backends.parity.rule import verdicts
@@ -62,7 +62,7 @@ def launches(case: Case, dtype: torch.dtype) -> Config:
 
 def under(row: Config, call: Callable[[], None]) -> Callable[[], None]:
     """Returns the call with every launch taken from `row`."""
-    return adjusted(lambda _: row)(call)
+    return adjust(lambda _: row)(call)
 
 
 def tune(
@@ -86,7 +86,7 @@ def tune(
             except Exception as refusal:  # Triton has a class for each way in which a launch can fail
                 reason = f"{type(refusal).__name__}: {refusal}".splitlines()[0]
                 trials.append({**about, "tile": tile, "gain": None, "refusal": reason})
-        times = interleaved(calls, device, seconds)
+        times = time_in_turns(calls, device, seconds)
         best, most = now, 1.0
         for tile in rows:
             if str(tile) in times:
@@ -101,7 +101,7 @@ def tune(
 
 def failures(subject: Subject, case: Case, dtype: torch.dtype, row: Config) -> str:
     """Returns the verdicts of the case's parity that fail with that row, each on a new line."""
-    with adjusted(lambda _: row):
+    with adjust(lambda _: row):
         judged = verdicts(case, dtype, subject.backend, subject.device)
     return "".join(f"\n{verdict}" for verdict in judged if not verdict.passed)
 

@@ -144,7 +144,7 @@ def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor
     log_rate = A_log.to(a.dtype)
     # softplus(x) is exp(x) below -40; above, exp(80) softplus(x) is a reset already
     y = x.clamp(max=-40.0)
-    far = (log_rate + y).clamp(max=80.0).exp() * (1.0 + _lost_in_sum(log_rate.detach(), y.detach()))
+    far = (log_rate + y).clamp(max=80.0).exp() * (1.0 + _find_lost_in_sum(log_rate.detach(), y.detach()))
     # PyTorch's softplus is the identity above a threshold, by default 20: there it would cost float64 1e-10
     near = log_rate.detach().clamp(max=80.0).exp() * F.softplus(x.clamp(min=-40.0), threshold=40.0)
     # times exp(0), whose gradient sums near dg, not rate (softplus dg): what is in brackets underflows
@@ -153,7 +153,7 @@ def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor
     return -torch.where(x < -40.0, far, near)
 
 
-def _lost_in_sum(x: Tensor, y: Tensor) -> Tensor:
+def _find_lost_in_sum(x: Tensor, y: Tensor) -> Tensor:
     """Returns what rounding takes from x + y (Knuth's TwoSum): 4e-6 of -65, as much as exp(-65) would err."""
     total = x + y
     other = total - x

@@ -31,7 +31,7 @@ from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.launch import Config as Config
 from delta_trn.triton_kernels.launch import Tile as Tile
 from delta_trn.triton_kernels.launch import adds_pairs, config
-from delta_trn.triton_kernels.launch import adjusted as adjusted
+from delta_trn.triton_kernels.launch import adjust as adjust
 
 MAKES_GATES = True  # of a layer's projections, in the kernels
 # How many bytes of S and U, the states at chunk starts and what chunks write, forward keeps for backward. A
@@ -72,7 +72,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
         scale=call.scale / unit, l2norm=call.l2norm, beta_max=call.beta_max, chunks=chunks, config=row,
     )  # fmt: skip
     if alone:
-        return o, final_state, _saved(q, T, P, rows, None, None, None, None, q_scaled, k_scaled)
+        return o, final_state, _save(q, T, P, rows, None, None, None, None, q_scaled, k_scaled)
     if q_scaled is not None and k_scaled is not None:
         q, k = q_scaled, k_scaled
     states = A = S = U = None
@@ -99,7 +99,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     )  # fmt: skip
     if not save:
         return o, final_state, []
-    return o, final_state, _saved(q, T, P, rows, states, A, S, U, q_scaled, k_scaled)
+    return o, final_state, _save(q, T, P, rows, states, A, S, U, q_scaled, k_scaled)
 
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
@@ -220,7 +220,7 @@ def _contiguous(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def _saved(like: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+def _save(like: Tensor, *tensors: Tensor | None) -> list[Tensor]:
     """Returns the tensors, with an empty one in the place of each that is absent."""
     return [like.new_empty(0) if x is None else x for x in tensors]
 

@@ -121,11 +121,11 @@ def sources() -> dict[str, str]:
         spec = None if name in found else find_spec(name)
         if spec is not None and spec.origin is not None:
             found[name] = Path(spec.origin).read_text(encoding="utf-8")
-            waiting += [name.rpartition(".")[0], *_imported(found[name])]
+            waiting += [name.rpartition(".")[0], *_list_imports(found[name])]
     return found
 
 
-def _imported(source: str) -> Iterator[str]:
+def _list_imports(source: str) -> Iterator[str]:
     """Yields the modules of ours that a source imports, at the top or in functions."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("delta_trn."):

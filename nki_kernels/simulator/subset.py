@@ -89,7 +89,7 @@ def findings(kernel: Callable[..., Any], nki: str | None = None) -> tuple[str, .
         problems += _find_refused(tree, scope, nki)
         file = function.__code__.co_filename.rpartition("/")[2]
         result += [f"{file}:{first + node.lineno - 1}: {what}" for node, what in problems]
-        pending += _reached(tree, scope)
+        pending += _list_reached(tree, scope)
     return tuple(result)
 
 
@@ -185,7 +185,7 @@ def _forms(node: ast.AST, scope: dict[str, Any]) -> Iterator[str]:
         yield "a view method"
 
 
-def _reached(tree: Any, scope: dict[str, Any]) -> list[Any]:
+def _list_reached(tree: Any, scope: dict[str, Any]) -> list[Any]:
     """Return the own functions that the source names, alone or as an attribute of a module."""
     reached = []
     for node in _body(tree):

@@ -11,7 +11,7 @@ from delta_trn.backends.bench import __main__ as bench
 from delta_trn.backends.bench import roofline, timing
 from delta_trn.backends.bench.peers import PEERS
 from delta_trn.backends.bench.roofline import Ceilings, Work, ceilings, work
-from delta_trn.backends.bench.timing import interleaved
+from delta_trn.backends.bench.timing import time_in_turns
 from delta_trn.backends.gated_delta_rule.chunked import note
 from delta_trn.backends.parity import rule
 from delta_trn.backends.parity.rule_cases import BY_NAME, inputs
@@ -152,7 +152,7 @@ def test_ceilings_of_this_machine_are_plausible(monkeypatch):
 
 def test_contenders_take_turns_after_a_warm_up(quick):
     order = []
-    times = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, seconds=0.0)
+    times = time_in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, seconds=0.0)
     assert order == ["a", "b"] * 4
     assert {name: len(rounds) for name, rounds in times.items()} == {"a": 3, "b": 3}
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from delta_trn.backends.bench import timing, tune
 from delta_trn.triton_kernels import gated_delta_rule_fwd
-from delta_trn.triton_kernels.launch import Tile, adjusted, config
+from delta_trn.triton_kernels.launch import Tile, adjust, config
 
 CASE = "ragged"
 
@@ -22,13 +22,13 @@ def stopped_clock(monkeypatch):
 
     def under(row, call):
         def run():
-            with adjusted(lambda _: row):
+            with adjust(lambda _: row):
                 call()
 
         rows[run] = row
         return run
 
-    def interleaved(calls, device, seconds):
+    def time_in_turns(calls, device, seconds):
         # eight warps of the scan take half the time, half the columns of the gradients five times as long
         def ms(row):
             return (0.5 if row.scan.warps == 8 else 1.0) * (5.0 if row.gradients.columns < 32 else 1.0)
@@ -36,7 +36,7 @@ def stopped_clock(monkeypatch):
         return {name: [ms(rows[call])] * 3 for name, call in calls.items()}
 
     monkeypatch.setattr(tune, "under", under)
-    monkeypatch.setattr(tune, "interleaved", interleaved)
+    monkeypatch.setattr(tune, "time_in_turns", time_in_turns)
     monkeypatch.setattr(tune, "pass_call", lambda run, x, phase: lambda: None)
     monkeypatch.setattr(timing, "ROUNDS", (3, 3))
 

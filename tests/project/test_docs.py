@@ -2,8 +2,12 @@
 
 import contextlib
 import io
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +113,37 @@ def test_every_command_and_example_of_a_page_runs(page, tmp_path, monkeypatch, b
                 assert ours is not None, f"{where}: {words} cannot run here; say what it needs"
                 status, output = run(ours)
                 assert status == 0, f"{where}: {shlex.join(words)}\n{output}"
+
+
+def test_an_operation_is_added_by_touching_six_files(tmp_path):
+    """As docs/extending.md does it: in a copy of the repository, where parity then judges it."""
+    for folder in ("delta_trn", "backends"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True)
+    for folder in ("models", "nki_kernels", "triton_kernels", "train"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    page = [block for block in BLOCKS if block.page.name == "extending.md"]
+    for block in page:
+        if block.file and block.file.startswith("leaky/"):
+            path = tmp_path / "backends" / block.file
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(block.text.replace("from leaky", "from delta_trn.backends.leaky") + "\n")
+    (diff,) = (block.text for block in page if block.language == "diff")
+    for part in re.split(r"^---", diff, flags=re.MULTILINE)[1:]:
+        name, *lines = part.splitlines()
+        path = tmp_path / name.strip() if name else path
+        old, new = ("\n".join(x[1:] for x in lines if x[:1] != other) for other in "+-")
+        text, old = path.read_text(), old or "\ndef _run("
+        assert text.count(old) == 1, f"docs/extending.md changes what {path.name} does not have once: {old}"
+        path.write_text(text.replace(old, new))
+    files = {path.relative_to(tmp_path) for path in (tmp_path / "backends").rglob("*.py")}
+    changed = [
+        x for x in files if not (ROOT / x).exists() or (ROOT / x).read_text() != (tmp_path / x).read_text()
+    ]
+    assert len(changed) + 1 <= 6  # and its test
+    judge = [sys.executable, *shlex.split("-m delta_trn.backends.parity --op leaky_sum --backend chunked")]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(judge, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0 and "leaky_rows" in run.stdout, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from delta_trn.backends.compiler import NotCompiled
 from delta_trn.backends.gated_delta_rule import triton_adapter
-from delta_trn.triton_kernels.sass import Code, Instruction, followed, loops, parse, unfenced
+from delta_trn.triton_kernels.sass import Code, Instruction, count_unfenced, is_followed, loops, parse
 from tools.estimate import __main__ as command
 from tools.estimate import calibration, layers, machine, peer, simulate, work
 from tools.estimate.estimates import PARALLEL, SERIAL, factor
@@ -74,14 +74,14 @@ WAIT, COPY = instruction("DEPBAR.LE"), instruction("LDGSTS.E.128")
     ],
 )
 def test_products_without_a_fence_are_counted_on_every_way(missing, code):
-    assert unfenced((*code, EXIT)) == missing
+    assert count_unfenced((*code, EXIT)) == missing
 
 
 def test_products_of_stored_tiles_need_a_fence_after_the_store():
     code = [COPY, WAIT, FENCE, STORE, PRODUCT, EXIT]
-    assert (unfenced(tuple(code)), unfenced(tuple(code), stores=True)) == (0, 1)
+    assert (count_unfenced(tuple(code)), count_unfenced(tuple(code), stores=True)) == (0, 1)
     code.insert(4, FENCE)
-    assert unfenced(tuple(code), stores=True) == 0
+    assert count_unfenced(tuple(code), stores=True) == 0
 
 
 def test_control_codes_are_read_as_they_were_written():
@@ -122,10 +122,10 @@ def test_an_early_return_is_skipped_whichever_way_the_branch_goes():
         EXIT,
     )
     no_loop = (*loop_is_there[:4], instruction("FADD"), EXIT)
-    assert followed(work_is_there, 0)
-    assert followed(loop_is_there, 0) and not followed(no_loop, 0)
-    assert not followed(work_is_here, 0)
-    assert not followed(guarded, 0)
+    assert is_followed(work_is_there, 0)
+    assert is_followed(loop_is_there, 0) and not is_followed(no_loop, 0)
+    assert not is_followed(work_is_here, 0)
+    assert not is_followed(guarded, 0)
 
 
 def test_a_warp_issues_no_sooner_than_stall_counts_allow():

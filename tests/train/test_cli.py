@@ -20,7 +20,7 @@ from delta_trn import load_model
 from delta_trn.train.__main__ import COMMANDS, WAITING, main, set_waiting
 from delta_trn.train.commands.run import USUAL
 from delta_trn.train.recipes import RECIPES, recipe
-from delta_trn.train.run.optimizer import scaled
+from delta_trn.train.run.optimizer import list_scaled
 from delta_trn.train.settings.schema import RunConfig, flatten
 from tests.support import tiny_run
 from tests.support.tiny_models import assert_same
@@ -137,7 +137,7 @@ class TestParameters:
         assert {tuple(row) for row in rows} == {
             ("name", "shape", "role", "init_std", "multiplier", "lr", "weight_decay")
         }
-        expected = scaled(recipe("tiny"))
+        expected = list_scaled(recipe("tiny"))
         assert [row["name"] for row in rows] == [row.name for row in expected]
         assert [row["lr"] for row in rows] == [row.lr for row in expected]
         by_name = {row["name"]: row for row in rows}

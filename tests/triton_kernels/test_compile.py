@@ -62,7 +62,7 @@ UNFENCED = """
 from dataclasses import replace
 import triton
 from delta_trn.triton_kernels import compile_only, gated_delta_rule_fwd, gated_delta_rule_reverse
-from delta_trn.triton_kernels.sass import disassemble, parse, unfenced
+from delta_trn.triton_kernels.sass import disassemble, parse, count_unfenced
 
 modules = gated_delta_rule_fwd, gated_delta_rule_reverse
 first = {f"{v.kernel} {K}": v for K in (64, 256) for m in modules for v in m.variants(K, 128, 2, True)}
@@ -73,8 +73,8 @@ for name, variant in first.items():
     code = parse(disassemble(compiled.asm["cubin"]))
     bare = [replace(x, opcode="NOP") if x.name == "FENCE" else x for x in code]
     copies = any(x.name == "LDGSTS" for x in code)
-    print(name, copies, sum(x.name == "HGMMA" for x in code) > 0, unfenced(code, stores=stores),
-        unfenced(tuple(bare), stores=stores) > 0)
+    print(name, copies, sum(x.name == "HGMMA" for x in code) > 0, count_unfenced(code, stores=stores),
+        count_unfenced(tuple(bare), stores=stores) > 0)
 """
 
 
@@ -95,7 +95,8 @@ variant = next(cross_entropy.variants(0, 300, 2, True))
 source = compile_only.source("bf16", variant)
 ptx = triton.compile(source, compile_only.HOPPER, variant.tile.options()).asm["ptx"]
 barriers = [match.span() for match in re.finditer(r"bar\\.sync", ptx)]
-print(compile_only.unordered(ptx), [compile_only.unordered(ptx[:a] + ptx[b:]) for a, b in barriers][-1])
+count = compile_only.count_unordered
+print(count(ptx), [count(ptx[:a] + ptx[b:]) for a, b in barriers][-1])
 """
 
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
-from delta_trn.triton_kernels.launch import TABLE, Tile, adjusted, config
+from delta_trn.triton_kernels.launch import TABLE, Tile, adjust, config
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -49,6 +49,6 @@ def test_no_row_of_the_table_is_unreachable():
 
 def test_adjusted_launches_hold_within_the_block_alone():
     row = config(64, 64, itemsize=2)
-    with adjusted(lambda row: replace(row, C=16)):
+    with adjust(lambda row: replace(row, C=16)):
         assert config(64, 64, itemsize=2) == replace(row, C=16)
     assert config(64, 64, itemsize=2) == row

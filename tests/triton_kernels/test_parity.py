@@ -15,7 +15,7 @@ from delta_trn.backends.dispatch import TRITON_DEVICES
 from delta_trn.backends.parity.rule import verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME, Case, select
 from delta_trn.triton_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd
-from delta_trn.triton_kernels.launch import adjusted, config
+from delta_trn.triton_kernels.launch import adjust, config
 
 SCANS = ("scan", "reverse")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,7 +40,7 @@ def test_parity_holds_in_layouts_of_two_four_and_eight_warps(name, dtype, warps)
         tiles = ("prepare", "scan", "reverse", "gradients")
         return replace(row, **{tile: replace(getattr(row, tile), warps=warps) for tile in tiles})
 
-    with adjusted(forced):
+    with adjust(forced):
         failures = [str(verdict) for verdict in judge(name, dtype).values() if not verdict.passed]
     assert not failures, "\n".join(failures)
 
@@ -61,7 +61,7 @@ def test_parity_holds_in_the_wide_scans_of_many_heads():
     """Of two tiles of 128 columns, the second is half empty at V = 192. The case itself has few heads."""
     many = config(96, 192, itemsize=2)
     assert many.scan.columns == 128
-    with adjusted(lambda row: replace(row, scan=many.scan, reverse=replace(many.scan, stages=2))):
+    with adjust(lambda row: replace(row, scan=many.scan, reverse=replace(many.scan, stages=2))):
         failures = [str(verdict) for verdict in judge("k96", torch.bfloat16).values() if not verdict.passed]
     assert not failures, "\n".join(failures)
 
@@ -87,7 +87,7 @@ def test_parity_holds_in_scans_of_transposed_and_upright_tiles(name, upright, dt
     def turned(row):
         return replace(row, **{kernel: replace(getattr(row, kernel), upright=upright) for kernel in SCANS})
 
-    with adjusted(turned):
+    with adjust(turned):
         failures = [str(verdict) for verdict in judge(name, dtype).values() if not verdict.passed]
     assert not failures, "\n".join(failures)
 

@@ -25,7 +25,7 @@ from math import exp, log, sqrt
 from pathlib import Path
 
 from delta_trn.triton_kernels.sass import Code, Instruction
-from tools.estimate.estimates import moved, of_code
+from tools.estimate.estimates import of_code, time_move
 from tools.estimate.simulate import Work
 from tools.estimate.work import ITEM, Launch
 
@@ -106,7 +106,8 @@ def compare(heads: tuple[int, int], lengths: tuple[int, int], kernels: dict[str,
         blocks = {n: int(v) for n, _, v in words if n in ("BK", "BV")}
         launch = Launch(name, False, None, work(call, blocks))
         microseconds += of_code(launch, kernels["codes"][choice]).microseconds
-    microseconds += moved(call.rows * CHUNK * ITEM) + moved(call.rows * 8)  # zeros of A; the running sum of g
+    microseconds += time_move(call.rows * CHUNK * ITEM)  # zeros of A
+    microseconds += time_move(call.rows * 8)  # the running sum of g
     return microseconds / 1e3 / MEASURED[heads][lengths]
 
 

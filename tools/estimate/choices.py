@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from delta_trn.triton_kernels.launch import Tile, adjusted, config
+from delta_trn.triton_kernels.launch import Tile, adjust, config
 from tools.estimate.estimates import Estimator
 from tools.estimate.work import ITEM, SHAPES, launches
 
@@ -33,7 +33,7 @@ def table(kernel: str, shape: str) -> Iterator[str]:
     } | {now}
     results = []
     for tile in tiles:
-        with adjusted(lambda row, tile=tile: replace(row, **{kernel: tile})):
+        with adjust(lambda row, tile=tile: replace(row, **{kernel: tile})):
             try:
                 estimates = [estimator.estimate(launch) for launch in launches(sizes)]
             except ValueError as failure:

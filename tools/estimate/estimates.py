@@ -52,7 +52,7 @@ def factor(simulation: Simulation, *, serial: bool) -> float:
     return SERIAL + (PARALLEL - SERIAL) * busy
 
 
-def moved(size: float, count: int = 1) -> float:
+def time_move(size: float, count: int = 1) -> float:
     """Returns the microseconds of `count` kernels that move `size` bytes in all and do little else."""
     return 1e6 * (PARALLEL * size / machine.MEMORY_BYTES + count * machine.LAUNCH_SECONDS)
 
@@ -68,7 +68,7 @@ class Estimator:
     def estimate(self, launch: Launch) -> Estimate:
         """Returns what a launch takes. Raises ValueError where a program exceeds an SM."""
         if launch.variant is None:
-            return Estimate(launch.name, "", launch.backward, moved(launch.work.load_bytes, launch.count))
+            return Estimate(launch.name, "", launch.backward, time_move(launch.work.load_bytes, launch.count))
         variant = launch.variant
         key = f"{variant.function} {variant.tile} {sorted((n, str(v)) for n, v in variant.values.items())}"
         key += f" {variant.multiples}"

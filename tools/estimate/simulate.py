@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from delta_trn.backends import compiler
-from delta_trn.triton_kernels.sass import Code, Instruction, followed, loops
+from delta_trn.triton_kernels.sass import Code, Instruction, is_followed, loops
 from tools.estimate import machine
 
 SOURCE = Path(__file__).with_name("simulate.cpp")
@@ -165,7 +165,7 @@ def _simulate(instructions, costs, turns, settings) -> dict:
     for i, (x, cost) in enumerate(zip(instructions, costs, strict=True)):
         target = -1 if x.target is None or x.target == i else x.target
         if target > i:
-            cost = replace(cost, argument=float(followed(instructions, i)))
+            cost = replace(cost, argument=float(is_followed(instructions, i)))
         lines.append(
             f"{cost.kind} {x.stall} {x.write} {x.read} {x.wait} {cost.interval} {cost.latency} {cost.reads} "
             f"{cost.size} {cost.waves} {cost.argument:.0f} {cost.cause} {target} {turns.get(i, 1)}"

@@ -139,7 +139,7 @@ class _Calls:
         heads = {"H": self.shape.H, "HV": self.shape.HV}
         return replace(variant, values=variant.values | heads | values)
 
-    def _given(self, variant: Variant, *names: str) -> Variant:
+    def _give(self, variant: Variant, *names: str) -> Variant:
         """Returns the variant with tensors that it had as absent."""
         return replace(variant, values={n: v for n, v in variant.values.items() if n not in names})
 
@@ -163,10 +163,10 @@ class _Calls:
         tiles = self._tiles(columns)
         load_bytes = self.keys + self.values + self.T + 5 * self.factor
         if name == "scan of segments":
-            variant = self._given(variant, "transition", "final_state")
+            variant = self._give(variant, "transition", "final_state")
             tiles += -(-self.shape.K // columns)
         elif self.segments > 1:
-            variant = self._given(variant, "initial_state")
+            variant = self._give(variant, "initial_state")
         if writes:
             load_bytes += self.keys + self.P + self.factor
         return Launch(name, backward, variant, self._serial(columns, tiles, load_bytes))
@@ -176,7 +176,7 @@ class _Calls:
         variant = self._variant(gated_delta_rule_reverse, options, "reverse_scan")
         load_bytes = 2 * self.keys + self.values + self.T + self.P + 4 * self.factor
         if options == "dense" and self.segments > 1:
-            variant = self._given(variant, "initial_state", "dstate", "carry")
+            variant = self._give(variant, "initial_state", "dstate", "carry")
         return Launch(name, True, variant, self._serial(columns, self._tiles(columns), load_bytes))
 
     def chain(self, name: str, *, backward: bool) -> Launch:
@@ -202,7 +202,7 @@ class _Calls:
         passes = self._tiles(self.row.gradients.columns)
         load_bytes = 4 * self.values + 2 * self.states + 2 * self.keys + 6 * self.factor
         if self.segments > 1:
-            variant = self._given(variant, "carry")
+            variant = self._give(variant, "carry")
         loops = (3 if self.shape.K > 64 else 2) * (passes,)
         work = Work(self.chunks * self.shape.HV, load_bytes, loops, mask=self.mask)
         if self.adds_pairs:  # a launch for each value head of a pair; the second reads dq of the first

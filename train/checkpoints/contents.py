@@ -100,7 +100,7 @@ def snapshot(sharding: Sharding, optimizer: Optimizer, state: State) -> Snapshot
     sharding.at_rest()
     named = sharding.tensors()
     slots = sharding.slots(optimizer)
-    slots |= {key: sharding.whole(key, x) for key, x in slots.items() if sharding.saved_whole(key)}
+    slots |= {key: sharding.whole(key, x) for key, x in slots.items() if sharding.saves_whole(key)}
     # what all have whole, one writes
     shared = named | {key: x for key, x in slots.items() if not isinstance(x, DTensor)}
     owners = _assign({name: x.numel() for name, x in shared.items()}, sharding.team.world)
@@ -251,14 +251,14 @@ def restore(folder: Path, sharding: Sharding, optimizer: Optimizer) -> None:
     slots: dict[str, Tensor] = {}
     for name, parameter in own.items():
         for key, size, dtype in saved[name]:
-            if not size or sharding.saved_whole(name):
+            if not size or sharding.saves_whole(name):
                 slots[key] = torch.empty(size, dtype=dtype)
             else:
                 slots[key] = torch.empty_like(parameter.detach(), dtype=dtype)
     _read(folder, slots)
     slots = {_current_name(key, own): tensor for key, tensor in slots.items()}
     for key, whole in slots.items():
-        if sharding.saved_whole(key):
+        if sharding.saves_whole(key):
             slots[key] = sharding.part(key, whole)
     sharding.load_slots(optimizer, slots)
     set_random_states(load_file(folder / _RANDOM), sharding.model.device)
@@ -287,7 +287,7 @@ def load_weights(folder: Path, sharding: Sharding) -> None:
             f"of another shape, {(missing + wrong)[0]} first; begin a new run"
         )
     targets = {name: own[name].detach() for name in saved}
-    wholes = {name: torch.empty(saved[name]) for name in saved if sharding.saved_whole(name)}
+    wholes = {name: torch.empty(saved[name]) for name in saved if sharding.saves_whole(name)}
     _read(folder, {files[name][0]: tensor for name, tensor in (targets | wholes).items()})
     for name, whole in wholes.items():
         targets[name].copy_(sharding.part(name, whole))

@@ -27,12 +27,12 @@ class Saver:
             contents.require_finite(snapshot, rank=team.rank)
 
         # before the processes write together: one that raised there would leave the others in a collective
-        team.agreed(prepare)
+        team.agree(prepare)
         with store.writing(step, leads=team.leads) as folder:
             team.leader_does(lambda: store.begin(step))
             contents.write_optimizer(folder, snapshot, team)
             write = {"config": run.config, "sharding": run.sharding, "tokenizer": run.dataset.tokenizer}
-            parts = team.agreed(lambda: describe(contents.write(folder, snapshot, **write)))
+            parts = team.agree(lambda: describe(contents.write(folder, snapshot, **write)))
             team.leader_does(lambda: store.finish(step, parts))
         self._saved, self._has_saved = step, True
 

@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from delta_trn.models.mup import OPTIMIZERS
-from delta_trn.train.recipes import announced
+from delta_trn.train.recipes import announce
 from delta_trn.train.settings.effects import require_effect_somewhere
 from delta_trn.train.settings.errors import UsageError
 from delta_trn.train.settings.overrides import (
@@ -108,7 +108,7 @@ def _starts_of_recipe(recipe: str, own: Mapping[str, str], changes: Mapping[str,
     optimizers = own["optimizers"].split(",")
     if not set(optimizers) <= set(OPTIMIZERS):
         raise UsageError(f"optimizers={own['optimizers']}: expected some of {','.join(OPTIMIZERS)}")
-    base, configs = announced(recipe), {}
+    base, configs = announce(recipe), {}
     for optimizer, table in product(optimizers, own["parametrizations"].split(",")):
         axes = {"optimizer.name": optimizer, "optimizer.lr": own[f"lr.{optimizer}"], "parametrization": table}
         configs[table, optimizer] = change(base, {**QUIET, **changes, **axes})

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from delta_trn.train.recipes import announced
+from delta_trn.train.recipes import announce
 from delta_trn.train.settings.overrides import apply, parse, read_arguments
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="a list of objects; init_std null: not normal")
     options = read_arguments(parser, arguments)
-    config = apply(announced(options.recipe), parse(options.changes))
+    config = apply(announce(options.recipe), parse(options.changes))
 
-    from delta_trn.train.run.optimizer import scaled
+    from delta_trn.train.run.optimizer import list_scaled
 
-    rows = [_row(parameter) for parameter in scaled(config)]
+    rows = [_row(parameter) for parameter in list_scaled(config)]
     if options.json:
         print(json.dumps(rows, indent=1))
         return 0

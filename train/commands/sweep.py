@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from delta_trn.train.files import write_file
-from delta_trn.train.recipes import announced
+from delta_trn.train.recipes import announce
 from delta_trn.train.settings.errors import RunFolderError, UsageError
 from delta_trn.train.settings.overrides import change, parse, read_arguments, whole_number
 from delta_trn.train.settings.schema import RunConfig
@@ -69,7 +69,7 @@ def _sweep(name: str, options: Mapping[str, str], out: str | None) -> "tuple[Swe
     """Returns the sweep of a recipe, and its folder."""
     from delta_trn.train.studies.sweep.grid import define
 
-    announced(name)  # every trial begins with it
+    announce(name)  # every trial begins with it
     sweep = define(name, options)
     folder = Path(out) if out else Path("runs") / f"sweep-{name}"
     if (folder / "config.json").exists():

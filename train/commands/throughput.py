@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from delta_trn.train.recipes import announced
+from delta_trn.train.recipes import announce
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.overrides import apply, parse, read_arguments
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     given = read_arguments(parser, arguments)
     if given.rounds < 2:
         raise ConfigError(f"--rounds={given.rounds}: expected at least 2")
-    config = apply(announced(given.recipe), parse(given.changes))
+    config = apply(announce(given.recipe), parse(given.changes))
 
     from delta_trn.backends.bench.peers import PEERS
     from delta_trn.backends.machine import facts

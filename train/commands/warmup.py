@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from delta_trn.train.recipes import announced
+from delta_trn.train.recipes import announce
 from delta_trn.train.settings.overrides import apply, parse, read_arguments
 from delta_trn.train.settings.schema import RunConfig
 
@@ -36,7 +36,7 @@ def _configuration(name: str) -> RunConfig:
         from delta_trn.train.checkpoints.run_folder import RunFolder
 
         return RunFolder(Path(name)).read()[0]
-    return announced(name)
+    return announce(name)
 
 
 def _list(config: RunConfig, world: int) -> int:

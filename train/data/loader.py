@@ -61,7 +61,7 @@ class Batch(NamedTuple):
         """Returns the batch with every tensor changed."""
         return Batch(*(None if x is None else change(x) for x in self))  # type: ignore[arg-type]
 
-    def counted(self) -> "Tensor":
+    def count_tokens(self) -> "Tensor":
         """Returns the number of targets that count, on their device."""
         return (self.targets != IGNORED).sum()
 

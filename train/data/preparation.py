@@ -60,13 +60,13 @@ def prepare(data: DataSection, *, show: bool = True) -> Path:
         return folder
     with hold_folder(folder):
         if not is_complete(folder, settings):  # another process may have held the folder until now
-            with Bar(console(stderr=True), show=show) as bar, unfinished(folder) as place:
+            with Bar(console(stderr=True), show=show) as bar, open_unfinished(folder) as place:
                 _Preparation(place, data, settings, source, held_out, bar).run()
     return folder
 
 
 @contextmanager
-def unfinished(folder: Path) -> Iterator[Path]:
+def open_unfinished(folder: Path) -> Iterator[Path]:
     """Yields a place within the folder to write to, and moves what is in it to the folder at the end.
 
     After an error nothing of it is left. SettingsDiffer if the folder holds somebody else's shards.

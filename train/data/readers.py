@@ -87,7 +87,7 @@ def read_rows(path: Path, text_field: str) -> Iterator[str]:
     """Reads one field of every row of a .jsonl, .csv, .tsv or .parquet file."""
     if kind_of(path) == ".jsonl":
         with open_text(path) as lines:
-            yield from read_dataset(_parsed(lines, path), text_field, str(path))
+            yield from read_dataset(_parse(lines, path), text_field, str(path))
         return
     import datasets
 
@@ -102,7 +102,7 @@ def read_rows(path: Path, text_field: str) -> Iterator[str]:
     yield from read_dataset(rows, text_field, str(path))
 
 
-def _parsed(lines: Iterable[str], path: Path) -> Iterator[Any]:
+def _parse(lines: Iterable[str], path: Path) -> Iterator[Any]:
     """Yields the objects in the lines that are not blank."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -118,7 +118,7 @@ class NeuronSharding(Sharding):
         for (name, parameter), shard in zip(named_parameters(optimizer), _shards(optimizer), strict=True):
             for slot, x in optimizer.base_optimizer.state.get(shard, {}).items():
                 if x is not None:
-                    rows = _gathered(x, group, 0)[: parameter.shape[0]] if x.dim() else x
+                    rows = _gather(x, group, 0)[: parameter.shape[0]] if x.dim() else x
                     tensors[f"{name}/{slot}"] = rows.detach().contiguous()
         return tensors
 
@@ -144,7 +144,7 @@ class NeuronSharding(Sharding):
             for slot, x in tensors.items():
                 optimizer.base_optimizer.state[shard][slot] = (rows(x) if x.dim() else x).to(shard.device)
 
-    def saved_whole(self, name: str) -> bool:
+    def saves_whole(self, name: str) -> bool:
         return _is_part(self._parameter(name))
 
     def shape(self, name: str) -> torch.Size:
@@ -158,7 +158,7 @@ class NeuronSharding(Sharding):
         if not x.dim() or not _is_part(parameter):
             return x
         group = library("parallel_layers.parallel_state").get_tensor_model_parallel_group()
-        return _gathered(x, group, parameter.partition_dim)
+        return _gather(x, group, parameter.partition_dim)
 
     def _divide(self, parameter: Any, whole: Tensor) -> Tensor:
         if not whole.dim() or not _is_part(parameter):
@@ -231,7 +231,7 @@ def _shards(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.base_optimizer.param_groups for p in group["params"]]
 
 
-def _gathered(x: Tensor, group: Any, dim: int) -> Tensor:
+def _gather(x: Tensor, group: Any, dim: int) -> Tensor:
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x.detach().contiguous(), group=group)
     return torch.cat(parts, dim)

@@ -157,7 +157,7 @@ class Sharding:
         ordered = (whole if order is None or not whole.dim() else whole[order]).to(parameter.device)
         return self._divide(parameter, ordered)
 
-    def saved_whole(self, name: str) -> bool:
+    def saves_whole(self, name: str) -> bool:
         """Returns whether this is gathered before it is saved: its parts are no blocks of the saved one."""
         return self._order(name) is not None
 

@@ -76,7 +76,7 @@ class Team:
         """Returns the leader's value. Waits for it."""
         return self._broadcast(value, self.hosts)
 
-    def agreed(self, work: Callable[[], T]) -> list[T]:
+    def agree(self, work: Callable[[], T]) -> list[T]:
         """Returns what work() returns on each process, by rank. Waits for all.
 
         What it raises on one process, it raises on all: none goes on without the others, or waits for them.
@@ -102,7 +102,7 @@ class Team:
 
     def leader_does(self, work: Callable[[], T]) -> T:
         """Returns what work() returns on the leader, which alone does it. Its error is raised on all."""
-        return self.agreed(lambda: work() if self.leads else None)[0]  # type: ignore[return-value]
+        return self.agree(lambda: work() if self.leads else None)[0]  # type: ignore[return-value]
 
     @contextlib.contextmanager
     def leader_first(self) -> Iterator[None]:

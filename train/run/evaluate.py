@@ -56,8 +56,8 @@ def evaluate(
             batch = turn[team.data_rank if counts else 0]
             mean = loss(*batch.each(lambda x: x.to(device, non_blocking=True)))
             if counts:
-                total += mean.to(exact) * int(batch.counted())
-            tokens += sum(int(batch.counted()) for batch in turn)
+                total += mean.to(exact) * int(batch.count_tokens())
+            tokens += sum(int(batch.count_tokens()) for batch in turn)
             machine.synchronize(device, wait=False)
             if is_to_stop():
                 raise Interrupted

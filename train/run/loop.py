@@ -161,7 +161,7 @@ class _Loop:
         bad = next(((p, pair) for p, pair in zip(steps, numbers, strict=True) if not _finite(pair)), None)
         if bad is not None:
             self._report([line for line in good if line["step"] < bad[0].step])
-            raise self._diverged(bad[0], *bad[1])
+            raise self._describe_divergence(bad[0], *bad[1])
         self._report(good)
         self._attempt("progress line", lambda: self.display.update(steps[-1].step, good[-1]["loss"], rate))
 
@@ -265,7 +265,7 @@ class _Loop:
     def _tokens_in_a_step(self) -> int:
         return self.run.config.batch.sequences * self.run.config.batch.length
 
-    def _diverged(self, p: _Pending, loss: float, norm: float) -> Diverged:
+    def _describe_divergence(self, p: _Pending, loss: float, norm: float) -> Diverged:
         what = (
             f"loss is {loss}"
             if not math.isfinite(loss)

@@ -40,7 +40,7 @@ def learning_rate(config: RunConfig, finished: int) -> float:
     return low + 0.5 * (1 + math.cos(math.pi * r)) * (peak - low)
 
 
-def scaled(config: RunConfig) -> list[ScaledParameter]:
+def list_scaled(config: RunConfig) -> list[ScaledParameter]:
     """Returns what every parameter of a run gets, from a model without memory."""
     from delta_trn.models import DeltaForCausalLM
 

@@ -110,7 +110,7 @@ def start(config: RunConfig) -> Iterator[Run]:
             dataset = load_dataset(config)
         config = with_data(config, dataset)
         origin = team.from_leader(new_origin(config, dataset.fingerprint))
-        team.agreed(lambda: _require_same_data(dataset, origin))
+        team.agree(lambda: _require_same_data(dataset, origin))
         run = _assemble(config, origin, RunFolder(path), dataset, device, team)
         team.leader_does(lambda: _make_folder(path))
         with _hold(run.folder, team):
@@ -153,7 +153,7 @@ def resume(path: Path, changes: dict[str, str], step: int | None, tell: Tell) ->
         config = with_data(config, dataset)
         run = _assemble(config, origin, folder, dataset, device, team)
         if step:
-            team.agreed(lambda: checkpoint.restore(where, run.sharding, run.optimizer))
+            team.agree(lambda: checkpoint.restore(where, run.sharding, run.optimizer))
             run.loader.load_state_dict(state.position)
             run.state = state
         team.leader_does(lambda: _rewind(run, saved, tell))

@@ -58,7 +58,7 @@ class TrainingStep:
         """
         self.optimizer.zero_grad(set_to_none=True)
         set_learning_rate(self.optimizer, lr)
-        micros = batch.each(self._moved).split(self.micro)
+        micros = batch.each(self._move).split(self.micro)
         total = torch.zeros((), device=self.device)
         for left, some in zip(reversed(range(len(micros))), micros, strict=True):
             with self.sharding.accumulating(left > 0):
@@ -73,7 +73,7 @@ class TrainingStep:
         machine.synchronize(self.device, wait=False)  # on XLA this is one graph, too
         return mean, norm
 
-    def _moved(self, tensor: Tensor) -> Tensor:
+    def _move(self, tensor: Tensor) -> Tensor:
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)

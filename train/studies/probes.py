@@ -119,7 +119,7 @@ class View:
 
 
 @contextlib.contextmanager
-def observed(model: DeltaForCausalLM) -> Iterator[View]:
+def observe(model: DeltaForCausalLM) -> Iterator[View]:
     """Within `with`, a forward pass fills the view. Its tensors keep their gradients after backward."""
     view, handles = View(), []
     blocks: list[Any] = list(model.model.blocks)
@@ -142,7 +142,7 @@ def observed(model: DeltaForCausalLM) -> Iterator[View]:
             handle.remove()
 
 
-def normalized(x: Tensor) -> Tensor:
+def normalize(x: Tensor) -> Tensor:
     """Returns x / sqrt(sum x^2 + 1e-6) over the last dimension, as the operation computes it."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPSILON)
 
@@ -173,7 +173,7 @@ def measure(model: DeltaForCausalLM, loss: Loss, batch: Batch) -> dict[str, floa
     try:
         for p, _ in kept:
             p.grad = None
-        with observed(model) as view:
+        with observe(model) as view:
             # the sum over tokens, not their mean
             (loss(*batch) * batch.targets.numel()).backward()
         values: dict[str, float] = {}
@@ -198,7 +198,7 @@ def layer_probes(view: MixerView) -> dict[str, float]:
     beta = beta / view.mixer.beta_max
     alpha = g.exp()
     x = view.x.to(view.mixer.a_proj.weight.dtype)
-    cosine = (normalized(q) * normalized(k)).sum(-1)
+    cosine = (normalize(q) * normalize(k)).sum(-1)
     forgets = -torch.expm1(g).mean((0, 1))  # 1 - alpha without its cancellation
     probes = {
         **{name: rms(x) for name, x in {"q": q, "k": k, "v": v}.items()},
@@ -250,7 +250,7 @@ def recall(S: Tensor, k: Tensor) -> float:
 
     S [B, HV, K, V]; k [B, H, K] of any length. Averaged over all directions of k it is 1, whatever S is.
     """
-    k = normalized(k.float()).repeat_interleave(S.shape[1] // k.shape[1], dim=1)
+    k = normalize(k.float()).repeat_interleave(S.shape[1] // k.shape[1], dim=1)
     values = torch.einsum("bhkv,bhk->bhv", S.float(), k)
     share = values.square().sum(-1) / S.float().square().sum((-2, -1)).clamp_min(1e-30)
     return float((share.mean() * S.shape[2]).sqrt())

@@ -3,7 +3,7 @@
 import math
 
 from delta_trn.train.run.model import model_config, vocabulary
-from delta_trn.train.run.optimizer import scaled
+from delta_trn.train.run.optimizer import list_scaled
 from delta_trn.train.settings.schema import RunConfig
 
 CHUNK = 64  # tokens of a chunk, as the accelerators' kernels have it
@@ -11,7 +11,7 @@ CHUNK = 64  # tokens of a chunk, as the accelerators' kernels have it
 
 def matrix_elements(config: RunConfig) -> int:
     """Counts the elements of all matrices that every token is multiplied by. No weights are made."""
-    shapes = {row.name: tuple(row.shape) for row in scaled(config)}
+    shapes = {row.name: tuple(row.shape) for row in list_scaled(config)}
     count = sum(
         math.prod(shape)
         for name, shape in shapes.items()

@@ -52,7 +52,7 @@ class MetricsFile:
         content = self.path.read_bytes()
         end = 0
         for raw in content.splitlines(keepends=True):
-            line = _parsed(raw)
+            line = _parse(raw)
             if line is None or line["step"] > step:
                 break
             end += len(raw)
@@ -71,12 +71,12 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         return
     with open(path, "rb") as file:
         for raw in file:
-            line = _parsed(raw)
+            line = _parse(raw)
             if line is not None:
                 yield line
 
 
-def _parsed(raw: bytes) -> dict[str, Any] | None:
+def _parse(raw: bytes) -> dict[str, Any] | None:
     if not raw.endswith(b"\n"):
         return None
     try:

@@ -96,7 +96,7 @@ def store(out: np.ndarray, dtype: DType, values: np.ndarray) -> None:
         out[...] = values
 
 
-def rounded(values: np.ndarray, name: str) -> np.ndarray:
+def round_to(values: np.ndarray, name: str) -> np.ndarray:
     """Round float32 values to another float dtype and return them in float32."""
     dtype = dtype_of(name)
     return round_tfloat32(values) if dtype is tfloat32 else values.astype(dtype.numpy).astype(np.float32)

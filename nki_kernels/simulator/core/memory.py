@@ -276,7 +276,7 @@ class NkiTensor:
             )
             if len(pairs) == 1:
                 pairs.append((1, 1))
-        array, where = _strided(self, flat, start, pairs, scalar_offset, vector_offset, indirect_dim)
+        array, where = _take_strided(self, flat, start, pairs, scalar_offset, vector_offset, indirect_dim)
         tensor = NkiTensor(array, self.storage, partition, element)
         tensor.indirection = None if where is None else (flat, where)
         return self._derive(tensor)
@@ -398,7 +398,7 @@ class NkiTensor:
         return [[stride, count] for stride, count in zip(self.strides, self.shape, strict=True)]
 
 
-def _strided(tensor, flat, start, pairs, scalar_offset, vector_offset, indirect_dim):
+def _take_strided(tensor, flat, start, pairs, scalar_offset, vector_offset, indirect_dim):
     """Return the NumPy view of an access pattern; for a gather or scatter also the elements' indices."""
     require(
         scalar_offset is None or vector_offset is None, "scalar_offset and vector_offset exclude each other"

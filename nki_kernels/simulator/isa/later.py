@@ -111,7 +111,7 @@ def activate2(
     return _accumulate(run, registers, reduce_op or add, result, reduce_cmd, reduce_res)
 
 
-def _refused(name: str, generation: int, instead: str) -> Callable[..., Handle]:
+def _refuse(name: str, generation: int, instead: str) -> Callable[..., Handle]:
     def refuse(run: Instruction, *operands: object, **options: object):
         run.needs_generation(generation, name)
         raise NotImplementedError(f"{name} is not simulated; {instead}")
@@ -119,6 +119,6 @@ def _refused(name: str, generation: int, instead: str) -> Callable[..., Handle]:
     return instruction(engines.unknown)(refuse)
 
 
-nc_matmul_mx = _refused("nc_matmul_mx", 4, "multiply bfloat16 tiles with nc_matmul")
-quantize_mx = _refused("quantize_mx", 4, "keep bfloat16 tiles")
-topk = _refused("topk", 2, "take max8 and nc_match_replace8 in turn")
+nc_matmul_mx = _refuse("nc_matmul_mx", 4, "multiply bfloat16 tiles with nc_matmul")
+quantize_mx = _refuse("quantize_mx", 4, "keep bfloat16 tiles")
+topk = _refuse("topk", 2, "take max8 and nc_match_replace8 in turn")

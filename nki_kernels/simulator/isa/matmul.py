@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from delta_trn.nki_kernels.simulator.core.dtypes import FLOAT8, MATMUL, rounded, to_float32
+from delta_trn.nki_kernels.simulator.core.dtypes import FLOAT8, MATMUL, round_to, to_float32
 from delta_trn.nki_kernels.simulator.core.errors import StrictError
 from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction
 from delta_trn.nki_kernels.simulator.core.memory import (
@@ -70,7 +70,7 @@ def nc_matmul(
     )
     rounding = run.machine.numerics.matmul
     if rounding != "float32" and stationary.dtype == "float32":
-        lhs, rhs = rounded(lhs, rounding), rounded(rhs, rounding)
+        lhs, rhs = round_to(lhs, rounding), round_to(rhs, rounding)
     product = down_the_rows(lhs, rhs)
     if product.shape != out.shape:
         _check_output(out, product)

@@ -36,10 +36,10 @@ def check_agreement(arguments: list[str], log: str) -> None:
     with pytest.raises(ConfigError, match="only the leader looks"):
         ask_leader(refuse_on_the_leader, minutes=1)
     with assemble(recipe("tiny"), torch.device("cpu")) as team:
-        assert team.agreed(lambda: team.rank) == [0, 1]
+        assert team.agree(lambda: team.rank) == [0, 1]
         assert team.leader_does(lambda: team.rank) == 0
         with pytest.raises(ConfigError, match="only the leader looks"):
-            team.agreed(refuse_on_the_leader)
+            team.agree(refuse_on_the_leader)
         assert team.largest([team.rank, 7]) == [1, 7]
 
 

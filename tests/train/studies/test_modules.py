@@ -101,7 +101,7 @@ def test_many_distinct_tokens_lower_the_slope_of_logits_and_not_that_of_the_next
 
 def test_modules_with_weights_are_read_once_per_call_and_others_are_not():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Tanh(), layer := nn.Linear(4, 4), layer)
-    with modules.watched(model) as outputs:
+    with modules.watch(model) as outputs:
         model(torch.tensor([1, 2]))
     assert {name: len(parts) for name, parts in outputs.items()} == {"0": 1, "2": 2}
 

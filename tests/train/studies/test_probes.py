@@ -10,7 +10,7 @@ from delta_trn.backends import gated_delta_rule
 from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.data import Batch
 from delta_trn.train.studies.probe_plots import PANELS, load_probes
-from delta_trn.train.studies.probes import measure, normalized, observed, recall, rms
+from delta_trn.train.studies.probes import measure, normalize, observe, recall, rms
 from tests.support.tiny_models import model, tokens
 from tests.support.tiny_run import final_state, keys, read_metrics, run_command, train
 
@@ -24,7 +24,7 @@ class TestFormulas:
         S = torch.randn(1, 1, 8, 16, generator=generator).expand(4000, 1, 8, 16)
         k = torch.randn(4000, 1, 8, generator=generator)
         assert recall(S, k) == pytest.approx(1, abs=0.03)
-        k = normalized(torch.tensor([[[3.0, 4.0, 0, 0]]]))  # the only written key, and one that is none
+        k = normalize(torch.tensor([[[3.0, 4.0, 0, 0]]]))  # the only written key, and one that is none
         S = torch.einsum("bhk,v->bhkv", k, torch.arange(1.0, 6.0))
         assert recall(S, 7 * k) == pytest.approx(2, rel=1e-5)
         assert recall(S, torch.tensor([[[4.0, -3.0, 0, 0]]])) == pytest.approx(0, abs=1e-6)
@@ -59,14 +59,14 @@ class TestFormulas:
 def test_observing_a_model_leaves_outputs_unchanged_and_sees_its_tensors():
     m, ids = model(num_v_heads=8, num_hidden_layers=5, attention_layers=[1]), tokens(2, 20)
     plain = m(ids, use_cache=False).logits
-    with observed(m) as view:
+    with observe(m) as view:
         seen = m(ids, use_cache=False).logits
     assert torch.equal(plain, seen) and torch.equal(m(ids, use_cache=False).logits, seen)
     assert set(view.mixers) == {0, 3, 4}
     for mixer in view.mixers.values():
         q, k, v = mixer.split()
         g, beta = mixer.gates()
-        arguments = (normalized(q), normalized(k), v, g, beta)
+        arguments = (normalize(q), normalize(k), v, g, beta)
         o, state = gated_delta_rule(
             *arguments, scale=mixer.mixer.scale, output_final_state=True, backend="recurrent"
         )

@@ -84,7 +84,7 @@ def readings(
             before: dict[str, list[Tensor]] = {}
             for step in range(steps + 1):
                 optimizer.zero_grad()
-                with watched(model.eval()) as now:
+                with watch(model.eval()) as now:
                     loss = _loss(model, given, now)
                 if not math.isfinite(loss.item()):
                     raise ConfigError(
@@ -203,7 +203,7 @@ def draw_tokens(model: nn.Module, seed: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+def watch(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     """Within `with`, keeps what every module with weights computes: the first floating tensor of each call.
 
     The readout's are called "logits": theory says something else about them.

@@ -89,7 +89,7 @@ def judge(readings: Sequence[Reading], theory: Theory = THEORY) -> list[Verdict]
         if {width for width, _ in group[last, "change"]} != widths:
             continue  # a module that only some of the models have
         slopes = {
-            at: _fit(points, *_allowed(theory, key[2], *at))
+            at: _fit(points, *_find_allowed(theory, key[2], *at))
             for at, points in group.items()
             if at[0] == last or any(y for _, y in points)
         }
@@ -99,7 +99,7 @@ def judge(readings: Sequence[Reading], theory: Theory = THEORY) -> list[Verdict]
     return rows
 
 
-def _allowed(theory: Theory, name: str, step: int, quantity: str) -> tuple[float, float]:
+def _find_allowed(theory: Theory, name: str, step: int, quantity: str) -> tuple[float, float]:
     """Returns the lowest and the highest power that theory allows."""
     own = next((powers for pattern, powers in theory.items() if fnmatchcase(name, pattern)), {})
     low, high = own.get(quantity, FLAT)
@@ -135,7 +135,7 @@ def table(rows: Sequence[Verdict], theory: Theory = THEORY) -> str:
             v = cells[column, name]
             changed = f"{v.change.slope:+.2f} ± {v.change.stderr:.2f}{'' if v.passes else ' ✗'}"
             row += ["0" if v.start is None else str(v.start), changed]
-        low, high = _allowed(theory, name, 1, "change")
+        low, high = _find_allowed(theory, name, 1, "change")
         row.append(f"{low:g}" if low == high else f"{low:g} to {high:g}")
         lines.append("| " + " | ".join(row) + " |")
     for title, passes in (
