@@ -49,9 +49,9 @@ COMMANDS: dict[str, Command] = {
     "data": ("prepare SOURCE | info DIR", "text to token shards"),
 }
 
-# How often a thread of OpenMP that waits looks before it sleeps: 2,000 times, for some 40 us, as long as most
+# How often a thread of OpenMP that waits looks before it sleeps: 1,000 times, for some 20 us, as long as many
 # waits inside of a step. libgomp's 300,000 looks are milliseconds, which another process would have used.
-WAITING = {"GOMP_SPINCOUNT": "2000"}
+WAITING = {"GOMP_SPINCOUNT": "1000"}
 # What training on one's own text takes. `--help` lists these, `--help-all` the others, too.
 USUAL = ("run", "resume", "generate", "export", "plot", "convert", "data", "backends")
 
