@@ -24,7 +24,7 @@ LANES = (
 )  # most K, most V, lanes: at most 166 of SBUF's 176 KiB are live
 LAYER_LANES = 6  # of a whole layer in float32, where the convolution's tiles lie in SBUF, too
 # A call of a whole layer takes at most LONG_LANES lanes of sequences of more than LONG tokens: more of the
-# convolution's results wait in SBUF then, and six lanes of 1,280 tokens do not fit.
+# convolution's results wait in SBUF then, and six lanes of 1,536 tokens do not fit.
 LONG, LONG_LANES = 1024, 5
 BACKWARD_BUNDLES = 2  # of a layer per wave backward: each has a bank of PSUM for sums over all tokens
 LANE_CHUNKS = 64  # chunks of one head per call of the rule: 9,000 instructions backward, 4,000 forward

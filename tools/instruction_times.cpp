@@ -1,22 +1,95 @@
 // Times a kernel's instructions in a given order, as nki_kernels/simulator/cost.py does, and finds what they
 // hold of SBUF and PSUM at most.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
+namespace {
+struct Units {  // what a kernel issues, as places [first, stop) among the recorded instructions
+    const int *of_entry;  // [entries][chunks][2]
+    const int *of_step;   // of the convolution: [3][steps][2]
+    int steps;
+    std::vector<int> sequence;
+
+    void issue(const int *unit) {
+        for (int i = unit[0]; i < unit[1]; i++) sequence.push_back(i);
+    }
+};
+
+// As cells.plan_steps and cells.list_layer_work: a layer's convolution is spread over the turns before the
+// one that needs it.
+struct Convolution {
+    std::vector<int> turns;  // by cell: the first turn that loads of it
+    int done[3] = {0, 0, 0}, step = 0, stop = 0;
+
+    void begin(int turn, Units &units) {
+        int last = turns.size() + 2, first = stop, count = 0;
+        step = first;
+        for (int c = 0; c < int(turns.size()); c++)
+            if (turns[c] <= turn) step = std::max(step, c + 3);
+        for (int i = step; i < last; i++) {
+            int left = turns[std::max(0, i - 2)] - turn;
+            count = std::max(count, (i - step + left) / std::max(1, left));
+        }
+        stop = std::min(step + count, last);
+        done[0] = done[1] = done[2] = first;
+        for (int i = first; i < step; i++) advance_all(i + 1, units);
+    }
+
+    void advance(int to, int kind, Units &units) {
+        for (; done[kind] < to; done[kind]++)
+            units.issue(units.of_step + 2 * (kind * units.steps + done[kind]));
+    }
+
+    void advance_all(int to, Units &units) {
+        for (int kind = 0; kind < 3; kind++) advance(to, kind, units);
+    }
+};
+}  // namespace
+
+// An entry is (its number, turns late, stage of the convolution or -1, share, shares).
 extern "C" double time_order(
-    int n, const int *order, const int *queue, const int *ports, const double *busy, const double *latency,
-    const uint64_t *tables, double load_us, int dma_from, const int *needs_from, const int *needs,
-    const char *waits, const int *tiles_from, const int *tiles, int storages, const int64_t *sbuf,
-    const int64_t *psum, int64_t *peaks) {
+    int entries, const int *entry, int64_t *peaks, int chunks, const int *of_entry, const int *of_step, int steps,
+    int cells, const int *cell_chunk, const int *cell_load, int first, int rest, int n, const int *queue,
+    const int *ports, const double *busy, const double *latency, const uint64_t *tables, double load_us,
+    int dma_from, const int *needs_from, const int *needs, const char *waits, const int *tiles_from,
+    const int *tiles, int storages, const int64_t *sbuf, const int64_t *psum) {
+    Units units{of_entry, of_step, steps, {}};
+    units.sequence.reserve(n);
+    Convolution convolution;
+    int turns = 0;
+    std::vector<int> late_of(entries);
+    for (int e = 0; e < entries; e++) {
+        late_of[entry[5 * e]] = entry[5 * e + 1];
+        turns = std::max(turns, chunks + entry[5 * e + 1]);
+    }
+    for (int c = 0; c < cells; c++) convolution.turns.push_back(cell_chunk[c] + late_of[cell_load[c]]);
+    for (int i = 0; i < first; i++) units.sequence.push_back(i);
+    for (int turn = 0; turn < turns; turn++) {
+        if (cells) convolution.begin(turn, units);
+        for (const int *own = entry; own != entry + 5 * entries; own += 5) {
+            int chunk = turn - own[1], kind = own[2];
+            if (kind >= 0) {  // a stage takes what the one before made a step earlier
+                int due = convolution.step + (convolution.stop - convolution.step) * own[3] / own[4];
+                if (kind > 0) due = std::min(due, convolution.done[kind - 1] + 1);
+                convolution.advance(due, kind, units);
+            } else if (chunk >= 0 && chunk < chunks) {
+                units.issue(of_entry + 2 * (own[0] * chunks + chunk));
+            }
+        }
+        if (cells) convolution.advance_all(convolution.stop, units);
+    }
+    for (int i = rest; i < n; i++) units.sequence.push_back(i);
+    const std::vector<int> &order = units.sequence;
+    if (int(order.size()) != n) return NAN;  // a unit is missing or twice
+
     std::vector<double> end(n, -1.0), free_at(16, 0.0);
     std::vector<std::pair<double, double>> transfers;
     uint64_t resident = 0;
     double total = 0.0;
-    std::vector<int> last(storages, -1);
     for (int at = 0; at < n; at++) {
         int i = order[at];
-        for (int k = tiles_from[i]; k < tiles_from[i + 1]; k++) last[tiles[k]] = at;
         if (tables[i]) {
             resident &= tables[i];
             if (!resident) {
@@ -46,6 +119,11 @@ extern "C" double time_order(
             if (ports[i] >> p & 1) free_at[14 + p] = end[i];
         total = std::max(total, end[i] + latency[i]);
     }
+    if (!peaks) return total;
+
+    std::vector<int> last(storages, -1);
+    for (int at = 0; at < n; at++)
+        for (int k = tiles_from[order[at]]; k < tiles_from[order[at] + 1]; k++) last[tiles[k]] = at;
     std::vector<char> live(storages, 0);
     int64_t in_sbuf = 0, in_psum = 0;
     peaks[0] = peaks[1] = 0;

@@ -5,7 +5,9 @@
 
 It starts from a rule: stages stand as soon as what they need stands, evenly spread over a few turns, and
 those of odd bundles half a turn later. From there it anneals: it moves one entry to another time, keeps what
-the cost model finds faster, and for a while some of what it finds slower.
+the cost model finds faster, and for a while some of what it finds slower. An order may take no more of SBUF,
+PSUM and time than tests allow, in the largest sizes of each kernel and on trn2. Neither the orders that stand
+in the file nor the machine matter: all chance comes from one seed.
 """
 
 import argparse
@@ -20,29 +22,42 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from delta_trn.nki_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, orders
 from delta_trn.nki_kernels.gated_delta_layer import bwd, cells, fwd
 from delta_trn.nki_kernels.schedule import ALL, BUNDLES, EVEN, ODD, list_waits, rank
-from tools.instruction_times import Trace, build_timer
+from tools.instruction_times import Trace, build_timer, find_kind, number_entries
 
 SIZES = (  # that an order is judged by
     {"T": 1024, "H": 6, "K": 128, "V": 256, "lanes": 6, "width": 3},
     {"T": 1024, "H": 8, "K": 64, "V": 128, "lanes": 8, "width": 4},
     {"T": 1024, "H": 2, "HV": 4, "K": 128, "V": 128, "lanes": 6, "width": 2},
 )
+RUNS = 0.3  # of all proposals
 SIDE_BY_SIDE = ("spread columns", "substitute", "merge", *cells.CONVOLUTION)  # forward: ALL bundles
 SHARES = {
     "substitute": 3, "merge": 9, "window": 16, "taps": 16, "silu": 16,
     "load taps": 8, "multiply taps": 8, "sum taps": 8, "store dx": 4,
 }  # fmt: skip
-HEAD = '''"""Has the orders in which the kernels issue their stages; `tools/schedule.py` writes this file.
+HEAD = '''"""Has the orders in which the kernels issue their stages; `tools/schedule.py` finds them.
 
-`nki_kernels.schedule` says what an entry means. MADE has the orders that a search of that program made, with
-its estimates in microseconds on Trn1 for each of the program's SIZES. Any other is older than the program.
+`nki_kernels.schedule` says what an entry means. MADE has the estimates of each order in microseconds, on Trn1
+for each of the program's SIZES.
 """
 
 from delta_trn.nki_kernels.schedule import read_order
 '''
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Says what an order may take where a test bounds it."""
+
+    options: dict[str, Any]  # of the kernel's example, and a target
+    sbuf: int = 171_000  # bytes per partition: a twentieth stays free
+    time: float = math.inf  # microseconds
+    psum: int = 8  # banks
 
 
 @dataclass(frozen=True)
@@ -52,22 +67,37 @@ class Search:
     module: ModuleType
     options: dict[str, int]  # of its example
     turns: float  # over which the rule spreads a chunk's stages
-    sbuf: int  # most bytes of SBUF per partition in the first of SIZES
-    psum: int  # most banks of PSUM
     proposals: int
+    bounds: tuple[Bound, ...]
 
 
+RULE = {"T": 512, "dtype": "float32", "every": 2}
+WIDE = Bound(RULE | {"H": 6, "K": 128, "V": 256, "lanes": 6, "width": 3})
+NARROW = Bound(RULE | {"H": 8, "K": 64, "V": 128, "lanes": 8, "width": 4})
+LONG = {"T": 1536, "K": 128, "V": 256, "lanes": 6, "width": 3}
 SEARCHES = {
-    "RULE_FORWARD": Search(gated_delta_rule_fwd, {"every": 0}, 5.0, 132_000, 8, 60_000),
-    "RULE_BACKWARD": Search(gated_delta_rule_bwd, {"every": 2}, 1.25, 144_000, 8, 50_000),
-    "LAYER_FORWARD": Search(fwd, {"save": 1}, 3.0, 160_000, 8, 25_000),
-    "LAYER_BACKWARD": Search(bwd, {}, 1.25, 167_500, 7, 50_000),
-}
+    "RULE_FORWARD": Search(
+        gated_delta_rule_fwd, {"every": 0}, 5.0, 100_000,
+        (WIDE, NARROW, Bound(SIZES[2] | {"every": 0, "target": "trn2"}, time=158.0),
+         Bound({"T": 1024, "H": 1, "K": 128, "V": 128, "width": 1, "every": 0}, time=95.0)),
+    ),
+    "RULE_BACKWARD": Search(gated_delta_rule_bwd, {"every": 2}, 1.25, 100_000, (WIDE, NARROW)),
+    "LAYER_FORWARD": Search(
+        fwd, {"save": 1}, 4.0, 100_000,
+        (Bound(LONG | {"H": 5, "save": 1}),
+         Bound(LONG | {"H": 5, "K": 64, "V": 128, "dtype": "float32", "save": 1}),
+         Bound(SIZES[1] | {"packed": True, "save": 1})),
+    ),
+    "LAYER_BACKWARD": Search(
+        bwd, {}, 2.5, 100_000, (Bound(SIZES[0], psum=7), Bound(LONG | {"H": 5}, psum=7))
+    ),
+}  # fmt: skip
 
 
-def record_kernel(search: Search, sizes: dict[str, int]) -> Trace:
-    """Records the kernel's example of these sizes."""
-    return Trace(search.module, sizes | search.options)
+def record_kernel(search: Search, options: dict[str, Any]) -> Trace:
+    """Records the kernel's example in the order of the rule."""
+    plan = Plan(search)
+    return Trace(search.module, search.options | options, plan.order(plan.apply_rule(search.turns)))
 
 
 class Plan:
@@ -94,10 +124,36 @@ class Plan:
             for (name, share), i in own.items():
                 if (name, share + 1) in own:
                     self.waits.append((own[name, share + 1], i, 0))
+        numbers = number_entries((name, bundles, share) for name, bundles, share, _ in self.entries)
+        self.packed = np.array(
+            [
+                (numbers[name, bundles, share], 0, find_kind(name), share, shares)
+                for name, bundles, share, shares in self.entries
+            ],
+            np.int32,
+        )
         self.of = defaultdict(list)
         for wait in self.waits:
             self.of[wait[0]].append(wait)
             self.of[wait[1]].append(wait)
+
+    def move(self, times: list[float], rng: random.Random) -> list[float] | None:
+        """Returns times of which one, or a run of one bundle's, is another, or None if a wait forbids it."""
+        at, by = rng.randrange(len(times)), rng.gauss(0.0, rng.choice((0.01, 0.05, 0.3)))
+        own = [at]
+        if rng.random() < RUNS and at not in self.steps:
+            stop = times[at] + rng.choice((0.05, 0.2, 1.0))
+            bundles = self.entries[at][1]
+            own = [
+                i for i, entry in enumerate(self.entries)
+                if entry[1] == bundles and i not in self.steps and times[at] <= times[i] <= stop
+            ]  # fmt: skip
+        moved = list(times)
+        for i in own:
+            moved[i] = max(0.0, times[i] + by)
+            if i in self.steps:
+                moved[i] %= 1.0
+        return moved if all(self.holds(moved, i) for i in own) else None
 
     def holds(self, times: list[float], i: int) -> bool:
         """Returns whether an entry comes after what it waits for, and before what waits for it."""
@@ -126,43 +182,74 @@ class Plan:
         by_place = sorted(range(len(times)), key=lambda i: times[i] - math.floor(times[i]))
         return [(*self.entries[i][:2], math.floor(times[i]), *self.entries[i][2:]) for i in by_place]
 
+    def pack(self, times: list[float]) -> np.ndarray:
+        """Returns the order of these times as `Trace.time_packed` takes it."""
+        late = np.floor(times)
+        at = np.argsort(np.subtract(times, late), kind="stable")
+        packed = self.packed[at]
+        packed[:, 1] = late[at]
+        return packed
+
+
+class Judge:
+    """Prices the orders of a search."""
+
+    def __init__(self, search: Search, plan: Plan, timer: Any, rule: list[float]) -> None:
+        self.timer = timer
+        order = plan.order(rule)
+        self.traces = [Trace(search.module, search.options | sizes, order) for sizes in SIZES]
+        self.bounds = [(bound, Trace(search.module, bound.options, order)) for bound in search.bounds]
+        self.first = [trace.time_packed(plan.pack(rule), timer)[0] for trace in self.traces]
+
+    def time(self, packed: np.ndarray) -> list[float]:
+        """Returns the estimate of each of SIZES."""
+        return [trace.time_packed(packed, self.timer, peaks=False)[0] for trace in self.traces]
+
+    def compare(self, packed: np.ndarray) -> float:
+        """Returns the mean estimate, as a share of the rule's."""
+        return sum(own / rule for own, rule in zip(self.time(packed), self.first, strict=True)) / len(SIZES)
+
+    def find_excess(self, packed: np.ndarray) -> float:
+        """Returns by which shares an order is beyond its bounds, or 0."""
+        excess = 0.0
+        for bound, trace in self.bounds:
+            time, sbuf, psum = trace.time_packed(packed, self.timer)
+            most = zip((time, sbuf, psum), (bound.time, bound.sbuf, bound.psum), strict=True)
+            excess += sum(max(0.0, own / allowed - 1.0) for own, allowed in most)
+        return excess
+
 
 def anneal(name: str, timer: Any, seed: int = 0) -> tuple[Any, list[float], list[float]]:
     """Returns the best order that is found, and the times of the rule and of that order, per example."""
     search = SEARCHES[name]
-    traces = [record_kernel(search, sizes) for sizes in SIZES]
     plan, rng = Plan(search), random.Random(seed)
     times = plan.apply_rule(search.turns)
-    first = [trace.time(plan.order(times), timer) for trace in traces]
-
-    def price(order: Any) -> float:
-        own = [trace.time(order, timer) for trace in traces]
-        beyond = max(0.0, own[0][1] / search.sbuf - 1.0) + max(0.0, own[0][2] / search.psum - 1.0)
-        return sum(a[0] / b[0] for a, b in zip(own, first, strict=True)) / len(own) + beyond
-
-    cost = least = price(plan.order(times))
-    best = list(times)
+    judge = Judge(search, plan, timer, times)
+    packed, cost, least, best = plan.pack(times), math.inf, math.inf, list(times)
     for i in range(search.proposals):
         heat = 4e-3 * (1e-2 ** (i / search.proposals))
-        at = rng.randrange(len(times))
-        moved = list(times)
-        moved[at] = max(0.0, times[at] + rng.gauss(0.0, rng.choice((0.01, 0.05, 0.3))))
-        if at in plan.steps:
-            moved[at] %= 1.0
-        if not plan.holds(moved, at):
+        moved = plan.move(times, rng)
+        if moved is None:
             continue
-        now = price(plan.order(moved))
-        if now <= cost or rng.random() < math.exp((cost - now) / heat):
-            times, cost = moved, now
-            if cost < least:
-                least, best = cost, list(times)
+        order = plan.pack(moved)
+        if not np.array_equal(order, packed):
+            limit = cost - heat * math.log(1.0 - rng.random())
+            now = judge.compare(order)
+            if now > limit:
+                continue
+            excess = judge.find_excess(order)
+            if now + excess > limit:
+                continue
+            packed, cost = order, now + excess
+            if excess == 0.0 and cost < least:
+                least, best = cost, moved
+        times = moved
+    if least == math.inf:
+        raise RuntimeError(f"{name}: no order keeps the bounds of tools/schedule.py; raise its proposals")
     order = plan.order(best)
-    rank(name, search.module.STAGES, [entry[:3] for entry in order])
-    return (
-        [entry[:3] for entry in order],
-        [own[0] for own in first],
-        [trace.time(order, timer)[0] for trace in traces],
-    )
+    table = [entry[:3] for entry in order]
+    rank(name, search.module.STAGES, table)
+    return table, judge.first, judge.time(plan.pack(best))
 
 
 def write(tables: dict[str, Any], made: Mapping[str, Sequence[float]]) -> None:
@@ -188,7 +275,7 @@ def main(arguments: list[str]) -> None:
         parser.error(f"no order is named {unknown[0]}; name one of {', '.join(SEARCHES)}")
     timer = build_timer()
     tables = {name: getattr(orders, name) for name in SEARCHES}
-    made: dict[str, Sequence[float]] = {**orders.MADE}
+    made: dict[str, Sequence[float]] = {name: orders.MADE.get(name, ()) for name in SEARCHES}
     for name in names:
         tables[name], rule, found = anneal(name, timer)
         print(name, "rule", [round(x, 1) for x in rule], "found", [round(x, 1) for x in found], flush=True)

@@ -62,6 +62,7 @@ from delta_trn.triton_kernels.tiles import (
     accumulate,
     accumulate_alone,
     accumulate_in_turn,
+    invert_power,
     locate_chunk,
     multiply,
     round_to,
@@ -74,7 +75,7 @@ from delta_trn.triton_kernels.variants import Variant, gates, layouts, second_of
 LEAST_DIVISOR = tl.constexpr(2.0**-4)
 TYPES = {
     "*x": "q k v do S U dY dS dq dk dv",
-    "*fp32": "g beta A_log dt_bias rows writes carry first_dq dg dbeta dgates",
+    "*fp32": "g beta A_log dt_bias rows units writes carry first_dq dg dbeta dgates",
     "*i64": "chunk_start chunk_length",
     "fp32": "scale beta_max",
     "i32": "tokens NT",
@@ -83,8 +84,8 @@ TYPES = {
 
 @triton.jit(do_not_specialize=["tokens", "NT"])
 def gradients_kernel(
-    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry, first_dq, dq, dk, dv, dg, dbeta,
-    dgates, chunk_start, chunk_length, scale, beta_max, tokens, NT,
+    q, k, v, do, g, beta, A_log, dt_bias, rows, units, S, U, dY, dS, writes, carry, first_dq, dq, dk, dv, dg,
+    dbeta, dgates, chunk_start, chunk_length, scale, beta_max, tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, TILES: tl.constexpr, MEMBER: tl.constexpr, L2NORM: tl.constexpr, SCALED: tl.constexpr,
     PIPELINED: tl.constexpr, DOT: tl.constexpr,
@@ -146,6 +147,14 @@ def gradients_kernel(
     b_fq, b_fk = b_rq, b_rk
     if SCALED:
         b_fq, b_fk = split_power(b_rq)[1], split_power(b_rk)[1]
+    b_strength, b_read = b_beta, b_fq
+    if units is not None:
+        # dq is computed in the first, what dY and dS are a part of in both; they are multiplied in last
+        state_unit = tl.load(units + tile * 2)
+        gradient_unit = tl.load(units + tile * 2 + 1)
+        both_units = state_unit * gradient_unit
+        b_strength = b_beta * gradient_unit
+        b_read = b_fq * invert_power(gradient_unit)
 
     b_OU = tl.zeros([C, C], dtype=tl.float32)  # dO U^T
     b_YU = tl.zeros([C, C], dtype=tl.float32)  # dY U^T
@@ -169,8 +178,10 @@ def gradients_kernel(
             b_dq = accumulate(b_dq, b_do, b_S, DOT)
         b_dY32 = b_dY.to(tl.float32)
         b_dbeta += tl.sum(b_dY32 * b_v.to(tl.float32), axis=1)
-        tl.store(dv + p_v + o_tv, round_to(b_dY32 * b_beta[:, None], dv.dtype.element_ty, DOT), mask=m_cv)
+        tl.store(dv + p_v + o_tv, round_to(b_dY32 * b_strength[:, None], dv.dtype.element_ty, DOT), mask=m_cv)
 
+    if units is not None:
+        b_dbeta *= invert_power(state_unit)
     lower = o_c[:, None] >= o_c[None, :]
     strict = o_c[:, None] > o_c[None, :]
     b_q = tl.load(q + (start * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
@@ -180,11 +191,11 @@ def gradients_kernel(
     # factors that are the same along a row wait for its sum, and those of a column are multiplied in once
     b_dQK = b_OU * b_D
     # the left operands of the last products are rounded at once: so they wait in half the registers
-    b_dQKT = tl.trans(round_to(b_dQK * (scale * b_fq)[:, None], dtype, DOT))
+    b_dQKT = tl.trans(round_to(b_dQK * (scale * b_read)[:, None], dtype, DOT))
     b_dQK *= (scale * b_fk)[None, :]
     b_zeros = tl.zeros([C, C], dtype=tl.float32)
     b_QK = accumulate_alone(b_zeros, b_q, tl.trans(b_k), length > 0, ALONE, DOT)
-    b_E = tl.where(strict, b_dQK * b_QK, 0.0) * b_fq[:, None]
+    b_E = tl.where(strict, b_dQK * b_QK, 0.0) * b_read[:, None]
     b_dQK = round_to(b_dQK, dtype, DOT)
     b_written = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_YU, 0.0), axis=1)
     b_dLD = tl.where(strict, -b_YU * b_D, 0.0)  # dL . D
@@ -221,9 +232,13 @@ def gradients_kernel(
     b_q32 = b_q.to(tl.float32) * b_fq[:, None]
     b_dq *= (scale * b_gam)[:, None]
     b_reads = tl.sum(b_q32 * b_dq, axis=1)
+    if units is not None:
+        b_reads *= invert_power(gradient_unit)
     b_dq = accumulate(b_dq, b_dQK, b_k, DOT)
     if L2NORM:
         b_dq = b_rq[:, None] * (b_dq - b_q32 * tl.sum(b_q32 * b_dq, axis=1)[:, None])
+    if units is not None:
+        b_dq *= state_unit
     o_out = o_c[:, None] * (HV * K) + o_k[None, :]
     p_out = (start * HV + i_h) * K
     if MEMBER < 0:
@@ -274,12 +289,17 @@ def gradients_kernel(
     b_dk = accumulate(b_dk, b_dKKT, b_k, DOT)
     if L2NORM:
         b_dk = b_rk[:, None] * (b_dk - b_k32 * tl.sum(b_k32 * b_dk, axis=1)[:, None])
+    if units is not None:
+        b_dk *= both_units
     tl.store(dk + p_out + o_out, round_to(b_dk, dk.dtype.element_ty, DOT), mask=m_ck)
 
     # a sum of the earlier writes, not cumsum - writes: at g = -20 that difference is 1e-9 of its terms
     b_dg += tl.sum(tl.where(strict, b_writes[None, :], 0.0), axis=1)
     b_dg += tl.cumsum(b_reads, axis=0, reverse=True)
     b_dg += tl.exp2(b_last) * b_carry
+    if units is not None:
+        b_dg *= both_units
+        b_dbeta *= both_units
     if A_log is not None:
         b_minus_g = scale_by_exp(rate, softplus(b_s), b_s)
         # a reset has no gradient; its g may be infinite
@@ -296,7 +316,7 @@ def gradients_kernel(
 @take_turns
 def gradients(
     q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry, *, first_dq, dq, dk, dv, dg,
-    dbeta, dgates, scale, l2norm, scaled, beta_max, chunks: Chunks, config: Config,
+    dbeta, dgates, units=None, scale, l2norm, scaled, beta_max, chunks: Chunks, config: Config,
 ):  # fmt: skip
     """Launches `gradients_kernel`, with first_dq once for each value head of a pair: fills dq, dk, dv, dg,
     dbeta, and with A_log dgates.
@@ -310,8 +330,8 @@ def gradients(
         launches = ((0, H, None, first_dq), (1, H, first_dq, dq))
     for member, heads, before, after in launches:
         gradients_kernel[(chunks.count * heads,)](
-            q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry, before, after, dk, dv,
-            dg, dbeta, dgates, chunks.start, chunks.length, scale, beta_max or None, chunks.tokens,
+            q, k, v, do, g, beta, A_log, dt_bias, rows, units, S, U, dY, dS, writes, carry, before, after, dk,
+            dv, dg, dbeta, dgates, chunks.start, chunks.length, scale, beta_max or None, chunks.tokens,
             chunks.per_sequence, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size,
             TILES=tiles, MEMBER=member, L2NORM=l2norm, SCALED=scaled,
             PIPELINED=tile.stages > 1, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
@@ -322,7 +342,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row = config(K, V, itemsize=itemsize)
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C, "TILES": 2, "L2NORM": True}
-    sizes |= {"DOT": row.dot, "MEMBER": -1, "first_dq": None}
+    sizes |= {"DOT": row.dot, "MEMBER": -1, "first_dq": None, "units": None}
     sizes["PIPELINED"] = row.gradients.stages > 1
     sizes |= {"BV": row.gradients.columns} | ({} if itemsize == 4 else {"writes": None})
     for layout, tables in layouts(quick).items():

@@ -21,7 +21,9 @@ and the C x C matrices, and the products read q and k as they came. In float16 r
 1e-6 at a huge one, would take U out of the range: there `prepare` writes q and k times the powers of two in
 r_q and r_k, which is exact, and only the factors f_q, f_k in [1/2, 1) that are left of them fold.
 There, too, P and o are computed in `unit`, a power of two below 1 where scale is below 1 / sqrt(K): float16
-has few digits for a P of 1e-4.
+has few digits for a P of 1e-4. States and their gradients are float32 and may be out of its range: where a
+call has any, `units` has two powers of two for each chunk and head. S and U are in the first, dY and dS in
+the second.
 
 Every g <= 0 is right, -inf included: see tiles.RESET. g and beta are never written where the call gives a
 and z instead, which a layer projects, both [B, tokens, HV]:
@@ -44,7 +46,7 @@ Layout, with NC the number of chunks of all sequences, and B = 1 where N sequenc
     q_scaled, k_scaled             as q and k, for float16 that is normalized
     T, P [NC, HV, C, C]            rows [NC, HV, 9, C] float32, see tiles.ROWS
     S [NC, HV, K, V]               U [NC, HV, C, V]              initial_state, final_state [N, HV, K, V]
-    A_log, dt_bias [HV]            transition [N, HV, K, K]
+    A_log, dt_bias [HV]            transition [N, HV, K, K]      units [NC, HV, 2], the same in a sequence
 
 S holds the states at chunk starts. T is rounded like every operand of a product, though its rows reach
 absolute sums of 2 C where keys are alike and beta is 2. A second word, what rounding cut off, would make
@@ -83,7 +85,7 @@ from delta_trn.triton_kernels.variants import FEW, Variant, by_heads, gates, lay
 
 TYPES = {
     "*x": "q k v o q_scaled k_scaled T P S U",
-    "*fp32": "g beta A_log dt_bias rows initial_state final_state transition",
+    "*fp32": "g beta A_log dt_bias rows units initial_state final_state transition",
     "*i64": "chunk_start chunk_length cu_seqlens chunk_offsets",
     "fp32": "scale unit beta_max",
     "i32": "tokens NT NS span",
@@ -183,7 +185,7 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
 def scan_kernel(
-    q, k, v, T, P, rows, initial_state, o, final_state, transition, S, U, cu_seqlens, chunk_offsets,
+    q, k, v, T, P, rows, units, initial_state, o, final_state, transition, S, U, cu_seqlens, chunk_offsets,
     scale, unit, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, STAGES: tl.constexpr, UPRIGHT: tl.constexpr, ALONE: tl.constexpr,
@@ -226,6 +228,10 @@ def scan_kernel(
     if initial_state is not None:
         p_state = initial_state + (i_n * HV + i_h) * (K * V)
         b_S = tl.load(p_state + o_state, mask=m_state, other=0.0).to(tl.float32)
+    if units is not None:
+        state_unit = tl.load(units + (first * HV + i_h) * 2, mask=length > 0, other=1.0)
+        b_S *= invert_power(state_unit)
+        unit *= state_unit
 
     # with num_stages here, and not only at launch, Triton loads the rows ahead as well
     for i in tl.range(0, tl.cdiv(length, C).to(tl.int32), num_stages=STAGES):
@@ -242,6 +248,8 @@ def scan_kernel(
         b_T = tl.load(T + tile * (C * C) + o_cc)
         p_rows = rows + tile * (ROWS * C)
         b_beta = tl.load(p_rows + 7 * C + o_c)
+        if units is not None:
+            b_beta *= invert_power(state_unit)
         b_Sd = round_to(b_S, dtype, DOT)
         if S is not None:
             # not o_state, which would be kept over the loop: at K = 256 that spills
@@ -277,6 +285,8 @@ def scan_kernel(
         if dtype != tl.float16:
             b_S *= power
 
+    if units is not None:
+        b_S *= state_unit
     if final_state is not None:
         tl.store(final_state + (i_n * HV + i_h) * (K * V) + o_state, b_S, mask=m_state)
     if transition is not None:
@@ -326,7 +336,7 @@ def prepare(
 
 @take_turns
 def scan(
-    q, k, v, T, P, rows, initial_state, *, o, final_state, S, U, transition=None, scale, unit,
+    q, k, v, T, P, rows, initial_state, *, o, final_state, S, U, transition=None, scale, unit, units=None,
     chunks: Chunks, config: Config,
 ):  # fmt: skip
     """Launches `scan_kernel`: fills whichever of o, final_state, transition, S and U are not None."""
@@ -335,7 +345,7 @@ def scan(
     tile = config.scan
     columns = -(-V // tile.columns) + (0 if transition is None else -(-K // tile.columns))
     scan_kernel[(chunks.sequences * HV * columns,)](
-        q, k, v, T, P, rows, initial_state, o, final_state, transition, S, U, chunks.cu_seqlens,
+        q, k, v, T, P, rows, units, initial_state, o, final_state, transition, S, U, chunks.cu_seqlens,
         chunks.offsets, scale / unit, unit, chunks.tokens, chunks.per_sequence, chunks.segments, chunks.span,
         H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size, STAGES=tile.stages,
         UPRIGHT=tile.upright, ALONE=tile.warps > 4, DOT=config.dot, num_warps=tile.warps,
@@ -347,7 +357,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row, tiles = config(K, V, itemsize=itemsize), by_heads("scan", K, V, itemsize)
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C}
-    sizes |= {"L2NORM": True, "DOT": row.dot}
+    sizes |= {"L2NORM": True, "DOT": row.dot, "units": None}
     # what each use of the scan does not write; dense sequences have no initial and no final state here
     uses = {"train": ("transition",)}
     if not quick:

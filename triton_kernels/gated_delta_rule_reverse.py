@@ -31,7 +31,7 @@ from delta_trn.triton_kernels.variants import FEW, Variant, by_heads, layouts, o
 
 TYPES = {
     "*x": "q k do T P S U dY dS",
-    "*fp32": "rows initial_state dstate writes carry dinitial_state",
+    "*fp32": "rows units initial_state dstate writes carry dinitial_state",
     "*i64": "cu_seqlens chunk_offsets",
     "fp32": "scale power unit",
     "i32": "tokens NT NS span",
@@ -40,7 +40,7 @@ TYPES = {
 
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
 def reverse_scan_kernel(
-    q, k, do, T, P, rows, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
+    q, k, do, T, P, rows, units, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
     cu_seqlens, chunk_offsets, scale, power, unit, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, UPRIGHT: tl.constexpr, ALONE: tl.constexpr, DOT: tl.constexpr,
@@ -76,6 +76,15 @@ def reverse_scan_kernel(
     if dstate is not None:
         p_state = dstate + (i_n * HV + i_h) * (K * V)
         b_dS = tl.load(p_state + o_state, mask=m_state, other=0.0).to(tl.float32)
+    if units is not None:
+        state_unit = tl.load(units + (first * HV + i_h) * 2, mask=length > 0, other=1.0)
+        gradient_unit = tl.load(units + (first * HV + i_h) * 2 + 1, mask=length > 0, other=1.0)
+        inverse_unit = invert_power(gradient_unit)
+        b_dS *= inverse_unit
+        # dO itself stays as it is: what is made of it comes into the unit with these
+        scale *= inverse_unit
+        power *= inverse_unit
+        unit *= inverse_unit
 
     chunks = tl.cdiv(length, C).to(tl.int32)
     for r in range(0, chunks):
@@ -144,19 +153,23 @@ def reverse_scan_kernel(
             b_S = tl.load(S + tile * (V * K) + o_state, mask=m_state, other=0.0).to(tl.float32)
             b_first = tl.load(dS + tile * (V * K) + o_state, mask=m_state, other=0.0).to(tl.float32)
             b_initial = tl.load(initial_state + o_first, mask=m_state, other=0.0).to(tl.float32)
+            if units is not None:
+                b_initial *= invert_power(state_unit)
             b_lost = (b_initial - b_S) * b_first
             if dinitial_state is not None:
                 b_lost += b_initial * tl.load(dinitial_state + o_first, mask=m_state, other=0.0)
                 tl.debug_barrier()
             tl.store(carry + tile * NV + i_v, tl.sum(tl.sum(b_lost, axis=1), axis=0))
     if dinitial_state is not None:
+        if units is not None:
+            b_dS *= gradient_unit
         tl.store(dinitial_state + (i_n * HV + i_h) * (K * V) + o_state, b_dS, mask=m_state)
 
 
 @take_turns
 def reverse_scan(
     q, k, do, T, P, rows, S, U, initial_state, dstate, *, dY, dS, writes, carry, dinitial_state, scale,
-    unit, chunks: Chunks, config: Config,
+    unit, units=None, chunks: Chunks, config: Config,
 ):  # fmt: skip
     """Launches `reverse_scan_kernel`, which says what it fills."""
     H, K = q.shape[2:]
@@ -164,7 +177,7 @@ def reverse_scan(
     tile = config.reverse
     power = 2.0 ** max(-60, frexp(scale)[1])
     reverse_scan_kernel[(chunks.sequences * HV * -(-V // tile.columns),)](
-        q, k, do, T, P, rows, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
+        q, k, do, T, P, rows, units, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
         chunks.cu_seqlens, chunks.offsets, scale, power, unit, chunks.tokens, chunks.per_sequence,
         chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns,
         C=chunks.size, UPRIGHT=tile.upright, ALONE=tile.warps > 4, DOT=config.dot, num_warps=tile.warps,
@@ -175,7 +188,16 @@ def reverse_scan(
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row, tiles = config(K, V, itemsize=itemsize), by_heads("reverse", K, V, itemsize)
-    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C, "DOT": row.dot}
+    sizes = {
+        "H": 2,
+        "HV": 4,
+        "K": K,
+        "KP": power_of_two(K),
+        "V": V,
+        "C": row.C,
+        "DOT": row.dot,
+        "units": None,
+    }
 
     def variant(options: str, heads: str, values: dict) -> Variant:
         values = values | of_tile(tiles[heads])

@@ -26,9 +26,9 @@ def forward(call: Layer, *, save: bool) -> tuple[Tensor, Tensor | None, list[Ten
     Raises BackendRefusal for an eps that rsqrt does not take, and for a scale with which gradients underflow.
     """
     require_within_rsqrt("eps", call.eps, plan.LEAST_RSQRT)
-    if 0.0 < call.scale < TINY:
+    if 0.0 < abs(call.scale) < TINY:
         raise BackendRefusal(
-            f"nki and nki-simulator need scale >= {TINY:.3g} for a layer in one kernel; scale is "
+            f"nki and nki-simulator need |scale| >= {TINY:.3g} for a layer in one kernel; scale is "
             f"{call.scale}: call the three parts"
         )
     g = _split_decays(call)

@@ -122,13 +122,18 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients; the pieces of a sequence run from the last to the first."""
-    if 0.0 < call.scale < TINY:
-        # gradients are linear in scale dO and dS together. The kernel's scale r_q dO times r_k U, of raw
-        # keys, underflows at a scale of 1e-20 and norms of 1e12, where dq is 1e-33
+    if 0.0 < abs(call.scale) < TINY:
+        # gradients are linear in scale dO. The kernel's scale r_q dO times r_k U, of raw keys, underflows at
+        # a scale of 1e-20 and norms of 1e12, where dq is 1e-33. dstate, which may not be divided by a number
+        # so small, has a pass of its own
         power = 2.0 ** frexp(call.scale)[1]
-        call = replace(call, scale=call.scale / power)
-        gradients = backward(do, None if dstate is None else dstate / power, call, saved)
-        return Gradients._make(None if x is None else x * power for x in gradients)
+        scaled = backward(do, None, replace(call, scale=call.scale / power), saved)
+        of_o = Gradients._make(None if x is None else x * power for x in scaled)
+        if dstate is None:
+            return of_o
+        of_state = backward(torch.zeros_like(do), dstate, replace(call, scale=1.0), saved)
+        both = zip(of_o, of_state, strict=True)
+        return Gradients._make(None if x is None or y is None else x + y for x, y in both)
     call = _prepare(call)
     inputs = q, _, v, g, _ = (call.q, call.k, call.v, call.g, call.beta)
     g = torch.stack(plan.split_decays(g), -1)

@@ -18,6 +18,7 @@ from delta_trn.backends.gated_delta_rule.triton_time_adapter import (
     chunk_tables,
     segment_count,
     segment_tables,
+    spread_over_chunks,
 )
 from delta_trn.triton_kernels import (
     gated_delta_rule_bwd,
@@ -76,6 +77,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     if q_scaled is not None and k_scaled is not None:
         q, k = q_scaled, k_scaled
     states = A = S = U = None
+    units = _units_of_states(call, chunks)
     scanned, start, final = chunks, initial_state, final_state
     split = segment_tables(chunks, HV, K, V, row, q.device)
     if split is not None:
@@ -95,7 +97,8 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
         S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _state_shapes(chunks, HV, K, V, q.dtype))
     gated_delta_rule_fwd.scan(
         q, k, v, T, P, rows, start,
-        o=o, final_state=final, S=S, U=U, scale=call.scale, unit=unit, chunks=scanned, config=row,
+        o=o, final_state=final, S=S, U=U, scale=call.scale, unit=unit, units=units, chunks=scanned,
+        config=row,
     )  # fmt: skip
     if not save:
         return o, final_state, []
@@ -115,7 +118,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     T, P, rows, states, A, S, U, q_scaled, k_scaled = saved
     if _is_scaled(call):
         q, k = q_scaled, k_scaled
-    scanned, unit = chunks, _unit(call)
+    scanned, unit, units = chunks, _unit(call), _units_of_states(call, chunks, do, dstate)
     dinitial = dfirst = None if initial_state is None else torch.empty_like(initial_state)
     split = None if _is_one_token(call) else segment_tables(chunks, HV, K, V, row, q.device)
     cut = 0 if split is None else split.chunks.sequences
@@ -137,7 +140,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _state_shapes(chunks, HV, K, V, q.dtype))
         gated_delta_rule_fwd.scan(
             q, k, v, T, P, rows, initial_state,
-            o=None, final_state=None, S=S, U=U, scale=call.scale, unit=unit, chunks=scanned, config=row,
+            o=None, final_state=None, S=S, U=U, scale=call.scale, unit=unit, units=units, chunks=scanned,
+            config=row,
         )  # fmt: skip
     dY, dS, dv = torch.empty_like(U), torch.empty_like(S), torch.empty_like(v)
     tiles = -(-V // row.reverse.columns)
@@ -149,7 +153,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     gated_delta_rule_reverse.reverse_scan(
         q, k, do, T, P, rows, S, U, initial_state, dstate,
         dY=dY, dS=dS, writes=writes, carry=carry, dinitial_state=dfirst, scale=call.scale,
-        unit=unit, chunks=scanned, config=row,
+        unit=unit, units=units, chunks=scanned, config=row,
     )  # fmt: skip
     if q.dtype.itemsize == 2 and not _is_one_token(call):
         gated_delta_rule_refine.refine(k, T, rows, dY=dY, scaled=_is_scaled(call), dot=row.dot, chunks=chunks)
@@ -166,8 +170,9 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         dgates = q.new_empty((chunks.count, HV, 2), dtype=torch.float32)
     gated_delta_rule_bwd.gradients(
         q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry,
-        first_dq=first_dq, dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta, dgates=dgates, scale=call.scale,
-        l2norm=call.l2norm, scaled=_is_scaled(call), beta_max=call.beta_max, chunks=chunks, config=row,
+        first_dq=first_dq, dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta, dgates=dgates, units=units,
+        scale=call.scale, l2norm=call.l2norm, scaled=_is_scaled(call), beta_max=call.beta_max, chunks=chunks,
+        config=row,
     )  # fmt: skip
     if HV != H:
         dk = _sum_group(dk.view(B, length, H, HV // H, K), q.dtype)
@@ -250,6 +255,40 @@ def _unit(call: Rule) -> float:
     if call.q.dtype != torch.float16:
         return 1.0
     return gated_delta_rule_fwd.unit_of(call.scale, call.q.shape[3])
+
+
+def _units_of_states(
+    call: Rule, chunks: Chunks, do: Tensor | None = None, dstate: Tensor | None = None
+) -> Tensor | None:
+    """Returns the powers of two that bring states and their gradients, both float32, into float16's range.
+
+    [chunks, HV, 2]: of S and U, and of dY and dS; see gated_delta_rule_fwd. None: all stay as they are.
+    Nothing waits for the device, and a sequence's units depend on nothing but itself.
+    """
+    state, (T, HV) = call.initial_state, call.v.shape[1:3]
+    if call.q.dtype != torch.float16 or (state is None and dstate is None):
+        return None
+    exponents = torch.zeros((2, chunks.sequences, HV), dtype=torch.int32, device=call.q.device)
+    if state is not None:  # in use, states grow a little
+        exponents[0] = torch.frexp(_largest(state, (2, 3))).exponent.sub_(12).clamp_(min=0)
+    if do is not None and dstate is not None:
+        if call.cu_seqlens is None:
+            largest = _largest(do, (1, 3))
+        else:
+            owner = torch.searchsorted(call.cu_seqlens[1:], torch.arange(T, device=do.device), right=True)
+            largest = torch.zeros_like(exponents[0], dtype=torch.float32).scatter_reduce_(
+                0, owner[:, None].expand(T, HV), _largest(do, (0, 3)), "amax"
+            )
+        largest = torch.maximum(_unit(call) * largest, _largest(dstate, (2, 3)))
+        exponent = torch.frexp(largest).exponent
+        exponents[1] = exponent.where(exponent < -6, exponent.sub(12).clamp(min=0)).clamp_(min=-126)
+    units = ((exponents + 127) << 23).view(torch.float32).permute(1, 2, 0)
+    return spread_over_chunks(units, chunks).contiguous()
+
+
+def _largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Returns the largest size of an element, in one pass over x."""
+    return torch.linalg.vector_norm(x, float("inf"), dim=dims, dtype=torch.float32)
 
 
 def _prepared_shapes(chunks: Chunks, HV: int, dtype: torch.dtype) -> Shapes:

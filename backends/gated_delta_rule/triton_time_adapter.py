@@ -44,6 +44,13 @@ def chunk_tables(q: Tensor, cu_seqlens: Tensor | None, C: int) -> Chunks:
     return replace(chunks, cu_seqlens=cu_seqlens, offsets=offsets, start=start, length=length)
 
 
+def spread_over_chunks(x: Tensor, chunks: Chunks) -> Tensor:
+    """Returns for each chunk what x [sequences, ...] has of its sequence; packed, `chunks` has its tables."""
+    if chunks.packed:
+        return x[_slots(chunks.offsets, chunks.count)[0]]
+    return x.repeat_interleave(chunks.per_sequence, 0)
+
+
 def segment_count(chunks: Chunks, HV: int, K: int, V: int, config: Config, device: torch.device) -> int:
     """Returns how many segments there are, unused slots included; 0: sequences stay whole."""
     length = _length(chunks, HV, K, V, config, device)

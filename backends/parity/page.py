@@ -45,6 +45,9 @@ def page(
             worst = max(mine, key=lambda v: v.ratio, default=None)
             bold = "**" if any(not v.passed for v in mine) else ""
             cells.append("-" if worst is None else f"{bold}{worst.ratio:.2f}{bold} ({worst.tensor})")
-        lines.append(f"| {case} | {reasons[case]} | " + " | ".join(cells) + " |")
-    lines += ["\n## Refused\n", *(f"- {name}, {dtype_name(x)}: {why}" for (name, x), why in refused.items())]
+        reason = reasons[case].replace("|", "\\|")  # which would end the cell
+        lines.append(f"| {case} | {reason} | " + " | ".join(cells) + " |")
+    if refused:
+        lines.append("\n## Refused\n")
+        lines += [f"- {name}, {dtype_name(x)}: {why}" for (name, x), why in refused.items()]
     return "\n".join(lines) + "\n"

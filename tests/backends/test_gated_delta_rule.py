@@ -16,7 +16,7 @@ from delta_trn.backends import (
     gated_delta_rule_step,
 )
 from delta_trn.backends.checks import is_checking
-from delta_trn.backends.dispatch import adapter
+from delta_trn.backends.dispatch import BACKENDS, adapter
 
 B, T, H, HV, K, V = 2, 3, 2, 4, 8, 5
 
@@ -254,6 +254,17 @@ class TestFlashLinearAttention:
             (gradient,) = torch.autograd.grad(o.sum() + final.square().sum(), initial)
             results.append((o, *(x.mT if first else x for x in (final, gradient))))
         assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+    @pytest.mark.parametrize("backend", ["chunked", "recurrent", "triton", "nki-simulator"])
+    def test_values_come_first_also_where_no_state_is_given(self, backend):
+        if reason := BACKENDS[backend].unavailable("cpu"):
+            pytest.skip(reason)
+        options = {"output_final_state": True, "backend": backend}
+        plain, turned = (
+            gated_delta_rule(**arguments(), state_v_first=first, **options)[1] for first in (False, True)
+        )
+        assert plain is not None and turned is not None
+        assert turned.shape == (B, HV, V, K) and torch.equal(plain, turned.mT)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_a_state_in_the_dtype_of_q_is_widened_and_the_last_is_float32(self, dtype):

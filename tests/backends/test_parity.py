@@ -358,6 +358,16 @@ def test_the_parity_command_reports_and_writes_rows(tmp_path, capsys):
     )
 
 
+def test_a_reason_with_bars_stays_in_its_cell(tmp_path):
+    page, command = (
+        tmp_path / "parity.md",
+        "--backend chunked --case residual_tiny --dtype float32 --markdown",
+    )
+    assert parity.main([*command.split(), str(page)]) == 0
+    (row,) = [line for line in page.read_text().splitlines() if line.startswith("| residual_tiny")]
+    assert row.count("|") - row.count("\\|") == 4 and r"\|k\|" in row
+
+
 def test_the_parity_command_keeps_what_was_judged_before_it_was_stopped(tmp_path, monkeypatch):
     def stopped(case, *rest):
         if case.name == "ragged":

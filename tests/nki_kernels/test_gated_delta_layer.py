@@ -104,6 +104,13 @@ def test_check_mode_refuses_the_layer_so_that_each_part_is_looked_at():
         gated_delta_layer(**x, backend="nki-simulator")
 
 
+@pytest.mark.parametrize("scale", [1e-20, -1e-20])
+def test_a_scale_with_which_gradients_would_underflow_is_refused(scale):
+    x = arguments(BY_NAME["mixer_ragged"], torch.bfloat16) | {"scale": scale}
+    with pytest.raises(BackendRefusal, match=f"scale is {scale}: call the three parts"):
+        gated_delta_layer(**x, backend="nki-simulator")
+
+
 @pytest.mark.parametrize(
     ("dtype", "K", "V", "fits"),
     [
@@ -218,8 +225,9 @@ def test_one_call_takes_fewer_long_sequences():
     ],
 )
 def test_the_largest_layers_fit_sbuf(dtype, B, T, H, HV, K, V, packed):
+    """A twentieth stays free, since compilers overlap work."""
     for backward in (False, True):
-        assert measure_sbuf(dtype, B, T, H, HV, K, V, packed, backward=backward) <= 176 * 1024
+        assert measure_sbuf(dtype, B, T, H, HV, K, V, packed, backward=backward) <= 0.95 * 176 * 1024
 
 
 @pytest.mark.slow
@@ -227,7 +235,7 @@ def test_the_largest_layers_fit_sbuf(dtype, B, T, H, HV, K, V, packed):
 def test_six_lanes_of_a_long_sequence_do_not_fit_sbuf(B, H, monkeypatch):
     """Without its limits on long sequences, a layer would not fit the chip."""
     monkeypatch.setattr(Machine, "check_capacity", lambda _: None)
-    assert measure_sbuf("bfloat16", B, 1280, H, H, 128, 256, False) > 176 * 1024
+    assert measure_sbuf("bfloat16", B, 1536, H, H, 128, 256, False) > 176 * 1024
 
 
 def measure_sbuf(dtype, B, T, H, HV, K, V, packed, *, backward=False):

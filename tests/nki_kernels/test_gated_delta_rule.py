@@ -180,6 +180,14 @@ def test_decays_summed_in_one_part_are_seen(monkeypatch):
     assert errors_of_a_fading_state()["final_state"] > 3 * in_two
 
 
+@pytest.mark.parametrize("scale", [1e-20, -1e-40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_tiny_scale_leaves_the_gradient_of_the_final_state_exact(scale, dtype):
+    """Over the power of two that keeps the others from underflow, it became infinite, and all else NaN."""
+    case = Case("tiny", 1, 20, 1, 16, 16, "", HV=2, norm="random", scale=scale, state=True, loss=BOTH)
+    assert_passed(verdicts(case, dtype, NAME))
+
+
 @pytest.mark.parametrize(("cut", "parts"), [(2, 3), (8, 2)])
 def test_a_call_cut_in_sequences_and_time_computes_the_same(cut, parts, monkeypatch):
     """Cut in sequences and in time, the state handed on in float32: only orders of summation may differ."""

@@ -1,6 +1,7 @@
 """The order of the kernels' stages: dependencies are checked, and every accepted order computes the same."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -116,11 +117,15 @@ SMALL = {"T": 384, "H": 2, "K": 64, "V": 128, "lanes": 2, "width": 1}
 @pytest.mark.parametrize("name", MODULES)
 def test_the_tool_times_an_order_as_the_cost_model_does(name):
     search = tool.SEARCHES[name]
+    target = "trn2" if name == "RULE_FORWARD" else "trn1"
     kernel, arguments = search.module.example(dtype="bfloat16", **SMALL, **search.options)
-    run = record(kernel, *arguments, check_source=False)
-    found = tool.record_kernel(search, SMALL).time(search.module.ORDER, tool.build_timer())
+    run = record(kernel, *arguments, target=target, check_source=False)
+    trace = tool.record_kernel(search, SMALL | {"target": target})
+    found = trace.time(search.module.ORDER, tool.build_timer())
     assert found[0] == pytest.approx(estimate(run.trace, run.target).schedule)
     assert found[1:] == (run.sbuf_peak, run.psum_peak)
+    with pytest.raises(ValueError, match="other entries than were recorded; remake it"):
+        trace.time(search.module.ORDER[1:], tool.build_timer())
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -131,7 +136,23 @@ def test_the_rule_that_a_search_starts_from_is_an_order(name):
     assert rank(name, search.module.STAGES, [entry[:3] for entry in order]) == tuple(order)
 
 
-@pytest.mark.parametrize("name", orders.MADE)
+def test_a_search_finds_no_order_beyond_a_bound(monkeypatch):
+    """Within 40 proposals it finds a faster one, but none that takes a tenth less than that."""
+    monkeypatch.setattr(tool, "SIZES", (SMALL,))
+    search = replace(tool.SEARCHES["RULE_FORWARD"], proposals=40, bounds=())
+    monkeypatch.setitem(tool.SEARCHES, "RULE_FORWARD", search)
+    timer, trace = tool.build_timer(), tool.record_kernel(search, SMALL)
+    table, (rule,), (found,) = tool.anneal("RULE_FORWARD", timer)
+    time, sbuf, _ = trace.time(rank("found", search.module.STAGES, table), timer)
+    assert time == found < rule
+    options = search.options | SMALL
+    for bound in (tool.Bound(options, sbuf=int(0.9 * sbuf)), tool.Bound(options, time=0.9 * time)):
+        monkeypatch.setitem(tool.SEARCHES, "RULE_FORWARD", replace(search, bounds=(bound,)))
+        with pytest.raises(RuntimeError, match="RULE_FORWARD: no order keeps the bounds"):
+            tool.anneal("RULE_FORWARD", timer)
+
+
+@pytest.mark.parametrize("name", tool.SEARCHES)
 def test_an_order_costs_what_the_search_found(name):
     """Whoever changes a stage or an order by hand makes it again."""
     trace = tool.record_kernel(tool.SEARCHES[name], tool.SIZES[2])
@@ -140,7 +161,8 @@ def test_an_order_costs_what_the_search_found(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", orders.MADE)
+@pytest.mark.parametrize("name", tool.SEARCHES)
 def test_the_tool_makes_the_order(name):
-    table, _, _ = tool.anneal(name, tool.build_timer())
+    table, _, found = tool.anneal(name, tool.build_timer())
     assert tuple(table) == getattr(orders, name)
+    assert found == pytest.approx(orders.MADE[name], abs=0.01)

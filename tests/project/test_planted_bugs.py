@@ -13,23 +13,29 @@ from torch.nn.functional import cross_entropy
 
 from delta_trn.backends import gated_delta_rule
 from delta_trn.backends.dispatch import BACKENDS
-from delta_trn.backends.gated_delta_rule import triton_time_adapter
+from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter
 from delta_trn.backends.gated_delta_rule.contract import make_gates
 from delta_trn.backends.parity import layer_cases, mixer_cases, rule
+from delta_trn.backends.parity.judge import FACTOR, error
 from delta_trn.backends.parity.layer_cases import LayerCase
 from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, STEPS, Case, inputs
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.layers import Linear, joint
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import scaled_parameters
+from delta_trn.nki_kernels import plan
+from delta_trn.nki_kernels.simulator import StrictError, nisa, nl
 from delta_trn.train.checkpoints.contents import random_states, set_random_states
 from delta_trn.train.data.loader import Loader
 from delta_trn.train.run.optimizer import learning_rate, set_learning_rate
 from delta_trn.train.settings.errors import PositionMismatch
-from delta_trn.triton_kernels import rms_norm
+from delta_trn.triton_kernels import gated_delta_rule_refine as refine
+from delta_trn.triton_kernels import rms_norm, short_convolution
+from delta_trn.triton_kernels.launch import tile
 from tests.backends import test_states
 from tests.support import tiny_models
 from tests.support.planted_bugs import BUGS, RULE, planted
+from tests.support.simulator_harness import attempt, ones, product, psum
 
 WHOLE = Case(
     "planted", 1, 70, 2, 16, 16, "two chunks, groups, a state", HV=4, decay="weak", reflect=True,
@@ -39,12 +45,17 @@ WHOLE = Case(
 
 # sequences whose order by length is no exchange of two, some of them empty
 PACKED = replace(WHOLE, name="packed", T=111, lengths=(0, 5, 0, 70, 33, 3))
-SEGMENTS = replace(WHOLE, name="segments", T=40, H=1, HV=1, K=96, V=24)
+SEGMENTS = replace(WHOLE, name="segments", T=40, H=1, HV=1, K=72, V=24)
 TILES = replace(WHOLE, name="tiles", T=20, H=1, HV=2, K=80, V=40)
 FLOAT16 = replace(WHOLE, name="float16", T=20, scale=1e-4)
 # three chunks, badly conditioned: with one of 64 tokens a wrong sign passed
 ALIKE = Case("alike", 1, 130, 4, 16, 64, "", keys="equal", beta=2.0, decay="none")
 HEADS = replace(STEPS["decode_gva_2"], name="heads", B=11, T=2, K=144)
+COLUMNS = replace(HEADS, name="columns", B=2, H=1, HV=1, K=16, V=40)
+TWO_BLOCKS = LayerCase("two", "delta_residual", (2, 2048, 5), "in backward, two equal blocks of D")
+WIDE_ROWS = LayerCase(
+    "wide", "gated_rms_norm", (131, 2100), "tiles of NKI that are not on their way together"
+)
 WORDS = LayerCase("words", "linear_cross_entropy", (3, 16, 600), "two blocks of words")
 VOCABULARY = LayerCase("vocabulary", "linear_cross_entropy", (3, 16, 5003), "two tiles of words", size=3.0)
 
@@ -77,10 +88,68 @@ def packed_passes():
     return torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
+def float16_states_pass():
+    """Returns whether states and their gradients out of float16's range are as exact as those within."""
+    case = replace(WHOLE, T=20, H=1, HV=1, scale=2.0**-8, loss=("final_state",))
+    x = inputs(case, torch.float16)
+
+    def errors(state, gradient):
+        v = (state / 256 * x.v.float()).half()
+        y = replace(x, initial_state=state * x.initial_state, v=v, dstate=gradient * x.dstate)
+        results, exact = rule.outcome(y, "triton"), rule.outcome(y.double(), "recurrent")
+        names = [name for name in results if name != "dq" and (gradient > 1e-6 or name in ("dg", "dh0"))]
+        return {name: error(results[name], exact[name]) for name in names}
+
+    usual, found = (
+        errors(1.0, 2.0**-8),
+        [errors(2.0**20, 2.0**-8), errors(1.0, 2.0**12), errors(1.0, 2.0**-25)],
+    )
+    return all(value <= FACTOR * usual[name] for x in found for name, value in x.items())
+
+
+def refined_in_parts():
+    """Returns whether heads that are refined one by one, 16 columns at a time, are what they are at once."""
+    x = inputs(replace(ALIKE, T=40, H=2, V=32), torch.bfloat16)
+    whole = rule.outcome(x, "triton")["dg"]
+    narrow = lambda *sizes: replace(tile(*sizes), columns=16)  # noqa: E731
+    with patch.object(refine, "HEADS", 1), patch.object(refine, "tile", narrow):
+        parts = rule.outcome(x, "triton")["dg"]
+    return (parts - whole).norm() < 0.01 * whole.norm()
+
+
+def products_are_checked():
+    """Returns whether the simulator refuses a moving tile of twos, and to add to a partly copied tile."""
+
+    def moving_twos():
+        twos = ones(4, 4)
+        nisa.tensor_scalar(dst=twos, data=twos, op0=nl.multiply, operand0=2.0)
+        nisa.nc_matmul(dst=psum(4, 4), stationary=ones(4, 4), moving=twos, is_moving_onezero=True)
+
+    def partly_copied():
+        tile = product(4, 8)
+        nisa.tensor_copy(dst=tile[:, 0:4], src=ones(4, 4))
+        nisa.nc_matmul(dst=tile, stationary=ones(4, 4), moving=ones(4, 8))
+
+    refused = 0
+    for body in (moving_twos, partly_copied):
+        try:
+            attempt(body)
+        except StrictError:
+            refused += 1
+    return refused == 2
+
+
+def values_come_first():
+    x = inputs(replace(WHOLE, state=False, T=3, V=24), torch.float32)
+    options = {"output_final_state": True, "state_v_first": True, "backend": "chunked"}
+    state = gated_delta_rule(x.q, x.k, x.v, x.g, x.beta, **options)[1]
+    return state is not None and state.shape == (1, 4, 24, 16)
+
+
 def carry_passes():
     """The state's gradient is nearly orthogonal to the state, so that what rounding takes from it counts."""
     case = Case(
-        "carried", 4, 1, 1, 16, 16, "nothing but a state", beta=0.0, state=True, loss=("final_state",)
+        "carried", 2, 1, 1, 16, 80, "nothing but a state", beta=0.0, state=True, loss=("final_state",)
     )
     x = inputs(case, torch.bfloat16)
     S, dS = x.initial_state, x.dstate
@@ -233,6 +302,12 @@ CHECKS = {
     "triton, equal keys": lambda: all(
         verdict.passed for verdict in rule.verdicts(ALIKE, torch.bfloat16, "triton")
     ),
+    "triton's refined heads": refined_in_parts,
+    "triton, float16's states": float16_states_pass,
+    "triton's pairs": lambda: judged("triton", replace(WHOLE, T=20, H=1, HV=2), torch.bfloat16),
+    "triton's states, not kept": lambda: judged_with(
+        triton_adapter, "KEPT_BYTES", 0, lambda: judged("triton", replace(WHOLE, T=20, H=1, HV=1))
+    ),
     "triton, float16": lambda: judged("triton", FLOAT16, torch.float16),
     "triton's vocabulary": lambda: layer_passes(VOCABULARY, "triton"),
     "triton's many rows": lambda: judged_with(
@@ -241,9 +316,12 @@ CHECKS = {
     "triton's sum": lambda: layer_passes("sum_odd", "triton"),
     "triton's ignored words": lambda: layer_passes("loss_ignored", "triton"),
     "triton's residual": lambda: layer_passes("residual_blocks", "triton"),
-    "triton's decoding": lambda: decoding_passes("triton", HEADS),
+    "triton's decoding": lambda: all(decoding_passes("triton", case) for case in (HEADS, COLUMNS)),
     "triton's carry": carry_passes,
     "triton's convolution": lambda: layer_passes("conv_packed", "triton"),
+    "triton's spans": lambda: judged_with(
+        short_convolution, "PROGRAMS", 2, lambda: layer_passes("conv_ragged", "triton")
+    ),
     "nki": lambda: judged("nki-simulator", WHOLE),
     "nki, decoding": lambda: decoding_passes("nki-simulator", HEADS),
     "nki, decoding, normalized": lambda: decoding_passes("nki-simulator", replace(HEADS, norm="random")),
@@ -255,10 +333,20 @@ CHECKS = {
     "nki's convolution": lambda: all(
         layer_passes(f"conv_{name}", "nki-simulator") for name in ("packed_tiles", "cells", "prefix_tiles")
     ),
-    "nki's norm": lambda: layer_passes("norm_head", "nki-simulator"),
+    "nki's norm": lambda: (
+        layer_passes(WIDE_ROWS, "nki-simulator")
+        and judged_with(plan, "ELEMENTS", 30 * 96, lambda: layer_passes("norm_head", "nki-simulator"))
+    ),
     "nki's residual": lambda: all(
         layer_passes(f"residual_{name}", "nki-simulator") for name in ("odd", "blocks")
     ),
+    "nki's residual in two blocks": lambda: layer_passes(TWO_BLOCKS, "nki-simulator"),
+    "nki, tiny scale": lambda: all(
+        verdict.passed
+        for verdict in rule.verdicts(replace(WHOLE, T=20, scale=1e-40), torch.float32, "nki-simulator")
+    ),
+    "simulator's products": products_are_checked,
+    "values first": values_come_first,
     "nki, K = 256": lambda: judged("nki-simulator", BY_NAME["k256_short"]),
     "nki, layer": mixer_passes,
     "nki, layer's gradients": mixer_gradients_pass,

@@ -35,8 +35,6 @@ def patch_once():
         return scope
 
     def get_np_dtype(dtype):
-        if dtype.name not in known:
-            known[dtype.name] = types(dtype)
-        return known[dtype.name]
+        return known.get(dtype.name) or known.setdefault(dtype.name, types(dtype))
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_lang, get_np_dtype

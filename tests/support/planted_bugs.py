@@ -33,11 +33,14 @@ class Bug:
 RULE, RESIDUAL = "backends.gated_delta_rule", "backends.delta_residual"
 TRITON_BACK = "triton_kernels.gated_delta_rule_bwd"
 TRITON_REVERSE = "triton_kernels.gated_delta_rule_reverse"
+TRITON_REFINE = "triton_kernels.gated_delta_rule_refine:refine_kernel"
 TRITON_CONVOLUTION = "triton_kernels.short_convolution"
+SIMULATED_PRODUCTS = "nki_kernels.simulator.isa.matmul"
 NKI_BACK, NKI_LAYER = "nki_kernels.chunk_gradients", "nki_kernels.gated_delta_layer"
 TRITON_SEGMENTS, NKI_STEP = "triton_kernels.segments:chain_kernel", "nki_kernels.gated_delta_rule_step"
 NKI_CONVOLUTION = "nki_kernels.short_convolution"
-LAYERS, READOUT = "backends.layers.pytorch", "models.language_model"
+LAYERS, LAYERS_NKI = "backends.layers.pytorch", "backends.layers.nki_adapter"
+READOUT = "models.language_model"
 
 # fmt: off
 BUGS = (
@@ -194,6 +197,8 @@ BUGS = (
         'call.state * call.g.to(dtype).exp()[..., None, None]', "call.state", "chunked's decoding"),
     Bug("triton: a chain of segments reads the first 32 of K", TRITON_SEGMENTS,
         "range(0, tl.cdiv(K, BK))", "range(0, 1)", "triton's segments"),
+    Bug("triton: a chain of segments leaves out what K has beyond whole tiles", TRITON_SEGMENTS,
+        "tl.cdiv(K, BK)", "K // BK", "triton's segments"),
     Bug("triton: the chain of gradients is not transposed", TRITON_SEGMENTS,
         "o_k[:, None] + o_i[None, :] * K if REVERSE else ", "", "triton's segments"),
     Bug("triton: the chain of gradients begins with the first segment", TRITON_SEGMENTS,
@@ -203,8 +208,33 @@ BUGS = (
         "m_v[None, :], other=0.0)\n            b_dq = accumulate(0 * b_dq,", "triton's wide heads"),
     Bug("triton: dg's carry is of the last tile of V alone", f"{TRITON_BACK}:gradients_kernel",
         "b_SdS += ", "b_SdS = ", "triton's wide heads"),
+    Bug("triton: writes of a first tile of V stand for all", f"{TRITON_BACK}:gradients_kernel",
+        "(tile * TILES + i_tile) * C", "(tile * TILES) * C", "triton's wide heads"),
+    Bug("triton: the carry of a first tile of V stands for all", f"{TRITON_BACK}:gradients_kernel",
+        "carry + tile * TILES + i_tile", "carry + tile * TILES", "triton's carry"),
+    Bug("triton: a second tile of V stores its carry over the first one's",
+        f"{TRITON_REVERSE}:reverse_scan_kernel",
+        "carry + tile * NV + i_v", "carry + tile * NV", "triton's carry"),
+    Bug("triton: only the first tile of V is refined", TRITON_REFINE,
+        "o_v = i_v * BV + ", "o_v = ", "triton's refined heads"),
+    Bug("triton: a second group of heads refines those of the first", TRITON_REFINE,
+        "i_h = first + i", "i_h = i", "triton's refined heads"),
+    Bug("triton: dq of a pair's first value head is lost", f"{TRITON_BACK}:gradients_kernel",
+        "b_dq += tl.load(first_dq", "b_dq += 0 * tl.load(first_dq", "triton's pairs"),
+    Bug("triton: states are computed again without the first one", f"{RULE}.triton_adapter:backward",
+        "q, k, v, T, P, rows, initial_state,\n            o=None, final_state=None, S=S",
+        "q, k, v, T, P, rows, None,\n            o=None, final_state=None, S=S", "triton's states, not kept"),
     Bug("triton: dU keeps float16's unit", f"{TRITON_REVERSE}:reverse_scan_kernel",
         "b_dU *= unit", "b_dU *= 1.0", "triton, float16"),
+    Bug("triton: values are not in float16's unit of states",
+        "triton_kernels.gated_delta_rule_fwd:scan_kernel",
+        "b_beta *= invert_power(state_unit)", "b_beta *= 1.0", "triton, float16's states"),
+    Bug("triton: a state's gradient is not in float16's unit", f"{TRITON_REVERSE}:reverse_scan_kernel",
+        "b_dS *= inverse_unit", "b_dS *= 1.0", "triton, float16's states"),
+    Bug("triton: dv is left in the unit of gradients", f"{TRITON_BACK}:gradients_kernel",
+        "b_strength = b_beta * gradient_unit", "b_strength = b_beta", "triton, float16's states"),
+    Bug("triton: dbeta by dY and v is not in the unit of states", f"{TRITON_BACK}:gradients_kernel",
+        "b_dbeta *= invert_power(state_unit)", "b_dbeta *= 1.0", "triton, float16's states"),
     Bug("triton: a second tile of the vocabulary keeps the first one's maximum",
         "triton_kernels.cross_entropy:softmax_kernel",
         "b_sum = b_sum * tl.exp(b_max - b_base)", "b_sum = b_sum", "triton's vocabulary"),
@@ -216,8 +246,17 @@ BUGS = (
         "(o_v == i_goal, 1.0, 0.0)) * counts", "(o_v == i_goal, 1.0, 0.0))", "triton's ignored words"),
     Bug("triton: a packed token sees the sequence before", f"{TRITON_CONVOLUTION}:_read",
         "place >= back, ", "place >= back - 1, ", "triton's convolution"),
+    Bug("triton: dtaps of a span are those before its last tile", f"{TRITON_CONVOLUTION}:backward_kernel",
+        "dw[j], mask", "sums[j], mask", "triton's spans"),
     Bug("triton: a residual is projected on its last block of D",
         "triton_kernels.delta_residual:forward_kernel", "b_p += ", "b_p = ", "triton's residual"),
+    Bug("triton: a key has the length of its last block of D",
+        "triton_kernels.delta_residual:forward_kernel", "b_kk += ", "b_kk = ", "triton's residual"),
+    Bug("triton: a residual's gradient is projected on its last block of D",
+        "triton_kernels.delta_residual:backward_kernel", "b_s += ", "b_s = ", "triton's residual"),
+    Bug("triton: every tile of a decoded token's values is the first one",
+        "triton_kernels.gated_delta_rule_step:step_kernel", "o_v = i_v * BV + ", "o_v = ",
+        "triton's decoding"),
     Bug("triton: a decoded token reads the first key head",
         "triton_kernels.gated_delta_rule_step:step_kernel", "(i_nh % HV) // (HV // H)", "0",
         "triton's decoding"),
@@ -267,6 +306,24 @@ BUGS = (
     Bug("nki: dk keeps its part along k", "nki_kernels.delta_residual:delta_residual_bwd",
         "data=k_sb[:, d0 + low : d0 + high], op0=nl.multiply, operand0=along_sb",
         "data=k_sb[:, d0 + low : d0 + high], op0=nl.multiply, operand0=0.0", "nki's residual"),
+    Bug("nki: dX of a second of two blocks is computed from the first one",
+        "nki_kernels.delta_residual:delta_residual_bwd",
+        "resident[0]\n            if len(resident) > 1:", "resident[0]\n            if len(resident) > 2:",
+        "nki's residual in two blocks"),
+    Bug("nki: dgain of a first call stands for all", f"{LAYERS_NKI}:gated_rms_norm_backward",
+        "torch.stack(dweight).sum(0)", "dweight[0]", "nki's norm"),
+    Bug("nki: dx of a wide row is that of the first tile", "nki_kernels.gated_rms_norm:gated_rms_norm_bwd",
+        "store_results(dx, rest[i], r[i], cuts[i])", "store_results(dx, rest[0], r[0], cuts[i])",
+        "nki's norm"),
+    Bug("nki: dstate is enlarged with a tiny scale", f"{RULE}.nki_adapter:backward",
+        "dstate, replace(call, scale=1.0), saved)", "dstate / power, replace(call, scale=1.0), saved)",
+        "nki, tiny scale"),
+    Bug("simulator: a moving tile may hold anything", f"{SIMULATED_PRODUCTS}:_check_onezero",
+        "if declared and", 'if declared and role == "stationary" and', "simulator's products"),
+    Bug("simulator: products add to what another engine wrote in part", f"{SIMULATED_PRODUCTS}:_accumulates",
+        "if BY_OTHER in writers and", "if writers == {BY_OTHER} and", "simulator's products"),
+    Bug("operation: values come first only of a state that is given", f"{RULE}:gated_delta_rule",
+        "if state_v_first else", "if state_v_first and initial_state is not None else", "values first"),
     Bug("nki: keys are as long as rsqrt's scale leaves them", "nki_kernels.tiles:invert_norms",
         'operand0=norm["scale"]', "operand0=1.0", "nki's residual"),
 )

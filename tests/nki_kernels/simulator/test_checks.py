@@ -91,6 +91,12 @@ def accumulation_on_a_copy():
     issue("nc_matmul", dst=tile)
 
 
+def accumulation_where_a_copy_wrote_a_part():
+    tile = product(4, 8)
+    issue("tensor_copy", dst=tile[:, 0:4])
+    issue("nc_matmul", dst=tile, moving=ones(4, 8))
+
+
 def explicit_accumulation_on_zeros():
     tile = psum(4, 4)
     issue("memset", dst=tile, value=0.0)
@@ -227,11 +233,14 @@ STRICT = (
     ("a non-matmul instruction wrote last", explicit_accumulation_on_zeros, "trn2"),
     ("is_stationary_onezero is declared, but stationary holds 2",
      lambda: issue("nc_matmul", stationary=filled(2.0, 4, 4), is_stationary_onezero=True)),
+    ("is_moving_onezero is declared, but moving holds 2",
+     lambda: issue("nc_matmul", moving=filled(2.0, 4, 4), is_moving_onezero=True)),
     (r"holds inf at \[0, 0\]; on gen2 the Tensor engine multiplies by an identity",
      lambda: issue("nc_transpose", dst=psum(64, 64), data=filled(float("inf"), 64, 64))),
 )  # fmt: skip
 STRICT_UNTIL = (
     ("a non-matmul instruction wrote last", accumulation_on_a_copy, "trn2", "trn3"),
+    ("a non-matmul instruction wrote last", accumulation_where_a_copy_wrote_a_part, "trn2", "trn3"),
     ("spans psum banks 0 to 1",
      lambda: issue("nc_matmul", dst=psum(4, 1024)[:, 256:768], moving=ones(4, 512)), "trn2", "trn3"),
     ("nc_transpose of bfloat16 on the Tensor engine",

@@ -43,15 +43,17 @@ def busy(body, op, target="trn1", reading=ISSUE):
         (128, 16, "bfloat16", False, 64, 1),
         (16, 8, "bfloat16", False, 16, 1),
         (128, 512, "float32", False, 512, 4),
-        (128, 512, "float32", True, 512, 2),
-        (128, 512, "bfloat16", True, 512, 1),
+        (128, 512, "float32", "stationary", 512, 2),
+        (128, 512, "float32", "moving", 512, 2),
+        (128, 512, "bfloat16", "stationary", 512, 1),
     ],
 )
 def test_matmul_takes_its_columns_in_each_pass(M, N, dtype, onezero, columns, passes):
     def body():
         ps = nl.ndarray((M, N), F32, nl.psum)
         left, right = ones(64, M, dtype=dtype), ones(64, N, dtype=dtype)
-        nisa.nc_matmul(dst=ps, stationary=left, moving=right, is_stationary_onezero=onezero)
+        declared = {f"is_{onezero}_onezero": True} if onezero else {}
+        nisa.nc_matmul(dst=ps, stationary=left, moving=right, **declared)
 
     assert isclose(busy(body, "nc_matmul", reading=ISSUE), passes * (columns + 512 / 6))
     assert isclose(busy(body, "nc_matmul", reading=RATE), passes * columns * 7 / 6)
