@@ -10,6 +10,7 @@
     patch_transformers                          computes Qwen3-Next and its like with these operations
     check_packing                               whether packed sequences see each other in a model
     load_model, save_model                      weights of ours, transformers', flash-linear-attention's
+    complete_weights                            what training left out of a model, put back beside its weights
     check_weights                               whether a model has dead heads
     mup                                         learning rates and initial values of muP for any model
 
@@ -30,7 +31,10 @@ _BACKENDS = (
     *("describe", "BackendRefusal"),
 )
 _MODELS = ("DeltaConfig", "DeltaForCausalLM", "DeltaModel", "DeltaForSequenceClassification", "DeltaCache")
-_ECOSYSTEM = ("patch_transformers", "check_packing", "check_weights", "load_model", "save_model")
+_ECOSYSTEM = (
+    *("patch_transformers", "check_packing", "check_weights", "load_model", "save_model"),
+    "complete_weights",
+)
 _HOMES = (
     dict.fromkeys(_BACKENDS, "delta_trn.backends")
     | dict.fromkeys(_MODELS, "delta_trn.models")

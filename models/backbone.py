@@ -160,6 +160,10 @@ class DeltaModel(DeltaPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        if 0 in x.shape[:2]:
+            raise ValueError(
+                f"{x.shape[0]} rows of {x.shape[1]} tokens are nothing to compute; pass at least one"
+            )
         stated = packed_bounds(others, attention_mask, len(x))
         past = take_cache(past_key_values, others)
         if unknown := sorted(set(others) - IGNORED):

@@ -48,7 +48,13 @@ class DeltaConfig(PretrainedConfig):
         self._require_residual()
         tokens = {name: getattr(self, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         self._require_rows(tokens)
+        self.auto_map: dict[str, str] = {}  # TRL reads it of every model whose class is not in transformers
         super().__init__(**{**arguments, **tokens, "tie_word_embeddings": self.tie_word_embeddings})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what config.json holds: auto_map only where code lies beside it."""
+        found = super().to_dict()
+        return {name: value for name, value in found.items() if name != "auto_map" or value}
 
     @property
     def head_dim_v(self) -> int:

@@ -59,21 +59,27 @@ def sequence_bounds(position_ids: Tensor, real: Tensor | None = None) -> Tensor 
         >>> sequence_bounds(torch.tensor([[0, 1, 0, 0]]), torch.tensor([[True, True, True, False]]))
         tensor([0, 2, 3, 4])
     """
+    if position_ids.shape[-1] < 2:
+        return None
+    begins, is_packed = _begins(position_ids, real)
+    if not bool(is_packed):
+        return None
+    firsts = begins.flatten().nonzero().flatten()
+    return torch.cat([firsts, firsts.new_full((1,), begins.numel())])
+
+
+def _begins(position_ids: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns where sequences begin, [B, T] bool, and whether any row has several, [] bool."""
     axes = position_ids.flatten(0, -3) if position_ids.dim() > 2 else position_ids[None]
     begins = (axes[:1] if len(axes) == 4 else axes).eq(0).all(0)
-    if begins.shape[-1] < 2:
-        return None
     if real is None:
         is_packed = begins[:, 1:].any()
     else:
         begins = begins & real
         is_packed = (begins & (real.cumsum(1) > 1)).any()
         begins[:, 1:] |= real.diff(dim=1)
-    if not bool(is_packed):
-        return None
     begins[:, 0] = True
-    firsts = begins.flatten().nonzero().flatten()
-    return torch.cat([firsts, firsts.new_full((1,), begins.numel())])
+    return begins, is_packed
 
 
 def places_in_sequences(bounds: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -101,21 +107,46 @@ def packed_bounds(options: dict[str, Any], attention_mask: Any, rows: int) -> Te
 
     While torch.compile traces, numbers in a mask cannot be looked at: the compiled model refuses them.
     """
+    bounds, places, real = _told(options, attention_mask, rows)
+    return bounds if places is None else sequence_bounds(places, real)
+
+
+def packed_places(
+    options: dict[str, Any], attention_mask: Any, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor] | None:
+    """Returns each token's place in its own sequence, [B, T], and whether any row has several, [] bool.
+
+    Arguments are those of `packed_bounds`. No shape depends on what tensors hold, and nothing is asked of
+    them, so that torch.compile needs no break; None where nothing tells of sequences.
+    """
+    bounds, places, real = _told(options, attention_mask, shape[0])
+    if bounds is not None:
+        return places_in_sequences(bounds, shape), torch.ones_like(bounds[0], dtype=torch.bool)
+    if places is None or shape[1] < 2:
+        return None
+    begins, is_packed = _begins(places, real)
+    index = torch.arange(shape[1], device=begins.device)
+    return index - index.where(begins, 0).cummax(1).values, is_packed
+
+
+def _told(
+    options: dict[str, Any], attention_mask: Any, rows: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Takes out of `options` what tells of sequences: bounds; or places, and [B, T] what is no padding."""
     names = ("cu_seq_lens_q", "position_ids", "seq_idx")
     bounds, places, seq_idx = (options.pop(name, None) for name in names)
     if bounds is not None:
-        return bounds.long()
+        return bounds.long(), None, None
     mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
     if mask is not None and _numbers_sequences(mask):
         places, seq_idx = None, mask
     if places is None and seq_idx is not None:
         places = seq_idx.diff(dim=1, prepend=seq_idx[:, :1] - 1) == 0  # 0 where another number begins
     if places is None:
-        return None
+        return None, None, None
     if places.shape[-2] != rows:
         places = places.expand(*places.shape[:-2], rows, -1)
-    real = None if mask is None else mask[:, -places.shape[-1] :].bool()
-    return sequence_bounds(places, real)
+    return None, places, None if mask is None else mask[:, -places.shape[-1] :].bool()
 
 
 def _numbers_sequences(mask: Tensor) -> bool:

@@ -16,10 +16,11 @@ from delta_trn.train.settings.errors import DiskFull
 HOLDER = ".lock.pid"  # the process that holds a folder
 ADVICE = "what is there is whole: free some space or choose another folder, and run the same command again"
 
+FORBIDDEN = "may not write"
 # EFBIG is what a file-size limit (ulimit -f, some network mounts) says instead of ENOSPC.
 _PROBLEMS = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "no space left to write"),
-    **dict.fromkeys((errno.EACCES, errno.EROFS, errno.EPERM), "may not write"),
+    **dict.fromkeys((errno.EACCES, errno.EROFS, errno.EPERM), FORBIDDEN),
 }
 # safetensors writes from Rust and raises its own class, whose text carries the number.
 _RUST = re.compile(r"os error (\d+)")
@@ -42,6 +43,8 @@ def disk_errors(path: Path, advice: str = ADVICE) -> Iterator[None]:
         number = error_number(error)
         if number is None or number not in _PROBLEMS:
             raise
+        if _PROBLEMS[number] == FORBIDDEN:
+            advice = advice.replace("free some space", "get write permission")
         raise DiskFull(f"{_PROBLEMS[number]} {path} ({os.strerror(number).lower()}); {advice}") from error
 
 

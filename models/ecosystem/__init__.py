@@ -3,6 +3,14 @@
 from delta_trn.models.ecosystem.heads import check_weights
 from delta_trn.models.ecosystem.packing import check_packing
 from delta_trn.models.ecosystem.patching import patch_transformers
+from delta_trn.models.ecosystem.untouched import complete_weights
 from delta_trn.models.ecosystem.weights import load_model, save_model
 
-__all__ = ["check_packing", "check_weights", "load_model", "patch_transformers", "save_model"]
+__all__ = [
+    "check_packing",
+    "check_weights",
+    "complete_weights",
+    "load_model",
+    "patch_transformers",
+    "save_model",
+]

@@ -43,8 +43,14 @@ def chunk_rule(
     backend: str | None = None,
     **unused: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns o and the state. Packed sequences have no state: a patched model refuses a cache with them."""
+    """Returns o and the state. Packed sequences have no state: a patched model refuses a cache with them.
+
+    cu_seqlens  [N + 1] bounds over rows put end to end; or, while torch.compile traces, [B, T] places of
+                tokens in their sequences, where a decay of 0 forgets what was before
+    """
     rows, tokens = query.shape[:2]
+    if cu_seqlens is not None and cu_seqlens.dim() == 2:
+        g, cu_seqlens = g.masked_fill((cu_seqlens == 0)[..., None], -torch.inf), None
     inputs = (query, key, value, g, beta)
     if cu_seqlens is not None:
         if initial_state is not None or output_final_state:
@@ -113,7 +119,10 @@ def convolve(
     x, position = hidden_states.transpose(1, 2), None
     rows, tokens = x.shape[:2]
     if cu_seq_lens_q is not None:
-        position = places_in_sequences(cu_seq_lens_q.long(), (1, rows * tokens))[0]
+        if cu_seq_lens_q.dim() == 2:  # places, as `chunk_rule` has them
+            position = cu_seq_lens_q.flatten()
+        else:
+            position = places_in_sequences(cu_seq_lens_q.long(), (1, rows * tokens))[0]
         x = x.reshape(1, rows * tokens, -1)
     y = _convolve(x, weight, bias, activation, backend, position=position)
     return y.reshape(rows, tokens, -1).transpose(1, 2)

@@ -21,7 +21,7 @@ from delta_trn.backends.dispatch import Call, choose, describe_choice
 from delta_trn.backends.machine import compute_capability
 from delta_trn.models.ecosystem.heads import check_weights, keep_float32, widen
 from delta_trn.models.ecosystem.operations import replacements
-from delta_trn.models.sequence import packed_bounds, places_in_sequences
+from delta_trn.models.sequence import packed_bounds, packed_places, places_in_sequences
 
 RULE = "torch_chunk_gated_delta_rule"
 OPERATIONS = ("gated_delta_rule", "gated_delta_rule_step", "short_convolution")
@@ -29,6 +29,10 @@ FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
 BY_DEVICE = "the backend of its tensors' device"
 # under which names transformers passes a cache
 CACHES = ("past_key_values", "cache", "cache_params")
+NO_CACHE = (
+    "packed sequences cannot fill or continue a cache: transformers' attention would mix them. "
+    "Pass use_cache=False, or one sequence per row"
+)
 # families of layers with another recurrence, and which
 OTHER_RULES = dict.fromkeys(
     ("kimi_linear", "glm5_next", "bailing_hybrid"),
@@ -274,39 +278,41 @@ def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def keep_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-        tokens = kwargs.get("input_ids")
+        tokens, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
         shape = tuple((kwargs["inputs_embeds"] if tokens is None else tokens).shape[:2])
         told = {name: kwargs.get(name) for name in ("cu_seq_lens_q", "seq_idx", "position_ids")}
-        bounds = packed_bounds(told, kwargs.get("attention_mask"), shape[0])
-        if bounds is not None:
-            kwargs |= _tell_attention(kwargs, bounds, shape)
+        if isinstance(mask, dict):  # one for each kind of layer, which generate makes for static caches
+            mask = mask.get("linear_attention")
+        caches = kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHES)
+        if not torch.compiler.is_compiling():
+            bounds = packed_bounds(told, mask, shape[0])
+            if bounds is not None and caches:
+                raise ValueError(NO_CACHE)
+            if bounds is not None:
+                places, longest = places_in_sequences(bounds, shape), int(bounds.diff().max())
+                lengths = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds.int())
+                kwargs |= _tell_attention(kwargs, places)
+                kwargs |= {**lengths, "max_length_q": longest, "max_length_k": longest}
+        elif (found := packed_places(told, mask, shape)) is not None:
+            # whether rows are packed is not known while torch.compile traces: one sequence is read alike
+            places, is_packed = found
+            if caches:
+                torch._assert_async(~is_packed, NO_CACHE)
+            else:
+                kwargs |= {**_tell_attention(kwargs, places), "cu_seq_lens_q": places}
         return forward(self, **kwargs)
 
     return keep_apart
 
 
-def _tell_attention(given: dict[str, Any], bounds: Tensor, shape: tuple[int, int]) -> dict[str, Any]:
-    """Returns the arguments by which every layer of transformers keeps the sequences of `bounds` apart."""
-    if given.get("use_cache") or any(given.get(name) is not None for name in CACHES):
-        raise ValueError(
-            "packed sequences cannot fill or continue a cache: transformers' attention would mix them. "
-            "Pass use_cache=False, or one sequence per row"
-        )
-    axes, places = given.get("position_ids"), places_in_sequences(bounds, shape)
+def _tell_attention(given: dict[str, Any], places: Tensor) -> dict[str, Any]:
+    """Returns the arguments by which attention layers of transformers keep sequences apart."""
+    axes = given.get("position_ids")
     if axes is None or axes.dim() == 2:
         positions = places
     else:  # of text, time, height and width; transformers looks at the first, which may be left out
-        positions = torch.cat([places[None], axes[-3:].expand(-1, *shape)])
+        positions = torch.cat([places[None], axes[-3:].expand(-1, *places.shape)])
     mask = given.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2:
         mask = None  # padding is a sequence of its own
-    lengths, longest = bounds.int(), int(bounds.diff().max())
-    return {
-        "use_cache": False,
-        "position_ids": positions,
-        "attention_mask": mask,
-        "cu_seq_lens_q": lengths,
-        "cu_seq_lens_k": lengths,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    return {"use_cache": False, "position_ids": positions, "attention_mask": mask}

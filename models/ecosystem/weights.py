@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
@@ -17,6 +19,14 @@ from delta_trn.models.config import DeltaConfig
 from delta_trn.models.ecosystem import flash_linear_attention
 from delta_trn.models.ecosystem.flash_linear_attention import State
 from delta_trn.models.ecosystem.heads import check_weights, head_layers, keep_float32
+from delta_trn.models.ecosystem.untouched import (
+    FILES,
+    cast_weights,
+    check_dtype,
+    complete_weights,
+    describe,
+    untouched,
+)
 from delta_trn.models.language_model import DeltaForCausalLM
 
 
@@ -27,10 +37,21 @@ def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> Pr
                     or one of flash-linear-attention, which becomes ours
         dtype       of the weights; None: as they are stored. A_log and dt_bias are always float32
 
-    Warns of dead heads by layer and head. Raises ValueError for a folder without a model, and for a model
-    that has no equivalent here, naming what it is.
+    Warns of dead heads by layer and head, and of tensors that the model leaves out, such as a vision tower:
+    `save_model` and `complete_weights` carry them over. Raises ValueError for a folder without a model, and
+    for a model that has no equivalent here, naming what it is.
     """
-    folder = Path(folder)
+    try:
+        return _load(Path(folder), dtype)
+    except UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise ValueError(
+            f"{folder} has a PyTorch file with more than tensors in it ({found[1] if found else 'damaged'}), "
+            "which could run code, so it is not opened; get the weights as safetensors"
+        ) from None
+
+
+def _load(folder: Path, dtype: torch.dtype | str | None) -> PreTrainedModel:
     theirs = _read_config(folder)
     if theirs["model_type"] == flash_linear_attention.MODEL_TYPE:
         config = flash_linear_attention.to_config(theirs)
@@ -40,13 +61,15 @@ def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> Pr
         model = DeltaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
     else:
         classes: Any = AutoModelForCausalLM._model_mapping
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if type(config) not in classes:
             raise ValueError(f"{folder} holds a {config.model_type}, which is no causal language model")
         undo = keep_float32(classes[type(config)])
         try:
             opener: Any = AutoModelForCausalLM
-            model, report = opener.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
+            model, report = opener.from_pretrained(
+                folder, dtype=dtype or "auto", output_loading_info=True, trust_remote_code=False
+            )
         finally:
             undo()
         # transformers fills them with random numbers, and warns
@@ -54,8 +77,14 @@ def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> Pr
             raise ValueError(
                 f"{folder} has no weights for {', '.join(absent[:8])}; {len(absent)} are missing"
             )
+        if rest := untouched(folder):
+            warnings.warn(
+                f"{type(model).__name__} has no use for {len(rest)} tensors of {folder}: {describe(rest)}. "
+                "save_model(model, ...) and complete_weights(..., source) write them as they are",
+                stacklevel=3,
+            )
     if any(head_layers(model)) and not (dead := check_weights(model)):
-        warnings.warn(str(dead), stacklevel=2)
+        warnings.warn(str(dead), stacklevel=3)
     return model
 
 
@@ -64,17 +93,31 @@ def save_model(
     folder: str | Path,
     format: Literal["delta", "fla"] = "delta",
     max_shard_size: str = "5GB",
+    dtype: torch.dtype | str | None = None,
 ) -> None:
     """Writes config.json and safetensors that load_model, and the code that `format` names, can open.
 
-        format      "delta": as save_pretrained does; "fla": flash-linear-attention 0.5.2's
+        format      "delta": as save_pretrained does, and with the tensors of the folder that the model was
+                    opened from and does not use (`complete_weights`); "fla": flash-linear-attention 0.5.2's
                     GatedDeltaNetForCausalLM
+        dtype       of the weights; None: as in the folder that the model was opened from, or else as they are
 
-    Raises ValueError for a model that the other code cannot be, naming what it lacks.
+    Raises ValueError for a model that the other code cannot be, naming what it lacks, and for adapters.
     """
     folder = Path(folder)
+    check_dtype(dtype)
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"{type(model).__name__} is no whole model; merge_and_unload() of PEFT returns it")
+    source = Path(getattr(model.config, "_name_or_path", None) or "")
     if format == "delta":
+        is_its_own = folder.resolve() == source.resolve()
+        if is_its_own and untouched(source):
+            raise ValueError(f"{folder} has tensors that this model does not use; save to another folder")
         model.save_pretrained(folder, max_shard_size=max_shard_size)
+        if not is_its_own and (source / "config.json").is_file() and any(source.glob(FILES)):
+            complete_weights(folder, source, dtype)
+        elif dtype is not None:
+            cast_weights(folder, dtype)
         return
     if not isinstance(model, DeltaForCausalLM):
         raise ValueError(f"a {type(model).__name__} cannot be written as {format!r}; only our own models can")
@@ -86,6 +129,8 @@ def save_model(
         {name: tensor.contiguous() for name, tensor in state.items()}, folder, max_shard_size=max_shard_size
     )
     (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
+    if dtype is not None:
+        cast_weights(folder, dtype)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from delta_trn.models.mup import DECAYING, TABLES, Parametrization, Role
 
@@ -149,7 +150,11 @@ def initialize(
 def scaled_parameters(
     model: nn.Module, base: Base, roles: Mapping[str, str | Role] | None = None
 ) -> list[Scaled]:
-    """Returns the role and ratio of every parameter. Raises ValueError that names those without a role."""
+    """Returns the role and ratio of every parameter. Raises ValueError that names those without a role.
+
+    A compiled model and one in DistributedDataParallel are looked into: names are those of the model inside.
+    """
+    model = _inside(model)
     shapes = {name: tuple(p.shape) for name, p in _make(base, "meta").named_parameters()}
     patterns = {pattern: _role(role) for pattern, role in (roles or {}).items()}
     modules, readout = dict(model.named_modules()), _readout(model)
@@ -173,6 +178,12 @@ def scaled_parameters(
         lines = "\n  ".join(unknown)
         raise ValueError(f"no muP role for {len(unknown)} parameters; name them in roles={{...}}:\n  {lines}")
     return rows
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """Returns the model that torch.compile or DistributedDataParallel has wrapped, or else the model."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    return _inside(inner) if isinstance(inner, nn.Module) else model
 
 
 def small_taps(model: nn.Module) -> Iterator[torch.Tensor]:

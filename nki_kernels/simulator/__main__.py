@@ -19,8 +19,10 @@ Nothing was ever measured on a chip here.
 import argparse
 import json
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
@@ -71,8 +73,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _module(kernel: str) -> ModuleType:
+    """Return the module of KERNEL; SystemExit that names the nearest where there is none."""
     name, _, function = kernel.partition(":")
-    return import_module(name if function or "." in name else f"delta_trn.nki_kernels.{name}")
+    ours = f"delta_trn.nki_kernels.{name}"
+    try:
+        return import_module(name if function or "." in name else ours)
+    except ModuleNotFoundError as error:
+        if error.name not in (name, ours):
+            raise  # something that a module of this name imports
+        known = [module.name for module in iter_modules(import_module("delta_trn.nki_kernels").__path__)]
+        near = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}" if near else ""
+        raise SystemExit(
+            f"no module {name!r}, expected one of delta_trn.nki_kernels, or MODULE:FUNCTION{hint}"
+        ) from None
 
 
 def load(module: ModuleType, kernel: str, shape: str) -> tuple[Any, tuple[Any, ...]]:

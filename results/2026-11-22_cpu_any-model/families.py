@@ -1,8 +1,10 @@
-"""Times forward and backward of transformers' families, with patch_transformers and without, in turns.
+"""Times whole training steps of transformers' families, with patch_transformers and without, in turns.
 
     python results/2026-11-22_cpu_any-model/families.py [WIDTH LENGTH SECONDS]
 
-Random models of four layers, three of them Gated DeltaNet with 128 channels in a head; one row of tokens.
+A step is forward, backward and AdamW, whose rate is 0, so that both models keep their weights and their
+losses can be compared. Random models of four layers, three of them Gated DeltaNet with 128 channels in a
+head; one row of tokens.
 """
 
 import contextlib
@@ -51,12 +53,16 @@ def main(width: int = 256, length: int = 1024, seconds: int = 60) -> None:
         models = {"ours": make(family, width), "transformers": make(family, width)}
         with contextlib.redirect_stdout(io.StringIO()):
             patch_transformers(models["ours"])
+        optimizers = {name: torch.optim.AdamW(model.parameters(), lr=0.0) for name, model in models.items()}
         losses = {}
 
-        def run(name: str, models: dict = models, losses: dict = losses) -> None:
-            models[name].zero_grad()
+        def run(
+            name: str, models: dict = models, optimizers: dict = optimizers, losses: dict = losses
+        ) -> None:
+            optimizers[name].zero_grad()
             losses[name] = models[name](ids, labels=ids, use_cache=False).loss
             losses[name].backward()
+            optimizers[name].step()
 
         calls = {name: (lambda name=name, run=run: run(name)) for name in models}
         times = interleaved(calls, torch.device("cpu"), seconds)

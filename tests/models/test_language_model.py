@@ -202,6 +202,12 @@ class TestShapes:
         assert torch.equal(m(ids, return_dict=False)[0], output.logits)
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_an_input_without_tokens_is_refused(shape):
+    with pytest.raises(ValueError, match=f"{shape[0]} rows of {shape[1]} tokens"):
+        model()(torch.zeros(shape, dtype=torch.long))
+
+
 class TestBadConfigurations:
     @pytest.mark.parametrize(
         ("changes", "message"),

@@ -17,6 +17,7 @@ import pytest
 from delta_trn.__main__ import main
 from delta_trn.backends import dispatch
 from delta_trn.backends.bench import figures
+from tests.support.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -190,6 +191,16 @@ def test_no_section_stands_twice_on_a_page(page):
         r"^##? .+$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE
     )
     assert headings and len(headings) == len(set(headings))
+
+
+def test_the_table_of_families_names_tests_that_are_there():
+    rows = re.findall(r"^\| (\w+) \|(.*)\|$", (ROOT / "docs" / "transformers.md").read_text(), re.MULTILINE)
+    cells = {family: row.split("|") for family, row in rows if family in FAMILIES}
+    assert cells.keys() == FAMILIES.keys()
+    files = [*(ROOT / "tests" / "models" / "ecosystem").glob("test_*.py")]
+    known = {"-", *(file.stem for file in files)}
+    known |= {name for file in files for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE)}
+    assert {cell.strip() for row in cells.values() for cell in row} <= known
 
 
 def test_the_readme_takes_five_minutes():

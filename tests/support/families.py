@@ -1,8 +1,11 @@
 """Makes small models of transformers' Gated DeltaNet families, and tokens for them."""
 
+import json
+
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -29,6 +32,18 @@ FAMILIES = {
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", {"intermediate_size": 48}),
 }  # fmt: skip
 
+# what surrounds a language model in released folders: a vision tower, and marks of images
+VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4,
+    "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32, "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [],
+}  # fmt: skip
+MARKS = {"image_token_id": 58, "video_token_id": 59, "vision_start_token_id": 56, "vision_end_token_id": 57}
+WHOLE = {
+    "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
+}
+
 
 def make(family, **changes):
     configuration, model, settings = FAMILIES[family]
@@ -46,3 +61,24 @@ def make(family, **changes):
 
 def tokens(*shape):
     return torch.randint(2, 61, shape, generator=torch.Generator().manual_seed(1))
+
+
+def write_whole(folder, family, **changes):
+    """Writes a bfloat16 folder as the released ones are laid out, in shards, with MTP layers."""
+    torch.manual_seed(0)
+    if family in WHOLE:
+        configuration, name = (getattr(transformers, name) for name in WHOLE[family])
+        text = {**SIZES, **FAMILIES[family][2], "dtype": "bfloat16", "mtp_num_hidden_layers": 1, **changes}
+        model = name(configuration(text_config=text, vision_config=VISION, **MARKS))
+    else:
+        model = make(family, **changes)
+    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="40KB")
+    mtp = {"mtp.fc.weight": (32, 64), "mtp.layers.0.mlp.experts.1.gate_proj.weight": (24, 32)}
+    save_file(
+        {name: torch.randn(*shape).bfloat16() for name, shape in mtp.items()},
+        folder / "model-mtp.safetensors",
+    )
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(mtp, "model-mtp.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "video_preprocessor_config.json").write_text("{}")

@@ -9,6 +9,7 @@ import pytest
 
 from delta_trn.train.data.shards import HEADER_BYTES
 from delta_trn.train.files import sha256_of
+from delta_trn.train.run.step import TrainingStep
 from tests.support import tiny_run
 from tests.support.corpus import prepare_text
 from tests.support.tiny_run import keys, run_command, train
@@ -61,7 +62,7 @@ WRONG_KEYS = {
     "device": (["device=abacus"], "device=abacus"),
     "device not here": (["device=cuda:77"], "device=cuda:77"),
     "backend": (["backend=numpy"], "no backend is named 'numpy'"),
-    "backend not here": (["backend=triton"], "triton"),
+    "backend not here": (["backend=triton"], "leave out backend=triton"),
     "package": (["log.wandb=true"], "log.wandb=true needs the wandb package: pip install"),
     "source": (["data.source=no/such/place"], "no/such/place"),
     "sequence too long": (["batch.length=100000"], "choose a shorter sequence"),
@@ -135,6 +136,22 @@ class TestData:
         damage, message = DAMAGES[case]
         damage(copy / "data")
         assert message in error_line("run", "tiny", *keys(copy / "data", tmp_path / "new"))
+        assert not (tmp_path / "new" / "config.json").exists()
+
+    def test_a_tokenizer_that_goes_while_a_run_trains_takes_no_checkpoint_with_it(
+        self, copy, tmp_path, monkeypatch
+    ):
+        step, out = TrainingStep.__call__, tmp_path / "new"
+
+        def step_and_lose(*arguments):
+            assert (out / "tokenizer.json").is_file()
+            (copy / "data" / "tokenizer.json").unlink(missing_ok=True)
+            return step(*arguments)
+
+        monkeypatch.setattr(TrainingStep, "__call__", step_and_lose)
+        train("run", "tiny", *keys(copy / "data", out))
+        kept = (out / "tokenizer.json").read_bytes()
+        assert (out / "checkpoints" / "step-00000012" / "tokenizer.json").read_bytes() == kept
 
     def test_run_refuses_a_token_beyond_the_vocabulary(self, copy, tmp_path):
         path = next((copy / "data").glob("*_train_*.bin"))

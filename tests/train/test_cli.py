@@ -99,6 +99,13 @@ class TestOptions:
         assert status == 2 and re.search(expected, err), err
 
 
+@pytest.mark.parametrize(("command", "wanted"), [("run", "RECIPE"), ("resume", "RUN_DIR")])
+def test_a_command_without_its_subject_names_that_alone_as_missing(command, wanted, capsys):
+    with pytest.raises(SystemExit):
+        main([command])
+    assert capsys.readouterr().err.endswith(f"the following arguments are required: {wanted}\n")
+
+
 # Flags that share their name with a key of the configuration, and why they stay flags.
 SAME_NAME = {
     ("backends/bench/__main__.py", "--backend"): "bench has no configuration; decided so",

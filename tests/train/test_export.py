@@ -103,6 +103,17 @@ class TestContent:
         exec(code, {})
         assert capsys.readouterr().out.startswith("['Once")
 
+    def test_dtype_and_license_are_a_choice_and_the_card_says_them(self, run, exported, tmp_path):
+        train("export", run, "--to", tmp_path / "half", "--dtype", "bfloat16", "--license", "cc-by-4.0")
+        weights = load_file(tmp_path / "half" / "model.safetensors")
+        assert {(x.dtype, name.endswith(("A_log", "dt_bias"))) for name, x in weights.items()} == {
+            (torch.bfloat16, False), (torch.float32, True),
+        }  # fmt: skip
+        card = (tmp_path / "half" / "README.md").read_text()
+        assert "\nlicense: cc-by-4.0\n" in card and "| weights | bfloat16, trained in float32 |" in card
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+        assert "license:" not in (exported / "README.md").read_text()
+
     def test_it_loads_in_the_dtype_that_was_saved(self, exported):
         model = AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
         assert model.dtype == torch.float32 and model.generation_config.eos_token_id == 257

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from delta_trn.train.data.tokenizer import plain_bytes
+from delta_trn.train.run import sample
 from delta_trn.train.run.sample import continue_text, load_for_generation
 from delta_trn.train.settings.schema import SampleSection
 from tests.support import tiny_run
@@ -37,6 +39,37 @@ def loaded(run):
 
 def generate(run: Path, *options: object) -> str:
     return train("generate", run, "--prompt", PROMPT, "sample.tokens=12", *options)
+
+
+class TestBesideARunningRun:
+    @pytest.mark.parametrize("command", ["generate", "export", "convert"])
+    def test_a_checkpoint_that_goes_while_it_is_read_is_chosen_again(
+        self, copy, tmp_path, command, monkeypatch
+    ):
+        """The newest is renamed between its choice and its opening, as rotation does first."""
+        choose, gone = sample.choose_checkpoint, []
+
+        def choose_and_lose(folder, which):
+            path = choose(folder, which)
+            if not gone:
+                gone.append(path.rename(path.with_name(f".{path.name}.old")))
+            return path
+
+        monkeypatch.setattr(sample, "choose_checkpoint", choose_and_lose)
+        to = tmp_path / "to"
+        words = ["--prompt", PROMPT] if command == "generate" else ["--to", to]
+        train(command, copy, *words, "--checkpoint", "last")
+        assert [path.name for path in gone] == [".step-00000040.old"]
+        if command != "generate":
+            before = copy / "checkpoints" / "step-00000030"
+            weights, expected = (load_file(path / "model.safetensors") for path in (to, before))
+            assert all(torch.equal(weights[name], x) for name, x in expected.items())
+
+    def test_one_that_cannot_be_read_though_none_was_removed_is_an_error(self, copy):
+        for path in (copy / "checkpoints").glob("step-*/config.json"):
+            path.unlink()
+        code, _, errors = run_command("generate", copy, "--prompt", PROMPT)
+        assert code == 2 and "damaged" in errors
 
 
 class TestText:

@@ -15,6 +15,7 @@ from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.errors import ConfigError, RunFolderError
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.watch import display as progress
+from delta_trn.train.watch import loss_plot
 from delta_trn.train.watch.display import Display, duration
 from delta_trn.train.watch.loss_plot import plot_loss
 from delta_trn.train.watch.metrics import Line, MetricsFile, read
@@ -92,6 +93,18 @@ class TestPlot:
         bare = plot_loss(self.write_run(tmp_path / "a")).read_bytes()
         costs = {"zlib": {"nats_per_token": 3.0, "bits_per_byte": 2.0}}
         assert plot_loss(self.write_run(tmp_path / "b", costs)).read_bytes() != bare
+
+    def test_the_loss_picture_of_a_finished_run_has_the_number_of_its_summary_and_no_other(
+        self, tmp_path, monkeypatch
+    ):
+        folder, figures = self.write_run(tmp_path), []
+        monkeypatch.setattr(loss_plot, "save_figure", lambda figure, path: figures.append(figure))
+        plot_loss(folder)
+        folder.write_summary({"step": 40, "held_out": 5000, "loss": 1.4242})
+        plot_loss(folder)
+        texts = [[text.get_text() for text in figure.axes[0].get_legend().get_texts()] for figure in figures]
+        assert texts[0] == ["training", "validation, 1.325 at the end"]
+        assert texts[1] == ["training", "all 5,000 held-out tokens, 1.4242", "validation, on a part of them"]
 
     def test_a_loss_picture_of_a_run_without_a_step_is_refused(self, tmp_path):
         with pytest.raises(RunFolderError, match="no training step yet"):

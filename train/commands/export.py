@@ -10,7 +10,14 @@ def main(arguments: Sequence[str]) -> int:
 
     from delta_trn.train.run.export import export
 
-    files = export(options.run_dir, options.checkpoint, options.to, remote_code=options.remote_code)
+    files = export(
+        options.run_dir,
+        options.checkpoint,
+        options.to,
+        remote_code=options.remote_code,
+        dtype=options.dtype,
+        license=options.license,
+    )
     code = [path for path in files if path.suffix == ".py"]
     for path in files:
         if path not in code:
@@ -30,6 +37,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder that `run` printed")
     parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="folder to make")
     parser.add_argument("--checkpoint", default="best", help="best, last, or a step (%(default)s)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (as they are: float32)"
+    )
+    parser.add_argument(
+        "--license",
+        metavar="NAME",
+        help="the weights' license, for the card, as the Hub names it",
+    )
     parser.add_argument(
         "--remote-code",
         action="store_true",

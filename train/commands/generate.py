@@ -41,12 +41,14 @@ def main(arguments: Sequence[str]) -> int:
             raise UsageError(f"{name}={value}: expected more than 0")
 
     from delta_trn.train.checkpoints.run_folder import RunFolder
-    from delta_trn.train.run.sample import choose_checkpoint, continue_text, load_for_generation
+    from delta_trn.train.run.sample import continue_text, load_for_generation, read_checkpoint
 
     folder = RunFolder(options.run_dir)
     folder.read()  # it raises where the folder is no run's
-    path = choose_checkpoint(folder, options.checkpoint)
-    model, tokenizer = load_for_generation(path, _device(asked.device))
+    device = _device(asked.device)
+    model, tokenizer = read_checkpoint(
+        folder, options.checkpoint, lambda path: load_for_generation(path, device)
+    )
     _write(options.prompt)
     penalty = options.repetition_penalty
     continue_text(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
-from delta_trn.train.recipes import recipe, summary, variables
+from delta_trn.train.recipes import RECIPES, recipe, summary, variables
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.overrides import annotation, apply, parse, read_arguments
 from delta_trn.train.settings.schema import RunConfig, flatten, meaning
@@ -35,7 +35,7 @@ USUAL = frozenset(
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="delta-trn run", description="Train from the start.")
-    parser.add_argument("recipe", metavar="RECIPE", help="a named run; `delta-trn` lists them")
+    parser.add_argument("recipe", metavar="RECIPE", help=f"a named run: {', '.join(RECIPES)}")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change, such as steps=100")
     parser.add_argument(
         "--keys", action="store_true", help="print the usual keys with their values and meanings, and stop"

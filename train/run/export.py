@@ -9,7 +9,7 @@ from delta_trn.train.checkpoints.contents import State, read_state
 from delta_trn.train.checkpoints.run_folder import Origin, RunFolder
 from delta_trn.train.checkpoints.store import describe
 from delta_trn.train.files import disk_errors, sync
-from delta_trn.train.run.sample import choose_checkpoint, load_for_generation
+from delta_trn.train.run.sample import load_for_generation, read_checkpoint
 from delta_trn.train.settings.errors import RunFolderError
 from delta_trn.train.settings.schema import RunConfig
 from delta_trn.train.watch.metrics import read as read_metrics
@@ -17,26 +17,38 @@ from delta_trn.train.watch.metrics import read as read_metrics
 CARD = "README.md"
 
 
-def export(run: Path, which: str, to: Path, *, remote_code: bool) -> list[Path]:
+def export(
+    run: Path,
+    which: str,
+    to: Path,
+    *,
+    remote_code: bool,
+    dtype: str | None = None,
+    license: str | None = None,
+) -> list[Path]:
     """Writes one checkpoint of a run as a folder that stands alone. Returns its files.
 
     which           best, last or a step
     to              the folder to make; it appears when everything in it is written
     remote_code     adds code, so that transformers loads the model where this package is not installed
+    dtype           of the weights, but for A_log and dt_bias; None: as they are, which is float32
+    license         what the card says of the weights' license, as the Hub names it; None: nothing
 
     Raises RunFolderError where `to` is taken, CheckpointError where a checkpoint is missing or damaged.
     """
     from torch import device
     from transformers.utils.logging import disable_progress_bar
 
+    from delta_trn.models.ecosystem.weights import save_model
+
     to = to.expanduser().absolute()
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise RunFolderError(f"{to} is there already, and not an empty folder; choose another --to DIR")
     folder = RunFolder(run)
     config, origin = folder.read()
-    checkpoint = choose_checkpoint(folder, which)
-    state, _ = read_state(checkpoint)
-    model, tokenizer = load_for_generation(checkpoint, device("cpu"))
+    (state, _), (model, tokenizer) = read_checkpoint(
+        folder, which, lambda path: (read_state(path), load_for_generation(path, device("cpu")))
+    )
     beside = to.with_name(f".{to.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)  # left by one that was killed
     with disk_errors(to):
@@ -50,9 +62,10 @@ def export(run: Path, which: str, to: Path, *, remote_code: bool) -> list[Path]:
 
                 write_remote_code(beside, model.config)
             disable_progress_bar()
-            model.save_pretrained(beside)
+            save_model(model, beside, dtype=dtype)
             tokenizer.save(beside)
-            card = model_card(config, origin, state, _find_loss(folder, state), model, remote_code)
+            measured = _find_loss(folder, state)
+            card = model_card(config, origin, state, measured, model, remote_code, dtype, license)
             (beside / CARD).write_text(card, encoding="utf-8")
             describe(beside.iterdir())  # which also sets their modes, and waits for the disk
             os.rename(beside, to)
@@ -82,6 +95,8 @@ def model_card(
     measured: dict[str, Any] | None,
     model: Any,
     remote_code: bool,
+    dtype: str | None = None,
+    license: str | None = None,
 ) -> str:
     """Returns the text of README.md, with figures of the run's own files."""
     m, o, b = config.model, config.optimizer, config.batch
@@ -95,6 +110,8 @@ def model_card(
         "arithmetic": f"{config.precision}, delta rule by the backend {config.backend}",
         "software": ", ".join(f"{name} {version}" for name, version in origin.versions.items()),
     }
+    if dtype is not None:
+        rows["weights"] = f"{dtype}, trained in float32"
     if measured is not None:
         bits = measured.get("bits_per_byte")
         per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
@@ -106,6 +123,7 @@ def model_card(
         table="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
         needs=_NEEDS_NOTHING if remote_code else _NEEDS_PACKAGE,
         first="" if remote_code else "import delta_trn  # registers the architecture with transformers\n",
+        license="" if license is None else f"license: {license}\n",
         trust=", trust_remote_code=True" if remote_code else "",
     )
 
@@ -126,7 +144,7 @@ _CARD = """\
 ---
 library_name: transformers
 pipeline_tag: text-generation
-tags: [gated-deltanet, delta-trn]
+{license}tags: [gated-deltanet, delta-trn]
 ---
 
 # {name}

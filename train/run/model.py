@@ -115,6 +115,7 @@ def choose_backend(
     Raises BackendRefusal, with every reason, if none can or if the one that was asked for cannot.
     """
     from delta_trn.backends import default_backend
+    from delta_trn.backends.checks import BackendRefusal
     from delta_trn.backends.dispatch import Call, choose
     from delta_trn.backends.machine import compute_capability
 
@@ -128,8 +129,14 @@ def choose_backend(
     }
     capability = compute_capability(device.type, device.index)
     call = Call("delta_residual", device.type, torch.float32, gradients=True, capability=capability)
-    with default_backend(named):
-        chosen = choose(replace(call, op="gated_delta_rule", dtype=dtype, sizes=heads))
+    try:
+        chosen = choose(replace(call, op="gated_delta_rule", dtype=dtype, sizes=heads), named)
+    except BackendRefusal as refusal:
+        raise BackendRefusal(
+            f"{refusal}\nleave out backend={named}, or name another: `delta-trn backends` says what runs here"
+            if named
+            else str(refusal)
+        ) from None
     if configuration.residual in ("ddl", "ddl_lm"):
         # The residual stream is float32 also where products are in bf16.
         sizes = {"D": configuration.hidden_size, "DV": configuration.ddl_value_channels}

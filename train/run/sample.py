@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from delta_trn.train.settings.schema import SampleSection
 
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
+
+T = TypeVar("T")
 
 
 def continue_text(
@@ -103,6 +105,21 @@ def choose_checkpoint(folder: RunFolder, which: str) -> Path:
             f"checkpoint={which!r}: expected best, last, or one of {', '.join(map(str, steps))}"
         )
     return folder.checkpoints.require_whole(int(which))
+
+
+def read_checkpoint(folder: RunFolder, which: str, read: Callable[[Path], T]) -> T:
+    """Returns what `read` makes of the folder that "best", "last" or a step names, `choose_checkpoint`'s.
+
+    A run that goes on saves new checkpoints and removes old ones, perhaps this one while it is read. Then it
+    is chosen again: what is read is a whole checkpoint.
+    """
+    while True:
+        steps = folder.checkpoints.steps()
+        try:
+            return read(choose_checkpoint(folder, which))
+        except Exception:
+            if folder.checkpoints.steps() == steps:
+                raise
 
 
 def load_for_generation(folder: Path, device: torch.device) -> tuple["DeltaForCausalLM", TextTokenizer]:

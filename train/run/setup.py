@@ -185,6 +185,7 @@ def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
     if before != after and state.step < config.steps:
         tell(f"so the learning rate at step {state.step} changes from {before:.3g} to {after:.3g}")
     folder.write(config, run.origin)
+    run.dataset.tokenizer.save(folder.path)  # also in the folder of an earlier version
     undone = folder.checkpoints.set_aside(state.step)
     if undone:
         tell(
@@ -219,6 +220,7 @@ def _assemble(
     team: Team,
 ) -> Run:
     meta = dataset.meta
+    _ = dataset.tokenizer  # read and kept by every process: checkpoints need it when the data may be gone
     configuration = model_config(
         config,
         rows=config.model.vocab_size or meta.vocab_size,
@@ -393,6 +395,7 @@ def _begin_folder(run: Run) -> None:
     if run.folder.is_taken():
         raise RunFolderError(f"{run.folder.path} was taken by another process just now; run the same again")
     run.folder.write(run.config, run.origin)
+    run.dataset.tokenizer.save(run.folder.path)
 
 
 def _make_folder(path: Path) -> None:

@@ -22,6 +22,8 @@ def read_arguments(
 
     section     where the command's own keys are; of two keys with one name, its is the one that is meant
     """
+    for action in parser._actions:  # argparse would call `key=value` required, where anything else is missing
+        action.required = action.required and action.nargs != "*"
     options, unknown = parser.parse_known_intermixed_args(arguments)
     if not unknown:
         return options

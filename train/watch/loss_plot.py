@@ -49,20 +49,30 @@ def plot_loss(folder: RunFolder) -> Path:
         raise RunFolderError(f"{folder.metrics.path} has no training step yet; train first")
     val = [line for line in lines if line["split"] == "val"]
     costs = json.loads(folder.baselines_path.read_text()) if folder.baselines_path.exists() else {}
-    figure = _figure(folder.path.resolve().name, train, val, costs)
+    figure = _figure(folder.path.resolve().name, train, val, costs, folder.read_summary())
     return save_figure(figure, folder.plot_path)
 
 
-def _figure(title: str, train: list[dict], val: list[dict], costs: dict[str, dict[str, float]]) -> Any:
+def _figure(
+    title: str,
+    train: list[dict],
+    val: list[dict],
+    costs: dict[str, dict[str, float]],
+    summary: dict[str, Any] | None,
+) -> Any:
     figure = new_figure(8.4, 4.8)
     axes = figure.add_subplot()
     steps, losses = [line["step"] for line in train], [line["loss"] for line in train]
     end = steps[-1]
     axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8)
     axes.plot(steps, smooth(losses, len(losses) // 40), color=BLUE, linewidth=1.6, label="training")
+    if summary:
+        label = f"all {summary['held_out']:,} held-out tokens, {summary['loss']:.4f}"
+        axes.plot([end], [summary["loss"]], color=RED, linestyle="", marker="D", label=label, clip_on=False)
     if val:
         val_steps, val_losses = [line["step"] for line in val], [line["loss"] for line in val]
-        label = f"validation, {val_losses[-1]:.3f} at the end"
+        # a part of the held-out text, the same each time: its loss is not that of the whole
+        label = "validation, on a part of them" if summary else f"validation, {val_losses[-1]:.3f} at the end"
         axes.plot(
             val_steps,
             val_losses,

@@ -7,7 +7,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from delta_trn import DeltaConfig, DeltaForCausalLM, patch_transformers
 from delta_trn.backends.parity.judge import error
-from tests.support.families import make, tokens
+from tests.support.families import FAMILIES, make, tokens
 from tests.support.tiny_run import nudge, tolerance
 
 # one row of logits, summed in another order: merged weights are W + B A, and not two products
@@ -31,8 +31,9 @@ class TestLoRA:
         )
 
     @pytest.mark.parametrize("length", [9, 40])  # our layers join products of 32 inputs from 32 tokens on
-    @pytest.mark.parametrize("begin", [our_model, lambda: make("qwen3_next")], ids=["ours", "qwen3_next"])
-    def test_adapters_train_merge_and_load_again(self, begin, length, tmp_path):
+    @pytest.mark.parametrize("family", ["ours", *FAMILIES])
+    def test_adapters_train_merge_and_load_again(self, family, length, tmp_path):
+        begin = our_model if family == "ours" else lambda: make(family)
         ids, plain = tokens(2, length), begin().eval()
         before = plain(ids).logits.detach()
         if not isinstance(plain, DeltaForCausalLM):
@@ -122,6 +123,26 @@ class TestTrainer:
     ):
         losses = train(tmp_path, batch, accumulation, packed=packed)
         assert distance(losses, whole) <= allowed
+
+    @pytest.mark.slow
+    def test_a_compiled_patched_model_logs_the_same_losses(self, tmp_path):
+        """By inductor; tokens of one length, so that one graph serves all."""
+        runs = []
+        for compiled in (False, True):
+            model, losses = make("qwen3_5").train(), []
+            with patch_transformers(model, backend="chunked"):
+                rows = [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in tokens(16, 12)]
+                arguments = TrainingArguments(
+                    output_dir=str(tmp_path / str(compiled)), per_device_train_batch_size=4, max_steps=3,
+                    learning_rate=1e-3, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
+                    disable_tqdm=True, seed=0, torch_compile=compiled,
+                )  # fmt: skip
+                trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+                trainer.train()
+                losses += [line["loss"] for line in trainer.state.log_history if "loss" in line]
+            torch.compiler.reset()
+            runs.append(losses)
+        assert len(runs[0]) == 3 and distance(runs[1], runs[0]) < 1e-4
 
     def test_a_mean_of_means_is_another_loss(self, whole, allowed, tmp_path):
         assert distance(train(tmp_path, 1, 8, count=False), whole) > 10 * allowed

@@ -42,6 +42,16 @@ class TestOutputs:
 
 
 class TestLoading:
+    def test_only_a_folder_with_code_beside_it_names_code(self, tmp_path):
+        """TRL reads auto_map of every model whose class is not in transformers."""
+        m = model()
+        assert not m.config.auto_map
+        m.save_pretrained(tmp_path)
+        assert "auto_map" not in (tmp_path / "config.json").read_text()
+        m.config.auto_map = {"AutoModel": "code.Class"}
+        m.config.save_pretrained(tmp_path)
+        assert type(m.config).from_pretrained(tmp_path).auto_map == m.config.auto_map
+
     @variants
     def test_a_model_in_shards_loads_where_it_is_told_to_and_in_the_dtype_that_it_was_saved_in(
         self, variant, tmp_path

@@ -1,6 +1,7 @@
 """Gated DeltaNet models of transformers compute the same with our operations in place of their own."""
 
 import threading
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -18,9 +19,10 @@ from delta_trn import (
 )
 from delta_trn.backends.gated_delta_rule.chunked import note
 from delta_trn.backends.parity.judge import error
+from delta_trn.models.cache import CACHE_NAME
 from delta_trn.models.ecosystem import operations, patching
 from delta_trn.models.ecosystem.operations import replacements
-from tests.support.families import make, tokens
+from tests.support.families import FAMILIES, make, tokens
 from tests.support.tiny_models import assert_same
 
 # One operation sums float32 in another order. A planted fault of 1% is a thousand times as large.
@@ -88,6 +90,40 @@ class TestGradients:
         assert max(excess.values()) < 4, max(excess.items(), key=lambda item: item[1])
 
 
+def packed():
+    """Returns what tells of two rows, each with two sequences, and padding behind the second."""
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, 17:] = 0
+    return {
+        "position_ids": torch.tensor([[*range(7), *range(13)], [*range(12), *range(8)]]),
+        "attention_mask": mask,
+    }
+
+
+def compare_compiled(model, compiler, how, options):
+    """Asserts that a compiled patched model has the loss and gradients of the same model, not compiled.
+
+    The whole model is one graph. Compiled code may round differently: as far as it does without the patch.
+    """
+    experts, model.config._experts_implementation = model.config._experts_implementation, "batched_mm"
+    ids, differences = tokens(2, 20), []
+    for control in (False, True)[: 2 if compiler == "inductor" else 1]:
+        with nullcontext() if control else patch_transformers(model, backend="chunked"):
+            expected = forward_backward(model, ids, **options)
+            torch.compiler.reset()
+            parts = [model] if how == "whole" else list(model.model.layers)
+            try:
+                for part in parts:  # Qwen4-exp's own sparse attention breaks graphs
+                    part.compile(backend=compiler, fullgraph=not model.config.model_type.startswith("qwen4"))
+                differences.append(max(errors(forward_backward(model, ids, **options), expected).values()))
+            finally:
+                for part in parts:
+                    part._compiled_call_impl = None
+                torch.compiler.reset()
+    model.config._experts_implementation = experts
+    assert differences[0] <= 8 * max(2**-20, differences[-1] if len(differences) > 1 else 0)
+
+
 class TestFamilies:
     def test_gradients_of_a_packed_row_are_those_of_its_sequences_alone(self, model):
         """Alone they are computed by transformers' own code, in float64."""
@@ -111,28 +147,16 @@ class TestFamilies:
         model.float()
         assert worst[1] < 1e-10, worst
 
-    @pytest.mark.parametrize("beams", [1, 3])
-    def test_generation_after_left_padding_gives_the_same_tokens(self, model, beams):
+    @pytest.mark.parametrize(
+        "how", [{"num_beams": 1}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str
+    )
+    def test_generation_after_left_padding_gives_the_same_tokens(self, model, how):
         ids = tokens(2, 9)
         ids[0, :4] = 0
-        options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams, "attention_mask": ids.ne(0)}
+        options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": ids.ne(0), **how}
         expected = model.generate(ids, **options)
         with patch_transformers(model, backend="chunked"):
             assert torch.equal(model.generate(ids, **options), expected)
-
-    @pytest.mark.parametrize("compiler", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
-    def test_torch_compile_takes_a_patched_model_whole_and_gives_the_same_loss(self, model, compiler):
-        ids = tokens(2, 20)
-        with patch_transformers(model, backend="chunked"):
-            expected = model(ids, labels=ids).loss
-            torch.compiler.reset()
-            compiled = torch.compile(model, backend=compiler)
-            try:
-                for _ in range(2):
-                    assert error(compiled(ids, labels=ids).loss, expected) < 2**-20
-                compiled(ids, labels=ids).loss.backward()
-            finally:
-                torch.compiler.reset()
 
     def test_a_decay_that_is_off_by_a_hundredth_is_found(self, qwen, monkeypatch):
         ids = tokens(2, 11)
@@ -165,6 +189,47 @@ class TestFamilies:
             results = forward_backward(qwen, ids)
         errors = {name: error(results[name], x) for name, x in expected.items() if x.any()}
         assert max(errors.values()) < 2**-14, max(errors.items(), key=lambda item: item[1])
+
+
+class TestCompile:
+    @pytest.mark.parametrize(
+        "family",
+        [pytest.param(name, marks=pytest.mark.slow) if name == "qwen4_exp" else name for name in FAMILIES],
+    )
+    def test_torch_compile_takes_a_packed_and_padded_batch_without_a_break(self, family):
+        compare_compiled(make(family), "eager", "whole", packed())
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("told", ["plain", "places", "packed"])
+    @pytest.mark.parametrize("how", ["whole", "by layer"])
+    @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+    def test_every_way_to_compile_gives_the_same_loss_and_gradients(self, model, compiler, how, told):
+        options = {"plain": {}, "places": {"position_ids": torch.arange(20)[None]}, "packed": packed()}
+        compare_compiled(model, compiler, how, options[told])
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("options", [{}, packed()], ids=["plain", "packed"])
+    def test_the_patch_adds_no_break_to_a_model_that_has_some(self, options):
+        model, breaks = make("qwen4_exp"), []
+        for patched in (False, True):
+            with patch_transformers(model, backend="chunked") if patched else nullcontext():
+                torch.compiler.reset()
+                found = torch._dynamo.explain(model)(tokens(2, 20), use_cache=False, **options)
+                breaks.append(found.graph_break_count)
+        assert breaks[0] == breaks[1] > 0
+
+    def test_a_compiled_model_refuses_packed_sequences_with_a_cache(self):
+        ids, dense = tokens(2, 20), make("qwen3_5")
+        with patch_transformers(dense, backend="chunked"), torch.no_grad():
+            try:
+                compiled = torch.compile(dense, backend="eager")
+                assert (
+                    compiled(ids, position_ids=torch.arange(20)[None], use_cache=True)[CACHE_NAME] is not None
+                )
+                with pytest.raises(RuntimeError, match="use_cache=False"):
+                    compiled(ids, use_cache=True, position_ids=packed()["position_ids"])
+            finally:
+                torch.compiler.reset()
 
 
 class TestPatch:

@@ -1,6 +1,7 @@
 """Weights of other codes open here, and ours there, with the same logits; dead heads are found."""
 
 import json
+import os
 import warnings
 from functools import partial
 
@@ -101,6 +102,28 @@ class TestConvertCommand:
             assert not (tmp_path / "b").exists()
         assert main(["convert", f"{tmp_path}/a", "--to", f"{tmp_path}/q"]) == 2
         assert "not empty" in capsys.readouterr().err
+
+
+class RunsCode:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("format", ["delta", "fla"])
+def test_a_file_that_would_run_code_is_refused_in_our_words_and_runs_nothing(format, tmp_path, capsys):
+    save_model(ours(readout="none", parametrization="sp"), tmp_path / "a", format)
+    for file in (tmp_path / "a").glob("*.safetensors"):
+        file.unlink()
+    torch.save({"x": RunsCode(tmp_path / "ran")}, tmp_path / "a" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"more than tensors in it \(posix.system\).*safetensors"):
+        load_model(tmp_path / "a")
+    assert main(["convert", f"{tmp_path}/a", "--to", f"{tmp_path}/b"]) == 2
+    assert "weights_only" not in capsys.readouterr().err and not (tmp_path / "ran").exists()
 
 
 class TestFoldersThatDoNotFit:

@@ -78,6 +78,11 @@ class TestRoles:
                 # one step takes the same share of a matrix at every width
                 assert group["lr"] * group["weight_decay"] == pytest.approx(row.weight_decay), name
 
+    def test_a_compiled_model_has_the_roles_of_the_model_inside(self):
+        model = qwen3_next(128)
+        rows = [(row.name, row.role, row.m) for row in scaled_parameters(torch.compile(model), base)]
+        assert rows == [(row.name, row.role, row.m) for row in scaled_parameters(model, base)]
+
     def test_named_roles_go_before_inferred_ones(self):
         model = qwen3_next(128)
         rows = scaled_parameters(model, base, {"*.A_log": "scalar", "*.dt_bias": Role.CONSTANT})

@@ -326,3 +326,8 @@ def test_engines_share_ports_on_gen2_only():
     assert isclose(port, one.engines["vector"] + one.engines["gpsimd"])
     assert one.lower == port == one.throughput and one.binding == "vector+gpsimd on SBUF"
     assert two.ports == {} and two.schedule < 0.8 * (two.engines["vector"] + two.engines["gpsimd"])
+
+
+def test_a_kernel_that_is_not_there_is_refused_with_the_nearest_name():
+    with pytest.raises(SystemExit, match=r"no module 'gated_delta_rule'.*mean gated_delta_rule_fwd"):
+        main(["report", "gated_delta_rule", "B=1"])

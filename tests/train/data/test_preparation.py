@@ -311,5 +311,8 @@ def test_prepare_says_that_a_folder_may_not_be_written(source, tmp_path, monkeyp
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(DiskFull, match=r"may not write .*/out \(permission denied\); .*choose another"):
+    with pytest.raises(
+        DiskFull,
+        match=r"may not write .*/out \(permission denied\); .*get write permission or choose another",
+    ):
         run(source, tmp_path / "out")
