@@ -12,6 +12,7 @@
     load_model, save_model                      weights of ours, transformers', flash-linear-attention's
     complete_weights                            what training left out of a model, put back beside its weights
     check_weights                               whether a model has dead heads
+    separate_numbers                            lets FSDP shard models in bfloat16, whose heads stay float32
     mup                                         learning rates and initial values of muP for any model
 
 Importing this package imports neither torch nor transformers: a name is loaded when it is first used, and the
@@ -32,7 +33,7 @@ _BACKENDS = (
 )
 _MODELS = ("DeltaConfig", "DeltaForCausalLM", "DeltaModel", "DeltaForSequenceClassification", "DeltaCache")
 _ECOSYSTEM = (
-    *("patch_transformers", "check_packing", "check_weights", "load_model", "save_model"),
+    *("patch_transformers", "check_packing", "check_weights", "separate_numbers", "load_model", "save_model"),
     "complete_weights",
 )
 _HOMES = (

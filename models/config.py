@@ -68,10 +68,7 @@ class DeltaConfig(PretrainedConfig):
 
     @property
     def logit_scale(self) -> float:
-        """The factor that muP puts on the logits: they are logit_scale * lm_head.weight @ hidden.
-
-        `lm_head(hidden)` has the factor in it already. It is for code that multiplies by the weight itself.
-        """
+        """The factor that muP puts on the logits: they are logit_scale * lm_head(hidden)."""
         role = Role.EMBEDDING if self.tie_word_embeddings else Role.READOUT
         return self.width_ratio ** TABLES[self.parametrization][role].multiplier
 
@@ -163,7 +160,10 @@ class DeltaConfig(PretrainedConfig):
         for name, ids in tokens.items():
             for token in ids if isinstance(ids, list) else [ids]:
                 if token is not None and not 0 <= token < self.vocab_size:
-                    raise ValueError(f"{name}={token} has no row: vocab_size={self.vocab_size}")
+                    raise ValueError(
+                        f"{name}={token} has no row: vocab_size={self.vocab_size}; give a token from 0 to "
+                        f"{self.vocab_size - 1}, or more rows"
+                    )
 
 
 def _drop_gone(arguments: dict[str, Any]) -> None:

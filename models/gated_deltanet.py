@@ -20,6 +20,7 @@ from delta_trn.backends import (
 from delta_trn.models.cache import LayerCache
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.convolution import ShortConvolution
+from delta_trn.models.head_numbers import Float32Numbers
 from delta_trn.models.initialization import decay_rates, taps, time_steps
 from delta_trn.models.layers import Linear, RMSNorm, consecutive_parts, joint
 from delta_trn.models.mup import Role
@@ -33,7 +34,7 @@ CLOSED = -1e4
 FORGET = 1e20
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Float32Numbers):
     """The gated delta rule between projections; width d, H heads of size K, HV value heads of size V.
 
         q, k, v = SiLU(conv( W_q x, W_k x, W_v x ))         [B, T, H, K] twice, [B, T, HV, V]
@@ -136,21 +137,6 @@ class GatedDeltaNet(nn.Module):
         a, z = self._gate_inputs(x, sequences)
         with torch.autocast(x.device.type, enabled=False):
             return log_decay(a, self.A_log, self.dt_bias), write_strength(z, self.beta_max)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GatedDeltaNet:
-        """Moves or casts the layer, as `to`, `bfloat16` and `half` do; A_log and dt_bias stay float32.
-
-        In bfloat16 one step is 0.4% of a value. Their updates are less, so they would not move.
-        """
-        numbers = (self.A_log, self.dt_bias)
-        kept = {id(x) for number in numbers for x in (number, number.grad) if x is not None}
-
-        def cast(x: Tensor) -> Tensor:
-            y = fn(x)
-            narrow = id(x) in kept and y.dtype in (torch.bfloat16, torch.float16)
-            return x.to(y.device) if narrow else y
-
-        return super()._apply(cast, recurse)
 
     def _gate_inputs(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Returns W_a x and W_b x [B, T, HV]; padding gets values that neither forget nor write.

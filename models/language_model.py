@@ -23,8 +23,8 @@ from delta_trn.models.sequence import packed_bounds
 IGNORED = -100  # the target of a token that counts for nothing, as transformers and torch have it
 
 
-class Readout(Linear):
-    """Computes logits, W x times the multiplier that muP gives the readout."""
+class Score(Linear):
+    """Computes a classifier's scores, W x times the multiplier that muP gives a readout."""
 
     def __init__(self, config: DeltaConfig, rows: int, multiplier: float) -> None:
         super().__init__(config.hidden_size, rows, Role.READOUT)
@@ -36,10 +36,10 @@ class Readout(Linear):
 
 
 class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
-    """Computes logits = multiplier * E Norm( blocks( E[token] ) ), E tied unless the configuration says not.
+    """Computes logits = logit_scale * E Norm( blocks( E[token] ) ), E tied unless the configuration says not.
 
-    `lm_head(hidden)` are the logits. Trainers that multiply by `lm_head.weight` themselves find the
-    multiplier in the configuration, as `logit_scale`; those that call `lm_head` must not apply it again.
+    `lm_head` is a plain matrix: trainers that call it, or multiply by its weight, find the factor that muP
+    puts on the logits in the configuration, as `logit_scale`, and apply it themselves.
 
     >>> from delta_trn.models import DeltaConfig
     >>> model = DeltaForCausalLM(DeltaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2))
@@ -53,7 +53,7 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__(config)
         self.model = DeltaModel(config, is_part=True)
-        self.lm_head = Readout(config, config.vocab_size, config.logit_scale)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, Role.READOUT)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed.weight
         self.post_init()
@@ -109,7 +109,7 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         hidden = encoded.last_hidden_state
         assert hidden is not None
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden[:, kept])
+        logits = self.lm_head(hidden[:, kept] * self.config.logit_scale)
         loss = None
         if labels is not None and targets is None:
             targets = _next_tokens(labels, bounds)
@@ -153,11 +153,12 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         smoothing = self.config.label_smoothing if self.training else 0.0
         counted = targets != IGNORED
-        if not isinstance(self.lm_head, Readout):  # wrapped by PEFT: it computes more than its weight says
-            logits = at_least_float32(self.lm_head(hidden))
+        multiplier = self.config.logit_scale
+        if not isinstance(self.lm_head, Linear):  # wrapped by PEFT: it computes more than its weight says
+            logits = at_least_float32(self.lm_head(hidden * multiplier))
             total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
             return total / counted.sum().clamp(min=1)
-        weight, multiplier = self.lm_head.weight, self.lm_head.multiplier
+        weight = self.lm_head.weight
         loss = linear_cross_entropy(hidden, weight, targets, multiplier)
         if not smoothing:
             return loss
@@ -207,7 +208,7 @@ class DeltaForSequenceClassification(GenericForSequenceClassification, DeltaPreT
         assert config.num_labels is not None  # transformers counts 2 where nothing is said
         multiplier = config.width_ratio ** TABLES[config.parametrization][Role.READOUT].multiplier
         self.model = DeltaModel(config, is_part=True)
-        self.score = Readout(config, config.num_labels, multiplier)
+        self.score = Score(config, config.num_labels, multiplier)
         self.post_init()
 
 

@@ -9,13 +9,14 @@ training cannot revive it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-NUMBERS = ("A_log", "dt_bias")
+from delta_trn.models.head_numbers import NUMBERS, head_layers
+
 _EFFECTS = {
     "0": "decay 1: the head never forgets, and its gradient is 0, so that training cannot change it",
     "inf": "decay 0: the head remembers nothing, and its gradient is not finite",
@@ -89,13 +90,6 @@ def check_weights(model: nn.Module) -> WeightsReport:
     return WeightsReport(heads, tuple(dead))
 
 
-def head_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields name and module of every layer with A_log and dt_bias."""
-    for name, module in model.named_modules():
-        if all(isinstance(getattr(module, number, None), nn.Parameter) for number in NUMBERS):
-            yield name, module
-
-
 def keep_float32(kind: type) -> Callable[[], None]:
     """Lets `from_pretrained` of a class keep the two numbers in float32; returns what takes that back."""
     name = "_keep_in_fp32_modules_strict"
@@ -108,8 +102,8 @@ def widen(layer: nn.Module) -> list[str]:
     """Puts the two numbers of a layer into float32; returns one sentence for each that was not."""
     done = []
     for name in NUMBERS:
-        parameter = layer.get_parameter(name)
-        if parameter.dtype in (torch.bfloat16, torch.float16):
-            done.append(f"{name} is float32 now, it was {str(parameter.dtype).removeprefix('torch.')}")
-            parameter.data = parameter.data.float()
+        for parameter in [owner.get_parameter(name) for _, owner in head_layers(layer)]:
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                done.append(f"{name} is float32 now, it was {str(parameter.dtype).removeprefix('torch.')}")
+                parameter.data = parameter.data.float()
     return done

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.ecosystem import flash_linear_attention
 from delta_trn.models.ecosystem.flash_linear_attention import State
-from delta_trn.models.ecosystem.heads import check_weights, head_layers, keep_float32
+from delta_trn.models.ecosystem.heads import check_weights, keep_float32
 from delta_trn.models.ecosystem.untouched import (
     FILES,
     cast_weights,
@@ -27,6 +27,7 @@ from delta_trn.models.ecosystem.untouched import (
     describe,
     untouched,
 )
+from delta_trn.models.head_numbers import head_layers
 from delta_trn.models.language_model import DeltaForCausalLM
 
 

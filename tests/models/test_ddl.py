@@ -80,6 +80,13 @@ def test_deep_delta_generation_with_a_cache_equals_the_forward_without(variant, 
             assert_same(torch.cat(parts, dim=1), whole, what=f"prompt of {prompt}", factor=4)
 
 
+def test_beams_take_along_what_the_embeddings_and_the_readouts_convolutions_remember():
+    m, ids = perturbed_model(**VARIANTS["token-conv"]), tokens(2, 5)
+    options = {"num_beams": 4, "num_return_sequences": 2, "do_sample": False, "max_new_tokens": 12}
+    cached, uncached = (m.generate(ids, use_cache=use, **options) for use in (True, False))
+    assert torch.equal(cached, uncached)
+
+
 def test_deep_delta_is_causal_and_separates_packed_and_padded_sequences(variant):
     """No token sees a later one; packing and padding change nothing; every parameter gets a gradient."""
     m, ids = perturbed_model(**variant), tokens(1, 11)
@@ -119,7 +126,7 @@ def test_closed_gates_leave_the_embedding(name):
         x = m.model.embed(ids)
         if m.model.positions is not None:
             x = x + m.model.positions(torch.arange(7))
-        expected = m.lm_head(m.model.norm(x))
+        expected = m.config.logit_scale * m.lm_head(m.model.norm(x))
         assert_same(logits(m, ids), expected, what="identity")
 
 

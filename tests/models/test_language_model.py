@@ -159,6 +159,15 @@ class TestPadding:
             for i, mask in enumerate(masks.bool()):
                 assert_same(logits[i][mask], m(ids[i][mask][None]).logits[0], what=f"row {i}")
 
+    def test_hidden_states_of_padded_rows_are_those_of_the_rows_alone(self):
+        m, ids = model(), tokens(5, 8)
+        with torch.no_grad():
+            padded = m(ids, attention_mask=self.MASK, output_hidden_states=True).hidden_states
+            for i, mask in enumerate(self.MASK.bool()):
+                alone = m(ids[i][mask][None], output_hidden_states=True).hidden_states
+                for x, y in zip(padded, alone, strict=True):
+                    assert_same(x[i][mask], y[0], what=f"row {i}")
+
     def test_padding_changes_no_gradient(self):
         m, ids = model(), tokens(5, 8)
         real = self.MASK.bool()
@@ -198,7 +207,9 @@ class TestShapes:
         output = m(ids, output_hidden_states=True, use_cache=False)
         assert len(output.hidden_states) == 4
         assert torch.equal(output.hidden_states[0], m.model.embed(ids))
-        assert_same(m.lm_head(m.model.norm(output.hidden_states[-1])), output.logits)
+        assert m.config.logit_scale != 1
+        hidden = m.model.norm(output.hidden_states[-1])
+        assert_same(m.config.logit_scale * m.lm_head(hidden), output.logits)
         assert torch.equal(m(ids, return_dict=False)[0], output.logits)
 
 

@@ -68,10 +68,10 @@ class TestLoss:
         assert_same(m(ids, labels=labels).loss, expected)
 
     def test_packed_sequences_do_not_predict_across_their_ends(self):
-        m, ids = model(), tokens(1, 20)
-        cu_seqlens, places = packed([7, 0, 13])
+        m, ids = model(), tokens(1, 21)
+        cu_seqlens, places = packed([1, 7, 0, 13])
         separate = [
-            m(ids[:, p], labels=ids[:, p]).loss * (p.stop - p.start - 1) for p in (places[0], places[2])
+            m(ids[:, p], labels=ids[:, p]).loss * (p.stop - p.start - 1) for p in (places[1], places[3])
         ]
         assert_same(m(ids, labels=ids, cu_seqlens=cu_seqlens).loss, sum(separate) / 18)
 

@@ -88,7 +88,7 @@ def test_every_class_of_parameters_has_the_factors_of_its_paper(name: str, n: in
             else:
                 assert row.init_std == 0.02 * factor(STD, group), parameter
             assert row.weight_decay == (0.1 if group in ("matrix", "gate") else 0.0), parameter
-    assert m.lm_head.multiplier == factor(MULTIPLIER, "head")
+    assert m.config.logit_scale == factor(MULTIPLIER, "head")
 
 
 @pytest.mark.parametrize(("width", "ratio"), [(768, 2048 / 768), (1536, 4096 / 768)])

@@ -181,6 +181,30 @@ BUGS = (
         "first = self._samples + self.rank * self.batch", "first = self._samples", "data order"),
     Bug("resume: the CPU's generator goes on where it is", "train.checkpoints.contents:set_random_states",
         'torch.set_rng_state(states["cpu"])', 'states["cpu"]', "generator"),
+    Bug("optimizer: the cosine ends where the run does", "train.run.optimizer:learning_rate",
+        "config.schedule.decay_steps or config.steps", "config.steps", "decay steps"),
+    Bug("models: streams before blocks keep padding to the left", "models.backbone:DeltaModel.hidden",
+        "streams.append(x if padding is None else padding.restore(x))\n        x = block",
+        "streams.append(x)\n        x = block", "hidden states"),
+    Bug("models: the last stream keeps padding to the left", "models.backbone:DeltaModel.hidden",
+        "streams.append(x if padding is None else padding.restore(x))\n    x = self.read",
+        "streams.append(x)\n    x = self.read", "hidden states"),
+    Bug("loss: a first sequence of one token predicts the next sequence", f"{READOUT}:_next_tokens",
+        "ends >= 0", "ends > 0", "packed loss"),
+    Bug("models: dt_bias is cast", "models.head_numbers:Float32Numbers._apply",
+        "for name in NUMBERS if", "for name in NUMBERS[:1] if", "casts"),
+    Bug("models: separate numbers have other names in files", "models.head_numbers:_name_as_before",
+        'state[f"{prefix}{name}"] = state.pop(key)', "pass", "separate numbers"),
+    Bug("models: a constant value does not grow with width", "models.residual:Value.forward",
+        "self.constant * self.multiplier", "self.constant", "constant values"),
+    Bug("cache: beams keep each other's embeddings", "models.cache:DeltaCache._all",
+        "self.first, *self.memory", "*self.memory", "beams"),
+    Bug("cache: beams keep each other's last streams", "models.cache:DeltaCache._all",
+        "*self.memory, self.last", "*self.memory", "beams"),
+    Bug("patch: packed rows fill no cache, and nothing says so", "models.ecosystem.patching:_tell_attention",
+        'given.get("use_cache") or any(', "any(", "packed rows and a cache"),
+    Bug("patch: packed rows continue a cache", "models.ecosystem.patching:_tell_attention",
+        "given.get(name) is not None", "False", "packed rows and a cache"),
     # second turns of loops, tails, seams, groups, and what one dtype alone computes
     Bug("chunked: a packed sequence begins a token late", f"{RULE}.chunked:compute_packed",
         "slice(bounds[n], bounds[n + 1])", "slice(max(0, bounds[n] - 1), max(0, bounds[n + 1] - 1))",
@@ -359,7 +383,13 @@ def planted(bug: Bug) -> Iterator[None]:
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     flags = __future__.annotations.compiler_flag
     names: dict[str, Any] = {}
-    exec(compile(source, file, "exec", flags=flags, dont_inherit=True), function.__globals__, names)
+    text = source
+    if code.co_freevars:  # such as __class__, where a method calls super()
+        closed = f"def close({', '.join(code.co_freevars)}):\n"
+        text = f"{closed}{textwrap.indent(source, '    ')}\n    return {function.__name__}"
+    exec(compile(text, file, "exec", flags=flags, dont_inherit=True), function.__globals__, names)
+    if code.co_freevars:
+        names[function.__name__] = names["close"](*code.co_freevars)
     kernel = _thing_of(bug)
     before = getattr(kernel, "src", "")
     try:

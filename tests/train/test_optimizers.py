@@ -87,8 +87,9 @@ class TestSchedule:
         assert learning_rate(self.C, 100) == learning_rate(self.C, 10_000) == 0.1
 
     def test_decay_steps_replaces_steps_as_the_end_of_the_cosine(self):
-        c = config(steps=100, schedule__warmup=10, schedule__decay_steps=50, schedule__min_lr=0.01)
-        assert learning_rate(c, 50) == learning_rate(c, 99) == 0.01
+        c = config(steps=100, schedule__warmup=10, schedule__decay_steps=50, schedule__min_lr=0.001)
+        assert learning_rate(c, 30) == pytest.approx((c.optimizer.lr + 0.001) / 2)
+        assert learning_rate(c, 50) == learning_rate(c, 99) == 0.001 < c.optimizer.lr
 
 
 class TestGroups:

@@ -196,6 +196,11 @@ def _divide_heads(model: DeltaForCausalLM, parts: int) -> dict[str, Tensor]:
     def divide(whole: Tensor, dim: int | None) -> nn.Parameter:
         if dim is None:
             return nn.Parameter(whole)
+        if whole.shape[dim] % parts:  # heads were found to be whole before
+            raise ConfigError(
+                f"distribution.tensor={parts} does not divide {whole.shape[dim]}, the inner size of an MLP, "
+                "into the equal parts that Neuron needs; give another model.intermediate_size"
+            )
         part = nn.Parameter(whole.chunk(parts, dim)[rank].clone())
         library("parallel_layers.utils").set_tensor_model_parallel_attributes(
             part, is_parallel=True, dim=dim, stride=1, num_partitions=parts

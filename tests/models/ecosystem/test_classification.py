@@ -44,7 +44,7 @@ class TestBackbone:
         ids, m = tokens(2, 9), m.double()
         with torch.no_grad():
             hidden = backbone(ids).last_hidden_state
-            assert_same(m.lm_head(hidden), m(ids).logits)
+            assert_same(m.config.logit_scale * m.lm_head(hidden), m(ids).logits)
             assert torch.equal(backbone(ids, return_dict=False)[0], hidden)
             streams = backbone(ids, output_hidden_states=True).hidden_states
         assert len(streams) == m.config.num_hidden_layers + 1

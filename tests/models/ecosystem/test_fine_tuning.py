@@ -65,6 +65,7 @@ class TestLoRA:
         assert all(p.grad.any() for p in adapted.parameters() if p.requires_grad)
         with adapted.disable_adapter():
             assert abs(adapted(ids, labels=ids).loss - expected) > 1e-3
+        assert error(adapted.merge_and_unload()(ids).logits, outputs.logits.detach()) < ALLOWED
 
     def test_every_linear_layer_of_a_mixer_gets_an_adapter(self):
         targets = get_peft_model(our_model(), self.settings()).targeted_module_names

@@ -49,13 +49,17 @@ def test_a_packed_row_beside_a_padded_one_and_padding_on_either_side_are_kept_ap
             assert error(packed[row, cut], model(ids[row : row + 1, cut]).logits[0]) < 2**-16
 
 
-def test_packed_sequences_cannot_fill_or_continue_a_cache(qwen):
-    ids, places = tokens(1, 6), torch.tensor([[6, 7, 0, 1, 2, 3]])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_packed_sequences_cannot_fill_or_continue_a_cache(qwen, rows):
+    """The last row alone is packed."""
+    ids, places = tokens(rows, 6), torch.arange(6, 12).repeat(rows, 1)
+    places[-1] = torch.tensor([6, 7, 0, 1, 2, 3])
     with patch_transformers(qwen, backend="chunked"):
         cache = qwen(ids, use_cache=True)[CACHE_NAME]
-        for options in ({"past_key_values": cache}, {"use_cache": True}):
-            with pytest.raises(ValueError, match="use_cache=False"):
+        for options in ({CACHE_NAME: cache}, {"use_cache": True}):
+            with pytest.raises(ValueError, match="Pass use_cache=False, or one sequence per row"):
                 qwen(ids, position_ids=places, **options)
+        assert cache.get_seq_length() == 6
 
 
 def test_our_models_keep_packed_sequences_apart_however_they_are_told():

@@ -18,6 +18,7 @@ from delta_trn import (
     save_model,
 )
 from delta_trn.__main__ import main
+from delta_trn.models.head_numbers import NUMBERS
 from tests.support.families import make, tokens
 
 # float64: weights are scaled by numbers that are no powers of 2, and summed in another order
@@ -188,12 +189,14 @@ class TestHeadsStayFloat32:
     def test_a_cast_leaves_numbers_and_gradients_of_our_heads_as_they_are(self, cast):
         model = ours()
         model(tokens(1, 5), labels=tokens(1, 5)).loss.backward()
-        before = model.model.blocks[0].mixer.A_log.detach().clone()
+        mixer = model.model.blocks[0].mixer
+        before = [getattr(mixer, name).detach().clone() for name in NUMBERS]
         cast(model)
-        numbers = model.model.blocks[0].mixer.A_log
-        assert numbers.dtype == numbers.grad.dtype == torch.float32 and torch.equal(numbers, before)
-        assert model.lm_head.weight.dtype == model.model.blocks[0].mixer.a_proj.weight.dtype != torch.float32
-        assert model.double().model.blocks[0].mixer.A_log.dtype == torch.float64
+        for numbers, expected in zip((mixer.A_log, mixer.dt_bias), before, strict=True):
+            assert numbers.dtype == numbers.grad.dtype == torch.float32 and torch.equal(numbers, expected)
+        assert model.lm_head.weight.dtype == mixer.a_proj.weight.dtype != torch.float32
+        model.double()
+        assert mixer.A_log.dtype == mixer.dt_bias.dtype == torch.float64
 
     def test_patching_a_model_in_bfloat16_widens_its_numbers_and_says_so(self, capsys):
         model = make("qwen3_next").bfloat16()

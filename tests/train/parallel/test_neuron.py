@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from delta_trn.train.neuron import sharding as neuron
 from delta_trn.train.parallel import sharding as whole
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import DistributionSection
-from tests.support import team_run, tiny_run
+from tests.support import team_run, tiny_models, tiny_run
 from tests.train.parallel.test_distributed import (
     BATCH,
     OPTIMIZERS,
@@ -120,6 +121,17 @@ def test_a_missing_neuronx_distributed_is_refused_with_what_to_install(monkeypat
     monkeypatch.setattr(neuron, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"neuronx-distributed==0\.17\.26814 .* or use mode=ddp"):
         neuron.initialize(2)
+
+
+def test_an_mlp_that_processes_cannot_have_equal_parts_of_is_refused(monkeypatch):
+    names = ("set_tensor_model_parallel_attributes", "copy_to_tensor_model_parallel_region")
+    functions = dict.fromkeys((*names, "reduce_from_tensor_model_parallel_region"), lambda *_, **__: None)
+    monkeypatch.setattr(neuron, "library", lambda module: SimpleNamespace(**functions))
+    rank = SimpleNamespace(get_tensor_model_parallel_rank=lambda: 0)
+    monkeypatch.setattr(neuron, "initialize", lambda parts: rank)
+    neuron._divide_heads(tiny_models.model(intermediate_size=96), 4)
+    with pytest.raises(ConfigError, match="tensor=4 does not divide 98, the inner size of an MLP"):
+        neuron._divide_heads(tiny_models.model(intermediate_size=98), 4)
 
 
 class TestBuckets:
