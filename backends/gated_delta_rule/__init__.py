@@ -90,8 +90,7 @@ def gated_delta_rule(
         use_gate_in_kernel          g <- -exp(A_log) softplus(g + dt_bias); A_log, dt_bias [HV], any float,
                                     dt_bias may be None
         use_beta_sigmoid_in_kernel  beta <- sigmoid(beta), with allow_neg_eigval 2 sigmoid(beta)
-
-    return_states_at replaces the final state by the states after these numbers of tokens of each row, rising,
+    return_states_at replaces the final state by those after these numbers of tokens of each row, rising,
     from 1 to T: [B, P, HV, K, V], of packed sequences those of the one that the token belongs to.
 
     Names and positions are those of flash-linear-attention 0.5.2. cu_seqlens_cpu and chunk_size change
@@ -119,15 +118,7 @@ def gated_delta_rule(
         scale=float(q.shape[-1]) ** -0.5 if scale is None else float(scale), beta_max=beta_max,
         l2norm=use_qk_l2norm_in_kernel, output_final_state=output_final_state,
     )  # fmt: skip
-    made = call if _makes_gates(name) else make_call_gates(call)
-    compute = partial(OPERATOR, save=save, backend=name)
-    if positions is not None:
-        if not (torch.compiler.is_compiling() or q.is_meta):
-            checks.values(made)  # of the whole, before its first piece runs
-        o, state = compute_states(made, positions, compute)
-    else:
-        o, state = compute(made)
-        state = state if output_final_state else None
+    o, state = _compute(call, positions, save, name)
     return o, None if state is None else state.mT.contiguous() if state_v_first else state
 
 
@@ -197,6 +188,20 @@ def gated_delta_rule_step(
         call = make_call_gates(call)
     o, state = STEP_OPERATOR(call, save=False, backend=name)
     return o, state
+
+
+def _compute(
+    call: Rule, positions: tuple[int, ...] | None, save: bool, name: str
+) -> tuple[Tensor, Tensor | None]:
+    """Returns o, and the final state or those at positions."""
+    made = call if _makes_gates(name) else make_call_gates(call)
+    compute = partial(OPERATOR, save=save, backend=name)
+    if positions is None:
+        o, state = compute(made)
+        return o, state if call.output_final_state else None
+    if not (torch.compiler.is_compiling() or call.q.is_meta):
+        checks.values(made)  # of the whole, before its first piece runs
+    return compute_states(made, positions, compute)
 
 
 @torch.compiler.assume_constant_result

@@ -34,7 +34,7 @@ from delta_trn.train.settings.errors import PositionMismatch
 from delta_trn.triton_kernels import gated_delta_rule_refine as refine
 from delta_trn.triton_kernels import rms_norm, short_convolution
 from delta_trn.triton_kernels.launch import tile
-from tests.backends import test_states
+from tests.backends.cpu_kernel import test_states
 from tests.models import test_ddl, test_ddl_options, test_language_model, test_loss
 from tests.models.ecosystem import test_fully_sharded, test_packing, test_weights
 from tests.support import families, tiny_models
