@@ -143,9 +143,9 @@ def scale_by_exp(A_log, y, z):
     """Returns exp(A_log) y, where y is softplus(z) or sigmoid(z).
 
     Below z = -20 both are exp(z) to the last digit, and only exp(A_log + z) is right where exp(A_log)
-    overflows and y underflows.
+    overflows or y underflows.
     """
-    least = tl.where(A_log > 60.0, -20.0, float("-inf"))
+    least = tl.where(A_log > 60.0, -20.0, -87.0)
     return tl.where(z < least, tl.exp(A_log + z), tl.exp(A_log) * y)
 
 

@@ -173,6 +173,13 @@ def test_gates_of_any_rate_are_finite_and_exact():
         assert_as_exact_as_plain(call, gates="plain")
 
 
+def test_a_softplus_that_underflows_alone_keeps_its_product_with_a_large_rate():
+    """A random case: exp(-108) is 0 and exp(46 - 108) is not, on which all of dg depended."""
+    x = inputs(20)
+    x["g"] = torch.linspace(-112, -104, 20)[None, :, None]
+    assert_as_exact_as_plain(x | {"A_log": torch.full((1,), 46.0)}, gates="plain")
+
+
 @pytest.mark.parametrize(("dtype", "state"), [(torch.float32, True), (torch.float16, False)], ids=str)
 def test_a_token_has_the_same_numbers_whether_or_not_gradients_are_wanted(dtype, state):
     x = {name: tensor.to(DEVICE) for name, tensor in inputs(1, 48, 40, dtype).items()}
