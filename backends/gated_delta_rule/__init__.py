@@ -110,7 +110,6 @@ def gated_delta_rule(
     beta_max = checks.gate_arguments(
         q, v.shape[2], use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
     )
-    positions = checks.positions(return_states_at, q.shape[1], output_final_state)
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     name, save = OPERATOR.choose(tensors, _sizes(q, v), backend, *(() if cu_seqlens is None else ("packed",)))
     call = Rule(
@@ -118,7 +117,7 @@ def gated_delta_rule(
         scale=float(q.shape[-1]) ** -0.5 if scale is None else float(scale), beta_max=beta_max,
         l2norm=use_qk_l2norm_in_kernel, output_final_state=output_final_state,
     )  # fmt: skip
-    o, state = _compute(call, positions, save, name)
+    o, state = _compute(call, checks.positions(return_states_at, q.shape[1], output_final_state), save, name)
     return o, None if state is None else state.mT.contiguous() if state_v_first else state
 
 
