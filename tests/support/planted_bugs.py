@@ -201,10 +201,8 @@ BUGS = (
         "self.first, *self.memory", "*self.memory", "beams"),
     Bug("cache: beams keep each other's last streams", "models.cache:DeltaCache._all",
         "*self.memory, self.last", "*self.memory", "beams"),
-    Bug("patch: packed rows fill no cache, and nothing says so", "models.ecosystem.patching:_tell_attention",
-        'given.get("use_cache") or any(', "any(", "packed rows and a cache"),
-    Bug("patch: packed rows continue a cache", "models.ecosystem.patching:_tell_attention",
-        "given.get(name) is not None", "False", "packed rows and a cache"),
+    Bug("patch: only the first row tells whether rows are packed", "models.sequence:sequence_bounds",
+        "is_packed = begins[:, 1:].any()", "is_packed = begins[:1, 1:].any()", "packed rows and a cache"),
     # second turns of loops, tails, seams, groups, and what one dtype alone computes
     Bug("chunked: a packed sequence begins a token late", f"{RULE}.chunked:compute_packed",
         "slice(bounds[n], bounds[n + 1])", "slice(max(0, bounds[n] - 1), max(0, bounds[n + 1] - 1))",
