@@ -252,6 +252,12 @@ def adapter(name: str, op: str = "gated_delta_rule") -> ModuleType:
     return import_module(_find(name).rows[op].adapter)
 
 
+def describe_choice(name: str, dtype: torch.dtype, device: str, op: str = "gated_delta_rule") -> str:
+    """Returns a backend's name; behind it how it computes such calls here, where it has a slower way."""
+    note = getattr(adapter(name, op), "note", None)
+    return name if note is None else f"{name} ({note(dtype, device)})"
+
+
 def _find(name: str) -> Backend:
     if name not in BACKENDS:
         raise BackendRefusal(f"no backend is named {name!r}; registered: {', '.join(BACKENDS) or 'none'}")

@@ -15,6 +15,8 @@ from delta_trn.models.initialization import constant
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag
 
+SHORT = 64  # tokens of a sequence for which putting weights side by side costs more than it saves
+
 
 class Linear(nn.Linear):
     """Computes y = W x, W [outputs, inputs]; options are those of `Tag`, `ratio` is its `inputs`."""
@@ -53,12 +55,13 @@ class Embedding(nn.Embedding):
 def joint(x: Tensor, *maps: Linear) -> Tensor:
     """Returns the maps' outputs side by side, [B, T, sum of outputs].
 
-    This is one product, unless there are fewer tokens than inputs: then putting the weights side by side
-    would cost more than it saves. A map that PEFT has wrapped computes more than its weight says, and one
-    that has hooks must be called.
+    This is one product, unless sequences are short, as in decoding: then putting the weights side by side
+    would cost more than it saves. How many there are does not count, since one product ends in other bits
+    than three, and a row must not depend on its batch. A map that PEFT has wrapped computes more than its
+    weight says, and one that has hooks must be called.
     """
     plain = all(isinstance(m, nn.Linear) and not m._forward_hooks for m in maps)
-    if x.shape[0] * x.shape[1] < x.shape[2] or not plain:
+    if x.shape[1] < SHORT or not plain:
         return torch.cat([m(x) for m in maps], dim=-1)
     return F.linear(x, torch.cat([m.weight for m in maps]))
 

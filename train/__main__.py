@@ -4,7 +4,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
@@ -49,6 +49,9 @@ COMMANDS: dict[str, Command] = {
     "data": ("prepare SOURCE | info DIR", "text to token shards"),
 }
 
+# How often a thread of OpenMP that waits looks before it sleeps: 1,000 times, for some 20 us, as long as many
+# waits inside of a step. libgomp's 300,000 looks are milliseconds, which another process would have used.
+WAITING = {"GOMP_SPINCOUNT": "1000"}
 # What training on one's own text takes. `--help` lists these, `--help-all` the others, too.
 USUAL = ("run", "resume", "generate", "export", "plot", "convert", "data", "backends")
 
@@ -68,6 +71,7 @@ def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command]
             near = get_close_matches(command, commands, n=1)
             hint = f"did you mean {near[0]}? known" if near else "known"
             raise TrainError(f"unknown command {command!r}; {hint}: {', '.join(commands)}")
+        set_waiting(os.environ)
         module = f"delta_trn.train.commands.{command.replace('-', '_')}"
         if command in COMMANDS:
             _require_torch()
@@ -85,6 +89,13 @@ def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command]
         lines = [line.strip() for line in str(error).splitlines()]
         print(f"error: {'; '.join(lines).replace(':;', ':')}", file=sys.stderr)
         return 2
+
+
+def set_waiting(environment: MutableMapping[str, str]) -> None:
+    """Sets how idle threads wait, unless the user does, or torch is loaded already and has read it."""
+    if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in environment:
+        for name, value in WAITING.items():
+            environment.setdefault(name, value)
 
 
 def _require_torch() -> None:

@@ -8,6 +8,8 @@ its 20th and 80th percentile. A floor is the least time that the pass can take h
 what a forward and backward takes beyond the inputs: from CUDA's allocator, or as the resident size of a fresh
 process. One step starts from the same state in every round, since its time does not depend on it.
 
+Beside packed sequences the same tokens are timed as one sequence ("in one"): what packing costs.
+
 The exit status is 1 where a case fails parity, which is then not timed, and where a pass takes less time than
 its floor: then the machine was busy while its best was measured, and that line has no floor.
 """
@@ -35,6 +37,7 @@ from delta_trn.backends.bench.peers import PEERS, Run
 from delta_trn.backends.bench.roofline import Ceilings, ceilings, work
 from delta_trn.backends.bench.timing import Spread, modes, ratios, time_in_turns
 from delta_trn.backends.checks import BackendRefusal, dtype_name
+from delta_trn.backends.dispatch import describe_choice
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.machine import facts
 from delta_trn.backends.parity.__main__ import Subject, subjects
@@ -44,6 +47,7 @@ from delta_trn.backends.parity.rule import GRADIENTS, step_verdicts, verdicts
 from delta_trn.backends.parity.rule_cases import Case, Inputs, inputs, select
 
 STEP = "gated_delta_rule_step"
+IN_ONE = " in one"  # behind a backend's name: packed sequences as one
 # A line of results: the times of one contender on one pass of one case. Some of its fields:
 #
 #   ratio           its time over ours, round by round; None for ourselves
@@ -63,7 +67,11 @@ def contender(name: str) -> Run:
         return PEERS[name].run()
 
     def run(x: Inputs) -> Tensor:
-        return gated_delta_rule(x.q, x.k, x.v, x.g, x.beta, backend=name, **x.arguments())[0]
+        options: dict[str, Any] = x.arguments()
+        if name.endswith(IN_ONE):
+            options = {**options, "cu_seqlens": None}
+        backend = name.removesuffix(IN_ONE)
+        return gated_delta_rule(x.q, x.k, x.v, x.g, x.beta, backend=backend, **options)[0]
 
     return run
 
@@ -150,7 +158,8 @@ def bench(
     """Times all passes of one case. Raises ParityError unless its parity is green."""
     device = torch.device(subject.device)
     worst = max(verdict.ratio for verdict in judge(subject, case, dtype))
-    names = [subject.backend, *peers]
+    in_one = [subject.backend + IN_ONE] if case.lengths and not case.state else []
+    names = [subject.backend, *in_one, *peers]
     x, least = inputs(case, dtype).to(device), work(case, dtype)
     for phase in passes(case):
         memories: dict[str, int | None] = dict.fromkeys(names)
@@ -242,7 +251,8 @@ def _run(options: argparse.Namespace, subject: Subject, cases: Sequence[Case]) -
     limits = ceilings(device, dtype)
     machine_facts: Mapping[str, Any] = facts(device)
     print(
-        f"{subject.backend} on {machine_facts['device']}, {machine_facts['threads']} threads, "
+        f"{describe_choice(subject.backend, dtype, device.type)} on {machine_facts['device']}, "
+        f"{machine_facts['threads']} threads, "
         f"torch {machine_facts['torch']}, {dtype_name(dtype)}; medians, 20th and 80th percentiles"
     )
     print(f"this machine at its best: {limits}")

@@ -1,7 +1,8 @@
 """The least time a pass can take: for its floating-point operations or for its bytes, whichever is longer.
 
 Operations are counted per token and value head, a multiplication and an addition as two. R = HV / H value
-heads share a key; C = 64 is the chunk of the published counts, whatever a backend's is:
+heads share a key; C = 64 is the chunk of the published counts, whatever a backend's is. Shorter sequences are
+chunks of their mean length, between which no state is: terms with K V then count only where one is given.
 
     forward     6 K V + 4 C V + 4 C K / R + 2 C^2 / 3        state, chunk and inverse
     backward    14 K V + 10 C V + 10 C K + 4 C^2             no state is recomputed
@@ -26,7 +27,7 @@ import torch
 from delta_trn.backends.bench.timing import Call, time_in_turns
 from delta_trn.backends.parity.rule_cases import Case
 
-C = 64
+CHUNK = 64
 # side of the product and bytes read by the copies, by type of device: tenths of a second on every one at hand
 PRODUCT = {"cuda": 8192, "cpu": 2048}
 COPY_BYTES = {"cuda": (2**30,), "cpu": (2**20, 2**22, 2**24, 2**27)}
@@ -71,14 +72,16 @@ def work(case: Case, dtype: torch.dtype) -> Mapping[str, Work]:
     """Returns the work of each pass: forward, backward, forward+backward; and step, for T = 1."""
     H, HV, K, V, s = case.H, case.value_heads, case.K, case.V, dtype.itemsize
     tokens = case.B * case.T
+    C = min(CHUNK, tokens // case.sequences)
+    KV = K * V if C == CHUNK or case.state else 0
     state = 4 * case.sequences * HV * K * V
     keys, values, gates = 2 * H * K * s, HV * V * s, HV * (4 + s)
     forward = Work(
-        tokens * HV * (6 * K * V + 4 * C * V + 4 * C * K * H / HV + 2 * C * C / 3),
+        tokens * HV * (6 * KV + 4 * C * V + 4 * C * K * H / HV + 2 * C * C / 3),
         tokens * (keys + 2 * values + gates) + case.state * state,
     )
     backward = Work(
-        tokens * HV * (14 * K * V + 10 * C * V + 10 * C * K + 4 * C * C),
+        tokens * HV * (14 * KV + 10 * C * V + 10 * C * K + 4 * C * C),
         tokens * 2 * (keys + gates) + tokens * 3 * values + 2 * case.state * state,
     )
     step = Work(tokens * HV * 6 * K * V, tokens * (keys + 2 * values + gates) + 2 * state)

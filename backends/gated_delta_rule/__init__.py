@@ -26,12 +26,16 @@ inverse are float32 on every backend, float64 for float64 inputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from delta_trn.backends import dispatch
 from delta_trn.backends.gated_delta_rule import checks
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Step, make_call_gates, state_dtype
+from delta_trn.backends.gated_delta_rule.states import compute_states
 from delta_trn.backends.operator import Operator, gradients_wanted
 
 
@@ -56,6 +60,7 @@ def gated_delta_rule(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int | None = None,
+    return_states_at: Sequence[int] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""The gated delta rule over sequences (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464).
@@ -85,6 +90,8 @@ def gated_delta_rule(
         use_gate_in_kernel          g <- -exp(A_log) softplus(g + dt_bias); A_log, dt_bias [HV], any float,
                                     dt_bias may be None
         use_beta_sigmoid_in_kernel  beta <- sigmoid(beta), with allow_neg_eigval 2 sigmoid(beta)
+    return_states_at replaces the final state by those after these numbers of tokens of each row, rising,
+    from 1 to T: [B, P, HV, K, V], of packed sequences those of the one that the token belongs to.
 
     Names and positions are those of flash-linear-attention 0.5.2. cu_seqlens_cpu and chunk_size change
     nothing here; a cp_context is refused. backend names one ("chunked", "triton", ...); None takes the
@@ -110,11 +117,8 @@ def gated_delta_rule(
         scale=float(q.shape[-1]) ** -0.5 if scale is None else float(scale), beta_max=beta_max,
         l2norm=use_qk_l2norm_in_kernel, output_final_state=output_final_state,
     )  # fmt: skip
-    made = call if _makes_gates(name) else make_call_gates(call)
-    o, final_state = OPERATOR(made, save=save, backend=name)
-    if not output_final_state or final_state is None:
-        return o, None
-    return o, final_state.mT.contiguous() if state_v_first else final_state
+    o, state = _compute(call, checks.positions(return_states_at, q.shape[1], output_final_state), save, name)
+    return o, None if state is None else state.mT.contiguous() if state_v_first else state
 
 
 def gated_delta_rule_step(
@@ -183,6 +187,20 @@ def gated_delta_rule_step(
         call = make_call_gates(call)
     o, state = STEP_OPERATOR(call, save=False, backend=name)
     return o, state
+
+
+def _compute(
+    call: Rule, positions: tuple[int, ...] | None, save: bool, name: str
+) -> tuple[Tensor, Tensor | None]:
+    """Returns o, and the final state or those at positions."""
+    made = call if _makes_gates(name) else make_call_gates(call)
+    compute = partial(OPERATOR, save=save, backend=name)
+    if positions is None:
+        o, state = compute(made)
+        return o, state if call.output_final_state else None
+    if not (torch.compiler.is_compiling() or call.q.is_meta):
+        checks.values(made)  # of the whole, before its first piece runs
+    return compute_states(made, positions, compute)
 
 
 @torch.compiler.assume_constant_result

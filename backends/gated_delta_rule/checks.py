@@ -7,6 +7,9 @@ look at data waits for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 from torch import Tensor, int32, int64
 
 from delta_trn.backends.checks import (
@@ -82,6 +85,31 @@ def gate_arguments(
             raise TypeError(f"{name} is {x.dtype}; pass a floating point tensor")
     require_one_device(q, "q", parameters)
     return (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
+
+
+def positions(
+    return_states_at: Sequence[int] | None, T: int, output_final_state: bool
+) -> tuple[int, ...] | None:
+    """Returns the positions whose states are wanted. Raises TypeError or ValueError for what does not fit."""
+    if return_states_at is None:
+        return None
+    if not isinstance(return_states_at, Sequence) or not all(isinstance(p, int) for p in return_states_at):
+        raise TypeError(
+            f"return_states_at is a {type(return_states_at).__name__}; pass a tuple of ints, such as "
+            "tuple(x.tolist()) of a tensor x: a call is cut there, before it looks at any data"
+        )
+    if output_final_state:
+        raise ValueError(
+            "return_states_at with output_final_state=True; these states are returned in place of the last "
+            f"one: leave it out, and name {T}, or the end of each packed sequence, among the positions"
+        )
+    for before, p in pairwise((0, *return_states_at)):
+        if not before < p <= T:
+            raise ValueError(
+                f"return_states_at has {p} after {before}; positions are numbers of tokens and rise from 1 "
+                f"to T={T}: sort them, and take the state before the first token from initial_state"
+            )
+    return tuple(return_states_at)
 
 
 def _tensors(lead: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> dict[str, int]:

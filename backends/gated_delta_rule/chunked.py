@@ -16,6 +16,7 @@ their writes do. Sums are float32, float64 for float64 inputs; those of g are fl
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,13 +32,16 @@ from delta_trn.backends.gated_delta_rule.contract import (
     Rule,
     Shapes,
     Step,
+    make_call_gates,
     state_dtype,
 )
 
+MAKES_GATES = True  # by PyTorch, but inside of the call: under torch.compile they have their eager bits
 
-def note() -> str:
-    """Says how the backend computes on this machine; may compile the C++ kernel."""
-    return chunked_kernel.library().note
+
+def note(dtype: torch.dtype = torch.float32, device: str = "cpu") -> str:
+    """Says what computes calls of a dtype on a device, and why not the C++ kernel; may compile it."""
+    return chunked_kernel.refusal(dtype, device) or chunked_kernel.library().note
 
 
 def chunk_size(K: int, V: int) -> int:
@@ -57,6 +61,7 @@ def saved_shapes(call: Rule) -> Shapes:
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Returns o, final_state and what `saved_shapes` lists."""
+    call = make_call_gates(call)
     if chunked_kernel.takes(call.q):
         return chunked_kernel.forward(call, chunk_size(call.q.shape[3], call.v.shape[3]), save=save)
     o, final_state = compute(call)
@@ -64,21 +69,39 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
 
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
-    """Returns the gradients: the C++ kernel's, or autograd's."""
-    if chunked_kernel.takes(call.q):
-        C = chunk_size(call.q.shape[3], call.v.shape[3])
-        return chunked_kernel.backward(do, dstate, call, saved, C)
-    given = {name: getattr(call, name) for name in ("q", "k", "v", "g", "beta", "initial_state")}
-    leaves = {name: x.detach().requires_grad_() for name, x in given.items() if x is not None}
+    """Returns the gradients: the C++ kernel's, or autograd's, which also finds those through the gates."""
+    if not chunked_kernel.takes(call.q):
+        leaves = _leaves(call, Gradients._fields)
+        with torch.enable_grad():
+            outputs = compute(make_call_gates(replace(call, **leaves)))
+        pairs = zip(outputs, (do, dstate), strict=True)
+        return Gradients(**_gradients_of(leaves, [(y, dy) for y, dy in pairs if dy is not None]))
+    leaves = _leaves(call, ("g", "beta", "A_log", "dt_bias"))
     with torch.enable_grad():
-        o, final_state = compute(replace(call, **leaves))
-    outputs, douts = ((o,), (do,)) if dstate is None else ((o, final_state), (do, dstate))
-    gradients = torch.autograd.grad(outputs, list(leaves.values()), douts, materialize_grads=True)
-    return Gradients(**dict(zip(leaves, gradients, strict=True)))
+        made = make_call_gates(replace(call, **leaves))
+    given = replace(made, g=made.g.detach(), beta=made.beta.detach())
+    C = chunk_size(call.q.shape[3], call.v.shape[3])
+    gradients = chunked_kernel.backward(do, dstate, given, saved, C)
+    through = _gradients_of(leaves, [(made.g, gradients.g), (made.beta, gradients.beta)])
+    return gradients._replace(**through)
+
+
+def _leaves(call: Rule, names: Iterable[str]) -> dict[str, Tensor]:
+    """Returns copies of a call's tensors of which autograd finds gradients."""
+    given = {name: getattr(call, name) for name in names}
+    return {name: x.detach().requires_grad_() for name, x in given.items() if x is not None}
+
+
+def _gradients_of(leaves: dict[str, Tensor], outputs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Returns the leaves' gradients, from outputs and their gradients."""
+    ys, dys = zip(*outputs, strict=True)
+    gradients = torch.autograd.grad(ys, list(leaves.values()), dys, materialize_grads=True)
+    return dict(zip(leaves, gradients, strict=True))
 
 
 def step(call: Step) -> tuple[Tensor, Tensor]:
     """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
+    call = make_call_gates(call)
     if chunked_kernel.takes(call.q):
         return chunked_kernel.step(call)
     dtype, groups = call.state.dtype, call.v.shape[1] // call.q.shape[1]

@@ -9,72 +9,9 @@
 // by substitution; dbeta is the row sums of dR . E, whatever beta is. One thread computes one value head of
 // one sequence from the first token to the last, so that results depend neither on the number of threads nor on the
 // other sequences. A chunk of fewer tokens is filled up to a multiple of 16 with rows of zeros.
-#include "chunked_products.h"
-
-#include <cstdlib>
-#include <memory>
+#include "chunked_head.h"
 
 namespace {
-
-constexpr double RESET = -1024.0;  // contract.RESET
-constexpr double NORM_EPS = 1e-6;  // contract.L2NORM_EPS
-
-// The strides of a tensor [batch, time, head, ...] in elements; its last dimension is contiguous.
-struct Strides {
-    int64_t batch, time, head;
-};
-
-}  // namespace
-
-// The arguments, in the order in which chunked_kernel.py has them. Pointers may be null where it says so.
-struct Call {
-    const float *q, *k, *v, *g, *beta;
-    const float *initial_state;     // [N, HV, K, V] or null
-    const int64_t *bounds, *chunk;  // [N + 1] first tokens and chunks of packed sequences, or null
-    float *o, *E;                   // [B, T, HV, V]; forward writes E unless null, backward reads it
-    float *states;                  // [chunks, HV, K, V], each chunk's first state; null like E
-    float *final_state;             // [N, HV, K, V] or null
-    // of backward
-    const float *d_o, *dfinal_state;  // dfinal_state null: zeros
-    float *dq, *dk;                   // [B, T, HV, K]: a group's value heads are not added up
-    float *dv, *dg, *dbeta;           // [B, T, HV, V], [B, T, HV]
-    float *dinitial_state;            // or null
-    Strides q_strides, k_strides, v_strides, g_strides, beta_strides, do_strides;
-    int64_t N, T, H, HV, K, V, C, normalize, threads;
-};
-
-namespace {
-
-INLINE long round_up(long n) { return (n + PAD - 1) / PAD * PAD; }
-
-// Memory of one thread, kept from call to call: fresh pages would cost a tenth of a short call.
-float *scratch(size_t floats) {
-    struct Free {
-        void operator()(float *x) const { free(x); }
-    };
-    thread_local std::unique_ptr<float, Free> memory;
-    thread_local size_t size = 0;
-    if (size < floats) {
-        memory.reset(static_cast<float *>(aligned_alloc(64, floats * sizeof(float))));
-        size = memory ? floats : 0;
-        if (!memory) abort();
-    }
-    return memory.get();
-}
-
-// Hands out matrices from one block of memory; without a block it only counts.
-struct Arena {
-    float *next = nullptr;
-    size_t used = 0;
-    Matrix matrix(long rows, long columns) {
-        const long stride = columns + PAD;  // not a power of two, whose rows would share few lines of the cache
-        Matrix out{next, stride};
-        used += rows * stride;
-        if (next) next += rows * stride;
-        return out;
-    }
-    float *row(long n) { return matrix(1, round_up(n)).x; }
-};
 
 // What forward and backward both hold of a chunk; m rows, a multiple of 16.
 struct Chunk {
@@ -87,107 +24,6 @@ struct Chunk {
           D(arena.matrix(C, C)), PN(arena.matrix(2 * C, C)), gam(arena.row(C)), lam(arena.row(C)), beta(arena.row(C)),
           rq(arena.row(C)), rk(arena.row(C)), b(reinterpret_cast<double *>(arena.row(2 * C))) {}
 };
-
-// One value head of one sequence, and the chunk of it that is being computed.
-struct Head {
-    const Call &c;
-    const float scale;
-    long sequence, head, batch, first_token, last_token, first_chunk;
-    long K, V;  // rounded up
-
-    Head(const Call &call, double scale, long task)
-        : c(call), scale(scale), sequence(task / c.HV), head(task % c.HV) {
-        batch = c.bounds ? 0 : sequence;
-        first_token = c.bounds ? c.bounds[sequence] : 0;
-        last_token = c.bounds ? c.bounds[sequence + 1] : c.T;
-        first_chunk = c.bounds ? c.chunk[sequence] : sequence * ((c.T + c.C - 1) / c.C);
-        K = round_up(c.K), V = round_up(c.V);
-    }
-    long chunks() const { return (last_token - first_token + c.C - 1) / c.C; }
-    long tokens(long chunk) const {
-        const long left = last_token - first_token - chunk * c.C;
-        return left < c.C ? left : c.C;
-    }
-    long offset(const Strides &s, long chunk, long h) const {
-        return batch * s.batch + (first_token + chunk * c.C) * s.time + h * s.head;
-    }
-    // of a contiguous tensor [B, T, HV, n]
-    long dense(long chunk, long n) const { return ((batch * c.T + first_token + chunk * c.C) * c.HV + head) * n; }
-    long state() const { return (sequence * c.HV + head) * c.K * c.V; }
-    float *saved_state(long chunk) const { return c.states + ((first_chunk + chunk) * c.HV + head) * c.K * c.V; }
-};
-
-// Copies x [count, n], rows `stride` apart, times `factor` to out, with zeros up to [rows, round_up(n)]. `ahead` is
-// how far from x the next chunk lies: rows of heads are too far apart for the processor to guess.
-void fill(
-    const float *x, long stride, long count, long n, long rows, Matrix out, float factor = 1.0f, long ahead = 0) {
-    const long whole = n / W * W;
-    for (long i = 0; i < rows; i++) {
-        const float *row = x + i * stride;
-        float *y = out[i];
-        long j = 0;
-        if (i < count) {
-            for (; j < whole; j += W) {
-                if (ahead && j % 16 == 0) __builtin_prefetch(row + ahead + j);
-                store(y + j, load(row + j) * factor);
-            }
-            for (; j < n; j++) y[j] = row[j] * factor;
-        }
-        for (; j < round_up(n); j++) y[j] = 0.0f;
-    }
-}
-
-// Copies x [count, n] times `factor` to out, rows `stride` apart.
-void put(Matrix x, long count, long n, float *out, long stride, float factor = 1.0f, long ahead = 0) {
-    const long whole = n / W * W;
-    for (long i = 0; i < count; i++) {
-        float *y = out + i * stride;
-        long j = 0;
-        for (; j < whole; j += W) {
-            if (ahead && j % 16 == 0) __builtin_prefetch(y + ahead + j, 1);
-            store(y + j, load(x[i] + j) * factor);
-        }
-        for (; j < n; j++) y[j] = x[i][j] * factor;
-    }
-}
-
-void clear(Matrix x, long rows) { memset(x.x, 0, rows * x.stride * sizeof(float)); }
-
-// out[i] = factors[i] x[i]
-void scale_rows(Matrix x, const float *factors, long rows, long n, Matrix out, float sign = 1.0f) {
-    for (long i = 0; i < rows; i++) {
-        const vec factor = all(sign * factors[i]);
-        for (long j = 0; j < n; j += W) store(out[i] + j, load(x[i] + j) * factor);
-    }
-}
-
-// x <- factor x for a state
-void scale_state(Matrix x, long rows, long n, float factor) {
-    for (long i = 0; i < rows; i++)
-        for (long j = 0; j < n; j += W) store(x[i] + j, load(x[i] + j) * factor);
-}
-
-// Divides rows by sqrt(sum of squares + eps), and stores the reciprocals. They are rounded once: where all keys are
-// equal, so are their errors, which add up over the tokens.
-void normalize(Matrix x, long rows, long n, float *reciprocals) {
-    for (long i = 0; i < rows; i++) {
-        vec squares = {};
-        for (long j = 0; j < n; j += W) squares += load(x[i] + j) * load(x[i] + j);
-        double total = 0.0;
-        for (int j = 0; j < W; j++) total += squares[j];
-        const float r = 1.0 / std::sqrt(total + NORM_EPS);
-        reciprocals[i] = r;
-        for (long j = 0; j < n; j += W) store(x[i] + j, load(x[i] + j) * r);
-    }
-}
-
-// dx <- r (dx - x <dx, x>), the gradient through `normalize`
-void normalize_back(Matrix dx, Matrix x, const float *reciprocals, long rows, long n) {
-    for (long i = 0; i < rows; i++) {
-        const vec r = all(reciprocals[i]), along = all(dot(n, dx[i], x[i]));
-        for (long j = 0; j < n; j += W) store(dx[i] + j, (load(dx[i] + j) - along * load(x[i] + j)) * r);
-    }
-}
 
 INLINE ivec places(long first) {
     ivec x;
@@ -255,25 +91,57 @@ struct Forward {
         : x(arena, C, K), S(arena.matrix(K, V)), OE(arena.matrix(2 * C, V)), U(arena.matrix(C, V)) {}
 };
 
+// A sequence of one token: as a chunk it would be filled up with 15 rows of zeros. o = gam S^T q + (q . k) u
+void forward_token(const Head &h, Forward &f) {
+    const Call &c = h.c;
+    const Matrix QK = f.x.QK, E = {f.OE[1], f.OE.stride};
+    const Token t(h, QK, {QK[1], QK.stride});
+    float *read = f.U[1], *u = f.U[0];
+    fill(c.v + h.offset(c.v_strides, 0, h.head), 0, 1, c.V, 1, E);
+    clear(f.OE, 1);
+    if (c.initial_state || c.final_state)
+        fill(c.initial_state ? c.initial_state + h.state() : nullptr, c.V, c.initial_state ? c.K : 0, c.V, h.K, f.S);
+    if (c.initial_state) {
+        memset(read, 0, h.V * sizeof(float));
+        for (long i = 0; i < c.K; i++) {
+            add_row(f.OE[0], t.q[i], f.S[i], h.V);
+            add_row(read, t.k[i], f.S[i], h.V);
+        }
+        scale_rows(f.OE, &t.gam, 1, h.V, f.OE);
+        add_row(E[0], -t.gam, read, h.V);
+    }
+    scale_rows(E, &t.beta, 1, h.V, f.U);
+    add_row(f.OE[0], dot(h.K, t.q, t.k), u, h.V);
+    put(f.OE, 1, c.V, c.o + h.dense(0, c.V), 0, h.scale);
+    if (c.E) put(E, 1, c.V, c.E + h.dense(0, c.V), 0);
+    if (!c.final_state) return;
+    scale_state(f.S, h.K, h.V, t.gam);
+    for (long i = 0; i < c.K; i++) add_row(f.S[i], t.k[i], u, h.V);
+    put(f.S, c.K, c.V, c.final_state + h.state(), c.V);
+}
+
 void forward_head(const Head &h, Forward &f) {
     const Call &c = h.c;
+    if (h.last_token - h.first_token == 1) return forward_token(h, f);
     Chunk &x = f.x;
-    fill(c.initial_state ? c.initial_state + h.state() : nullptr, c.V, c.initial_state ? c.K : 0, c.V, h.K, f.S);
+    if (h.chunks() > 1 || c.initial_state || c.final_state)
+        fill(c.initial_state ? c.initial_state + h.state() : nullptr, c.V, c.initial_state ? c.K : 0, c.V, h.K, f.S);
     for (long chunk = 0; chunk < h.chunks(); chunk++) {
         const long count = h.tokens(chunk), m = round_up(count), row = c.HV * c.V;
         const Matrix E = {f.OE[m], f.OE.stride};
-        if (c.states) put(f.S, c.K, c.V, h.saved_state(chunk), c.V);
+        if (c.states && chunk > 0) put(f.S, c.K, c.V, h.saved_state(chunk), c.V);
         prepare(h, x, chunk, m, false);
         clear(f.OE, m);
         fill(c.v + h.offset(c.v_strides, chunk, h.head), c.v_strides.time, count, c.V, m, E, 1.0f,
              c.C * c.v_strides.time);
         // o = diag(gam) q S and V - diag(gam) k S in one product
-        if (chunk > 0 || c.initial_state) product<PLAIN, FULL>(2 * m, h.V, h.K, x.G, f.S, f.OE);
+        if (h.reads_state(chunk)) product<PLAIN, FULL>(2 * m, h.V, h.K, x.G, f.S, f.OE);
         solve<PLAIN>(m, h.V, {x.PN[m], x.PN.stride}, E);
         if (c.E) put(E, count, c.V, c.E + h.dense(chunk, c.V), row, 1.0f, row * c.C);
         scale_rows(E, x.beta, m, h.V, f.U);
         product<PLAIN, LOWER>(m, h.V, m, x.PN, f.U, f.OE);
         put(f.OE, count, c.V, c.o + h.dense(chunk, c.V), row, h.scale, row * c.C);
+        if (h.is_last(chunk) && !c.final_state) return;
         scale_state(f.S, h.K, h.V, x.gam[m - 1]);
         product<TRANSPOSED, FULL>(h.K, h.V, m, x.written, f.U, f.S);
     }
@@ -285,6 +153,7 @@ struct Backward {
     Matrix Y, E, U, UT, S, ST, dS, dST;  // Y [dO; dR, later dv]
     Matrix XY, dQK, dK;                  // [dP; -dkk], [dq; what S passes on to k], dk
     float *reads, *written, *column, *dg, *dbeta;
+    bool reads_S = true, reads_dS = true;  // of the chunk; else they are zeros, and nothing is in them
     Backward(Arena &arena, long C, long K, long V)
         : x(arena, C, K), Y(arena.matrix(2 * C, V)), E(arena.matrix(C, V)), U(arena.matrix(C, V)),
           UT(arena.matrix(V, C)), S(arena.matrix(K, V)), ST(arena.matrix(V, K)), dS(arena.matrix(K, V)),
@@ -329,7 +198,7 @@ void backward_values(const Head &h, Backward &f, long chunk, long m) {
     clear(dR, m);
     // lam follows the product, and <dR, U> is not <U dS'^T, k>: equal keys have equal rows here, whose roundings
     // cancel where their writes do
-    product<PLAIN, FULL>(m, h.V, h.K, {x.QK[m], x.QK.stride}, f.dS, dR);
+    if (f.reads_dS) product<PLAIN, FULL>(m, h.V, h.K, {x.QK[m], x.QK.stride}, f.dS, dR);
     scale_rows(dR, x.lam, m, h.V, dR);
     for (long i = 0; i < m; i++) f.written[i] = dot(h.V, dR[i], f.U[i]);
     product<TRANSPOSED, UPPER>(m, h.V, m, x.PN, f.Y, dR);
@@ -349,11 +218,11 @@ void backward_keys(const Head &h, Backward &f, long chunk, long m) {
     Chunk &x = f.x;
     const Matrix k = {x.QK[m], x.QK.stride}, dk_S = {f.dQK[m], f.dQK.stride}, dkk = {f.XY[m], f.XY.stride};
     clear(f.dQK, 2 * m);
-    product<PLAIN, FULL>(2 * m, h.K, h.V, f.Y, f.ST, f.dQK);
+    if (f.reads_S) product<PLAIN, FULL>(2 * m, h.K, h.V, f.Y, f.ST, f.dQK);
     scale_rows(f.dQK, x.gam, m, h.K, f.dQK);
     scale_rows(dk_S, x.gam, m, h.K, dk_S);
     float carried = 0.0f;
-    for (long i = 0; i < h.K; i++) carried += dot(h.V, f.dS[i], f.S[i]);
+    for (long i = 0; i < h.K && f.reads_S && f.reads_dS; i++) carried += dot(h.V, f.dS[i], f.S[i]);
     for (long i = 0; i < m; i++) f.reads[i] = dot(h.K, f.dQK[i], x.QK[i]) - dot(h.K, dk_S[i], k[i]);
     log_decay_gradient(f, m, x.gam[m - 1] * carried);
     for (long i = 0; i < m; i++)
@@ -363,7 +232,7 @@ void backward_keys(const Head &h, Backward &f, long chunk, long m) {
             store(dkk[i] + j, load(dkk[i] + j) * strict * -x.beta[i]);
         }
     clear(f.dK, m);
-    product<PLAIN, FULL>(m, h.K, h.V, f.U, f.dST, f.dK);
+    if (f.reads_dS) product<PLAIN, FULL>(m, h.K, h.V, f.U, f.dST, f.dK);
     for (long i = 0; i < m; i++)
         for (long j = 0; j < h.K; j += W) store(f.dK[i] + j, load(f.dK[i] + j) * x.lam[i] - load(dk_S[i] + j));
     product<PLAIN, LOWER>(m, h.K, m, f.XY, k, f.dQK);
@@ -380,17 +249,69 @@ void backward_keys(const Head &h, Backward &f, long chunk, long m) {
     put({f.dbeta, 1}, count, 1, c.dbeta + h.dense(chunk, 1), c.HV);
 }
 
+// The gradients of `forward_token`, from dU = (q . k) dO + dS^T k.
+void backward_token(const Head &h, Backward &f) {
+    const Call &c = h.c;
+    const Matrix QK = f.x.QK, k = {QK[1], QK.stride}, dU = {f.Y[1], f.Y.stride}, dk = f.dK;
+    const Token t(h, QK, k);
+    float *dO = f.Y[0], *dq = f.dQK[0];
+    fill(c.d_o + h.offset(c.do_strides, 0, h.head), 0, 1, c.V, 1, f.Y, h.scale);
+    fill(c.E + h.dense(0, c.V), 0, 1, c.V, 1, f.E);
+    scale_rows(f.E, &t.beta, 1, h.V, f.U);
+    if (c.dfinal_state || c.dinitial_state)
+        fill(c.dfinal_state ? c.dfinal_state + h.state() : nullptr, c.V, c.dfinal_state ? c.K : 0, c.V, h.K, f.dS);
+    if (c.initial_state) fill(c.initial_state + h.state(), c.V, c.K, c.V, h.K, f.S);
+    clear(dU, 1);
+    for (long i = 0; i < c.K && c.dfinal_state; i++) add_row(dU[0], t.k[i], f.dS[i], h.V);
+    add_row(dU[0], dot(h.K, t.q, t.k), dO, h.V);
+    const float dbeta = dot(h.V, dU[0], f.E[0]), dP = dot(h.V, dO, f.U[0]);
+    scale_rows(dU, &t.beta, 1, h.V, dU);  // dv
+    scale_rows(k, &dP, 1, h.K, f.dQK);
+    scale_rows(QK, &dP, 1, h.K, dk);
+    float reads = 0.0f, carried = 0.0f;
+    for (long i = 0; i < c.K; i++) {
+        if (c.initial_state) {
+            const float dq_S = t.gam * dot(h.V, f.S[i], dO), dk_S = t.gam * dot(h.V, f.S[i], dU[0]);
+            dq[i] += dq_S, dk.x[i] -= dk_S, reads += t.q[i] * dq_S - t.k[i] * dk_S;
+            if (c.dfinal_state) carried += dot(h.V, f.dS[i], f.S[i]);
+        }
+        if (c.dfinal_state) dk.x[i] += dot(h.V, f.dS[i], f.U[0]);
+    }
+    if (c.normalize) {
+        normalize_back(f.dQK, QK, &t.rq, 1, h.K);
+        normalize_back(dk, k, &t.rk, 1, h.K);
+    }
+    put(f.dQK, 1, c.K, c.dq + h.dense(0, c.K), 0);
+    put(dk, 1, c.K, c.dk + h.dense(0, c.K), 0);
+    put(dU, 1, c.V, c.dv + h.dense(0, c.V), 0);
+    c.dg[h.dense(0, 1)] = reads + t.gam * carried;
+    c.dbeta[h.dense(0, 1)] = dbeta;
+    if (!c.dinitial_state) return;
+    for (long i = 0; i < c.K; i++) {
+        add_row(f.dS[i], t.q[i], dO, h.V);
+        add_row(f.dS[i], -t.k[i], dU[0], h.V);
+    }
+    scale_state(f.dS, h.K, h.V, t.gam);
+    put(f.dS, c.K, c.V, c.dinitial_state + h.state(), c.V);
+}
+
 void backward_head(const Head &h, Backward &f) {
     const Call &c = h.c;
-    fill(c.dfinal_state ? c.dfinal_state + h.state() : nullptr, c.V, c.dfinal_state ? c.K : 0, c.V, h.K, f.dS);
+    if (h.last_token - h.first_token == 1) return backward_token(h, f);
+    if (h.chunks() > 1 || c.dfinal_state || c.dinitial_state)
+        fill(c.dfinal_state ? c.dfinal_state + h.state() : nullptr, c.V, c.dfinal_state ? c.K : 0, c.V, h.K, f.dS);
     for (long chunk = h.chunks() - 1; chunk >= 0; chunk--) {
         const long m = round_up(h.tokens(chunk));
+        f.reads_S = h.reads_state(chunk), f.reads_dS = c.dfinal_state || !h.is_last(chunk);
         prepare(h, f.x, chunk, m, true);
-        fill(h.saved_state(chunk), c.V, c.K, c.V, h.K, f.S);
-        transpose(h.K, h.V, f.S, f.ST);
-        transpose(h.K, h.V, f.dS, f.dST);
+        if (f.reads_S) {
+            fill(chunk > 0 ? h.saved_state(chunk) : c.initial_state + h.state(), c.V, c.K, c.V, h.K, f.S);
+            transpose(h.K, h.V, f.S, f.ST);
+        }
+        if (f.reads_dS) transpose(h.K, h.V, f.dS, f.dST);
         backward_values(h, f, chunk, m);
         backward_keys(h, f, chunk, m);
+        if (chunk == 0 && !c.dinitial_state) return;
         // dS = gam_C dS' + (diag(gam) q)^T dO - (diag(gam) k)^T dv
         scale_state(f.dS, h.K, h.V, f.x.gam[m - 1]);
         product<TRANSPOSED, FULL>(h.K, h.V, 2 * m, f.x.G, f.Y, f.dS);
@@ -418,20 +339,12 @@ INLINE void step_columns(
 void step_head(const Head &h, float *x) {
     const Call &c = h.c;
     const float *S = c.initial_state + h.state(), *v = c.v + h.offset(c.v_strides, 0, h.head);
-    float *after = c.final_state + h.state(), *out = c.o + h.dense(0, c.V), r[1];
-    const Matrix q = {x, h.K}, k = {q[1], h.K};
-    fill(c.q + h.offset(c.q_strides, 0, h.head / (c.HV / c.H)), 0, 1, c.K, 1, q);
-    fill(c.k + h.offset(c.k_strides, 0, h.head / (c.HV / c.H)), 0, 1, c.K, 1, k);
-    if (c.normalize) {
-        normalize(q, 1, h.K, r);
-        normalize(k, 1, h.K, r);
-    }
-    const float gam = std::exp(static_cast<double>(c.g[h.offset(c.g_strides, 0, h.head)]));
-    const float beta = c.beta[h.offset(c.beta_strides, 0, h.head)];
+    float *after = c.final_state + h.state(), *out = c.o + h.dense(0, c.V);
+    const Token t(h, {x, h.K}, {x + h.K, h.K});
     auto columns = [&](auto width, long j) {
         constexpr int NV = decltype(width)::value;
         vec o[NV];
-        step_columns<NV>(c, q.x, k.x, gam, beta, S + j, v + j, after + j, o);
+        step_columns<NV>(c, t.q, t.k, t.gam, t.beta, S + j, v + j, after + j, o);
         for (int n = 0; n < NV; n++) store(out + j + n * W, o[n] * h.scale);
     };
     // the last columns may be computed twice, from the same numbers
@@ -442,12 +355,12 @@ void step_head(const Head &h, float *x) {
         columns(std::integral_constant<int, 1>(), j + W > c.V ? c.V - W : j);
     for (; j < c.V; j++) {
         float u = 0.0f, o = 0.0f;
-        for (long i = 0; i < c.K; i++) u += k.x[i] * (gam * S[i * c.V + j]);
-        u = beta * (v[j] - u);
+        for (long i = 0; i < c.K; i++) u += t.k[i] * (t.gam * S[i * c.V + j]);
+        u = t.beta * (v[j] - u);
         for (long i = 0; i < c.K; i++) {
-            const float s = gam * S[i * c.V + j] + k.x[i] * u;
+            const float s = t.gam * S[i * c.V + j] + t.k[i] * u;
             after[i * c.V + j] = s;
-            o += q.x[i] * s;
+            o += t.q[i] * s;
         }
         out[j] = h.scale * o;
     }
@@ -458,7 +371,8 @@ void run(const Call &c, double scale, void (*pass)(const Head &, Pass &)) {
     const long K = round_up(c.K), V = round_up(c.V), tasks = c.N * c.HV;
     Arena count;
     Pass(count, c.C, K, V);
-#pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (tasks > 1 && c.threads > 1)
+    const long together = tasks / (16 * c.threads) + 1;  // of thousands of short ones
+#pragma omp parallel for schedule(dynamic, together) num_threads(c.threads) if (tasks > 1 && c.threads > 1)
     for (long task = 0; task < tasks; task++) {
         Arena arena{scratch(count.used)};
         Pass f(arena, c.C, K, V);

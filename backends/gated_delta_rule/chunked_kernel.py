@@ -1,7 +1,7 @@
 """Runs the C++ kernel of the chunked backend, chunked_kernel.cpp; float64 stays with PyTorch.
 
 float16 and bfloat16 inputs are converted to float32 before, and results back after. Forward saves E, what
-each token finds missing [B, T, HV, V], and each chunk's first state.
+each token finds missing [B, T, HV, V], and the first state of each chunk but a sequence's first.
 """
 
 from __future__ import annotations
@@ -19,33 +19,42 @@ from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes
 
 # `struct Call` of chunked_kernel.cpp: the tensors' addresses, strides of some, then numbers, each in 8 bytes
 POINTERS = (
-    "q", "k", "v", "g", "beta", "initial_state", "bounds", "chunk", "o", "E", "states", "final_state",
+    "q", "k", "v", "g", "beta", "initial_state", "bounds", "saved", "o", "E", "states", "final_state",
     "d_o", "dfinal_state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state",
 )  # fmt: skip
 STRIDED = ("q", "k", "v", "g", "beta", "d_o")
 NUMBERS = ("N", "T", "H", "HV", "K", "V", "C", "normalize", "threads")
+FOLDER = Path(__file__).parent
+HEADERS = (FOLDER / "chunked_head.h", FOLDER / "chunked_products.h", FOLDER.parent / "exponential.h")
 Arguments = c_int64 * (len(POINTERS) + 3 * len(STRIDED) + len(NUMBERS))
 
 
 def takes(x: Tensor) -> bool:
     """Returns whether the kernel computes a call with this q."""
-    return x.device.type == "cpu" and x.dtype != torch.float64 and library().functions is not None
+    return refusal(x.dtype, x.device.type) is None
+
+
+def refusal(dtype: torch.dtype, device: str) -> str | None:
+    """Returns why PyTorch computes calls of a dtype on a device; None if the kernel does."""
+    if device != "cpu":
+        return f"PyTorch, since the C++ kernel is for CPUs and tensors are on {device}"
+    if dtype == torch.float64:
+        return "PyTorch, since the C++ kernel computes in float32 and tensors are float64"
+    return None if library().functions is not None else library().note
 
 
 @cache
 def library() -> compiler.Library:
     """Returns the compiled kernel, or why there is none."""
-    folder = Path(__file__).parent
-    headers = [folder / "chunked_products.h", folder.parent / "exponential.h"]
-    return compiler.load(folder / "chunked_kernel.cpp", headers)
+    return compiler.load(FOLDER / "chunked_kernel.cpp", HEADERS)
 
 
 def saved_shapes(call: Rule, C: int) -> Shapes:
-    """Returns the shapes of E and of the chunks' first states."""
+    """Returns the shapes of E and of the first states of all chunks but each sequence's first."""
     (B, T, _, K), (HV, V) = call.q.shape, call.v.shape[2:]
-    bounds = call.cu_seqlens  # whose data is not looked at: each sequence may end in a chunk of its own
-    chunks = B * (-(-T // C)) if bounds is None else T // C + bounds.shape[0] - 1
-    return [((B, T, HV, V), torch.float32), ((chunks, HV, K, V), torch.float32)]
+    # the data of cu_seqlens is not looked at: n tokens have (n - 1) // C, all together no more than T // C
+    saved = B * ((T - 1) // C) if call.cu_seqlens is None else T // C
+    return [((B, T, HV, V), torch.float32), ((saved, HV, K, V), torch.float32)]
 
 
 def forward(call: Rule, C: int, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -105,7 +114,8 @@ def _pack(
     if cu_seqlens is not None:
         N = cu_seqlens.shape[0] - 1
         tensors["bounds"] = cu_seqlens.contiguous()
-        tensors["chunk"] = torch.nn.functional.pad(((cu_seqlens.diff() + C - 1) // C).cumsum(0), (1, 0))
+        saved = (cu_seqlens.diff() - 1).clamp(min=0) // C
+        tensors["saved"] = torch.nn.functional.pad(saved.cumsum(0), (1, 0))
     fields = [0 if (x := tensors.get(word)) is None else x.data_ptr() for word in POINTERS]
     for word in STRIDED:
         x = tensors.get(word)

@@ -6,6 +6,7 @@ To add a backend, write a module with the functions of `Adapter` and add a row t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -18,6 +19,8 @@ L2NORM_EPS = 1e-6
 # from -104 on). A backend that sums log decays first raises every g below RESET to it, so that the sum keeps
 # the digits of the other tokens.
 RESET = -1024.0
+VECTORS = 32  # elements of the most vectors that PyTorch computes at once: two of 512 bits in float32
+ONE_THREAD = 32767  # PyTorch divides more elements among threads
 
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
@@ -169,17 +172,28 @@ def write_strength(z: Tensor, beta_max: float = 1.0) -> Tensor:
 def make_gates(
     g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, beta_max: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns g and beta of a call; differentiable in all arguments.
-
-    They are made of contiguous tensors: of others PyTorch takes one element at a time, whose exponentials
-    end in other bits than a vector's, and a packed sequence was not what it is alone.
-    """
+    """Returns g and beta [..., HV] of a call; differentiable in all arguments."""
     with torch.autocast("cpu" if g.is_meta else g.device.type, enabled=False):
         if A_log is not None:
-            g = log_decay(g.contiguous(), A_log, dt_bias)
+            g = _in_whole_vectors(lambda a: log_decay(a, A_log, dt_bias), g)
         if beta_max > 0:
-            beta = write_strength(beta.contiguous(), beta_max)
+            beta = _in_whole_vectors(lambda z: write_strength(z, beta_max), beta)
     return g, beta
+
+
+def _in_whole_vectors(gate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Returns gate(x) of x [..., HV]; on CPUs a token's bits depend neither on its place nor on the others.
+
+    PyTorch takes what is left of a thread's share behind its last whole vector one by one, and so all that is
+    not contiguous; softplus and sigmoid end in other bits then. Here no such rest remains: pieces are whole
+    vectors of one thread, for up to 1023 heads.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return gate(x)
+    rows = x.reshape(-1, x.shape[-1])
+    whole = F.pad(rows, (0, 0, 0, -len(rows) % VECTORS)).contiguous()
+    size = VECTORS * max(1, ONE_THREAD // (VECTORS * x.shape[-1]))
+    return torch.cat([gate(piece) for piece in whole.split(size)])[: len(rows)].view(x.shape)
 
 
 def make_call_gates(call: AnyCall) -> AnyCall:

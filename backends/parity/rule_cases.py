@@ -256,6 +256,8 @@ CASES: tuple[Case, ...] = (
          reason="time linear in T"),
     Case("cpu_qwen",        1, 1024, 4, 128, 128, HV=8, norm="random", tags=BENCH | {"bench-cpu"},
          reason="Qwen3-Next's heads, a quarter of them"),
+    Case("cpu_one_token",   1, 512, 6, 32, 64, norm="random", lengths=(1,) * 512, tags=SLOW | {"bench-cpu"},
+         reason="hundreds of sequences of one token"),
     Case("paper_256",       30, 1024, 6, 32, 64, norm="random", gates="plain", tags=BENCH,
          reason="arXiv:2606.04048, d = 256, its micro-batch under SGD"),
     Case("paper_512",       30, 1024, 6, 64, 128, norm="random", gates="plain", tags=BENCH,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from delta_trn.backends.checks import BackendRefusal
-from delta_trn.backends.dispatch import Call, choose
+from delta_trn.backends.dispatch import Call, choose, describe_choice
 from delta_trn.backends.machine import compute_capability
 from delta_trn.models.ecosystem.heads import check_weights, keep_float32, widen
 from delta_trn.models.ecosystem.operations import replacements
@@ -44,7 +44,8 @@ OTHER_RULES = dict.fromkeys(
 class Row:
     """One layer, or one family: which backend computes each operation, or why none of ours does.
 
-    notes   what else was done to the layer, and its dead heads, as `check_weights` finds them
+    notes   how the rule is computed where its backend has a slower way, what else was done to the layer, and
+            its dead heads, as `check_weights` finds them
     """
 
     name: str
@@ -180,7 +181,7 @@ def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: 
         if any(p.is_meta for p in layer.parameters()):
             notes = ("its weights are not in memory: A_log and dt_bias are neither checked nor made float32",)
         else:
-            notes = (*widen(layer), *map(str, check_weights(layer).dead))
+            notes = (*_describe_rule(layer, kernels), *widen(layer), *map(str, check_weights(layer).dead))
         patch.rows.append(Row(name, kernels, notes=notes))
     if not patch.rows:
         raise ValueError(_explain_no_layer(model))
@@ -189,6 +190,13 @@ def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: 
     for module in model.modules():
         if _is_stack(type(module)):
             patch.replace(module, _keep_apart(type(module).forward))
+
+
+def _describe_rule(layer: Any, kernels: dict[str, str]) -> list[str]:
+    """Returns a line that says how the rule is computed; none where its backend has one way only."""
+    weight, name = layer.conv1d.weight, kernels["gated_delta_rule"]
+    how = describe_choice(name, weight.dtype, weight.device.type)
+    return [] if how == name else [f"gated_delta_rule by {how}"]
 
 
 def _explain_no_layer(model: nn.Module) -> str:

@@ -12,6 +12,7 @@ from delta_trn.backends.bench import roofline, timing
 from delta_trn.backends.bench.peers import PEERS
 from delta_trn.backends.bench.roofline import Ceilings, Work, ceilings, work
 from delta_trn.backends.bench.timing import time_in_turns
+from delta_trn.backends.gated_delta_rule.chunked import note
 from delta_trn.backends.parity import rule
 from delta_trn.backends.parity.rule_cases import BY_NAME, inputs
 from tests.support import planted_bugs
@@ -50,6 +51,14 @@ def test_a_case_of_the_rule_is_timed_beside_its_peer(tmp_path, capsys, monkeypat
         assert row["flops_per_s"] > 1e8 and row["bytes_per_s"] > 1e8
     output = capsys.readouterr().out
     assert "peer fla: not yet run, " in output and "times ours" in output
+    assert output.startswith(f"chunked ({note()}) on ")
+
+
+def test_packed_sequences_are_timed_beside_one_of_as_many_tokens(tmp_path, monkeypatch, quick):
+    monkeypatch.setattr(bench, "ceilings", lambda device, dtype: Ceilings(1e15, {2**21: 1e13}))
+    status, rows = run("packed", tmp_path / "bench.jsonl")
+    assert status == 0 and [row["ratio"] is None for row in rows] == [True, False] * 3
+    assert [row["backend"] for row in rows] == ["chunked", "chunked in one"] * 3
 
 
 def test_a_step_is_timed_beside_its_peer_and_a_floor_above_its_time_is_refused(

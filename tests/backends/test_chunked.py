@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from delta_trn.backends import gated_delta_rule, gated_delta_rule_step
-from delta_trn.backends.gated_delta_rule import chunked
+from delta_trn.backends.gated_delta_rule import chunked, chunked_kernel
 from delta_trn.backends.gated_delta_rule.contract import Rule, state_dtype
 
 
@@ -64,10 +64,10 @@ def test_a_reset_forgets_the_state_exactly_and_has_no_gradient(dtype, g):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("K", [32, 96])
-def test_a_packed_sequence_that_begins_a_chunk_has_the_bits_that_it_has_alone(K, dtype):
+def test_a_packed_sequence_has_the_bits_that_it_has_alone(K, dtype):
     inputs, douts = draw(1, 193, 2, K, 8, HV=4, N=3, dtype=dtype)
     inputs[5], douts[1] = inputs[5].to(state_dtype(dtype)), douts[1].to(state_dtype(dtype))
-    bounds = [0, 128, 192, 193]
+    bounds = [0, 100, 192, 193]
     packed = outcome(inputs, douts, "chunked", cu_seqlens=torch.tensor(bounds))
     for n, (start, stop) in enumerate(pairwise(bounds)):
         parts = [
@@ -165,6 +165,19 @@ def test_chunks_take_less_time_and_memory_than_transformers():
             break
     assert ours < reference, (ours, reference, medians)
     assert peak_bytes(runs[0]) < peak_bytes(runs[1])
+
+
+@pytest.mark.serial
+@pytest.mark.skipif(chunked_kernel.library().functions is None, reason=chunked_kernel.library().note)
+def test_sequences_of_one_token_take_at_most_three_times_one_of_as_many():
+    """They took 13.8 times as long; `delta-trn bench --case cpu_one_token` prints the ratio."""
+    one, many = (
+        training_pass(gated_delta_rule, 1, 512, backend="chunked", cu_seqlens=bounds)
+        for bounds in (None, torch.arange(513))
+    )
+    (long, short), _ = measure_seconds(one, many, repeats=10, clock=time.process_time)
+    assert short < 3 * long
+    assert peak_bytes(many) < 2 * peak_bytes(one)
 
 
 @pytest.mark.serial

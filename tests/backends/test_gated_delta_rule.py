@@ -219,7 +219,14 @@ class TestFlashLinearAttention:
         parameters = inspect.signature(gated_delta_rule).parameters.values()
         assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == positions
         keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-        assert keywords == {"use_gate_in_kernel", "A_log", "dt_bias", "chunk_size", "backend"}
+        assert keywords == {
+            "use_gate_in_kernel",
+            "A_log",
+            "dt_bias",
+            "chunk_size",
+            "return_states_at",
+            "backend",
+        }
 
     def test_positional_options_equal_keywords(self):
         tensors = arguments()

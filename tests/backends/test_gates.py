@@ -92,6 +92,30 @@ def test_a_float64_call_computes_gates_of_float32_parameters_in_float64():
         assert torch.equal(single, double)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [3, 6])
+def test_a_token_has_the_same_bits_at_any_place_and_beside_any_other(heads, dtype):
+    """PyTorch takes a tensor's last elements one by one, with other bits: rows depended on their batch."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = ((3, K), (3, K), (heads, V), (heads,), (heads,))
+    inputs = [torch.randn(1, 96, *size, generator=generator).to(dtype) for size in sizes]
+    options = gate_options(*torch.randn(2, heads, generator=generator), backend="chunked")
+
+    def outcome(bounds, rows=1, **more):
+        """Returns o and the gradients of q, k, v, a, z [rows, time, ...] of tokens first to last."""
+        first, last = bounds
+        leaves = [x[:, first:last].unflatten(1, (rows, -1)).squeeze(0) for x in inputs]
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        o, _ = gated_delta_rule(*leaves, **options, **more)
+        return [o.detach(), *torch.autograd.grad(o.float().square().sum(), leaves)]
+
+    together = outcome((0, 96), cu_seqlens=torch.tensor([0, 32, 69, 96])), outcome((0, 96), rows=3)
+    for bounds, results in (((32, 69), together[0]), ((69, 96), together[0]), ((64, 96), together[1])):
+        whole = [x.flatten(0, 1)[slice(*bounds)] for x in results]
+        for alone, x in zip(outcome(bounds), whole, strict=True):
+            assert torch.equal(alone[0], x)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_extreme_projections_and_parameters_give_the_gates_of_the_formula(dtype):
     """exp(A_log) overflows from 89 on in float32, and softplus underflows from -104 on: 0 times infinity."""

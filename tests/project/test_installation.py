@@ -74,7 +74,13 @@ def test_the_wheel_holds_launch_scripts_and_kernel_sources_and_nothing_at_the_to
     (packages,) = (installed.parent / "lib").glob("python*/site-packages")
     assert (packages / "delta_trn" / "train" / "launch" / "trn1.32xlarge.sh").exists()
     kernels = (packages / "delta_trn" / "backends").rglob("*.[ch]*")
-    expected = {"chunked_kernel.cpp", "chunked_products.h", "cpu_kernel.cpp", "exponential.h"}
+    expected = {
+        "chunked_kernel.cpp",
+        "chunked_head.h",
+        "chunked_products.h",
+        "cpu_kernel.cpp",
+        "exponential.h",
+    }
     assert expected <= {path.name for path in kernels}
     top = {path.name for path in packages.iterdir() if "dist-info" not in path.name}
     assert top == {"delta_trn"}

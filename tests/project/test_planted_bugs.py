@@ -16,11 +16,13 @@ from torch.nn.functional import cross_entropy
 from delta_trn.backends import gated_delta_rule
 from delta_trn.backends.dispatch import BACKENDS
 from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter
+from delta_trn.backends.gated_delta_rule.contract import make_gates
 from delta_trn.backends.parity import layer_cases, mixer_cases, rule
 from delta_trn.backends.parity.judge import FACTOR, error
 from delta_trn.backends.parity.layer_cases import LayerCase
 from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, STEPS, Case, inputs
 from delta_trn.models.gated_deltanet import GatedDeltaNet
+from delta_trn.models.layers import Linear, joint
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import scaled_parameters
 from delta_trn.nki_kernels import plan
@@ -32,6 +34,7 @@ from delta_trn.train.settings.errors import PositionMismatch
 from delta_trn.triton_kernels import gated_delta_rule_refine as refine
 from delta_trn.triton_kernels import rms_norm, short_convolution
 from delta_trn.triton_kernels.launch import tile
+from tests.backends.cpu_kernel import test_states
 from tests.models import test_ddl, test_ddl_options, test_language_model, test_loss
 from tests.models.ecosystem import test_fully_sharded, test_packing, test_weights
 from tests.support import families, tiny_models
@@ -200,6 +203,31 @@ def loss_passes():
     return torch.allclose(outputs.loss, expected, rtol=1e-9)
 
 
+def gate_bits_pass():
+    """A token's gates are what they are alone, however many there are."""
+    a, A_log = torch.randn(12000, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(3)
+    together = make_gates(a, a, A_log, None, 1.0)
+    parts = [make_gates(x, x, A_log, None, 1.0) for x in (*a[:40].split(1), a[40:4096], a[4096:])]
+    return all(torch.equal(torch.cat(x), y) for x, y in zip(zip(*parts, strict=True), together, strict=True))
+
+
+def states_pass():
+    tensors = test_states.draw(test_states.PACKED)[:6]
+    _, ours = test_states.operation(*tensors, bounds=test_states.PACKED, at=test_states.AT)
+    _, theirs = test_states.loop(*tensors, bounds=test_states.PACKED, at=test_states.AT)
+    return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def rows_pass():
+    """How a sequence is projected does not depend on its batch: one product ends in other bits than three."""
+    maps, counts = [Linear(64, n) for n in (48, 48, 96)], []
+    for x in (torch.zeros(B, T, 64) for T in (1, 37, 200) for B in (1, 3)):
+        with patch.object(torch.nn.functional, "linear", wraps=torch.nn.functional.linear) as products:
+            joint(x, *maps)
+        counts.append(products.call_count)
+    return counts == [3, 3, 3, 3, 1, 1]
+
+
 def padding_passes():
     """Padding neither decays a state nor writes to it, whatever stands there."""
     mixer = next(module for module in tiny_models.model().modules() if isinstance(module, GatedDeltaNet))
@@ -344,6 +372,9 @@ CHECKS = {
     "sum": lambda: layer_passes("sum_one"),
     "cross-entropy": lambda: layer_passes("loss_ignored"),
     "residual": lambda: layer_passes("residual_odd"),
+    "gates' bits": gate_bits_pass,
+    "rows of a batch": rows_pass,
+    "states": states_pass,
     "muP": widths_pass,
     "loss": loss_passes,
     "padding": padding_passes,

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from delta_trn import load_model
-from delta_trn.train.__main__ import COMMANDS, main
+from delta_trn.train.__main__ import COMMANDS, WAITING, main, set_waiting
 from delta_trn.train.commands.run import USUAL
 from delta_trn.train.recipes import RECIPES, recipe
 from delta_trn.train.run.optimizer import list_scaled
@@ -267,3 +267,22 @@ def _run_without_a_reader(arguments: list[str], log: str) -> None:
     os.close(reading)
     os.dup2(writing, 1)
     os._exit(main([str(argument) for argument in arguments]))
+
+
+@pytest.mark.parametrize(
+    ("given", "loaded", "expected"),
+    [
+        ({}, False, WAITING),
+        ({"GOMP_SPINCOUNT": "7"}, False, {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, False, {"OMP_WAIT_POLICY": "ACTIVE"}),
+        ({}, True, {}),
+    ],
+)
+def test_idle_threads_wait_as_the_user_says_or_for_a_while(given, loaded, expected, monkeypatch):
+    """OpenMP's variables are read when torch is loaded, and mean nothing later."""
+    modules = {name: module for name, module in sys.modules.items() if loaded or name != "torch"}
+    monkeypatch.setattr(sys, "modules", modules)
+    environment = dict(given)
+    set_waiting(environment)
+    monkeypatch.undo()
+    assert environment == expected

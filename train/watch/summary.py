@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from delta_trn.backends import machine
+from delta_trn.backends.dispatch import describe_choice
 from delta_trn.train.recipes import RECIPES
 from delta_trn.train.run.evaluate import Evaluation, evaluate, held_out_windows, windows_at_once
 from delta_trn.train.run.setup import Run
@@ -50,7 +51,7 @@ def opening(run: Run, asked_backend: str) -> list[str]:
         f"training   {c.steps:,} steps of {c.batch.sequences} x {c.batch.length} tokens{accumulation}: "
         f"{per_step * c.steps:,} tokens, {passes:.2g} passes",
         f"optimizer  {o.name}, lr {o.lr:g} to {s.min_lr:g}, warmup {s.warmup}, {c.parametrization}",
-        f"device     {c.device} ({_device(run)}), {c.precision}; delta rule by {c.backend}"
+        f"device     {c.device} ({_device(run)}), {c.precision}; delta rule by {_kernel(run)}"
         + (", chosen by device" if asked_backend == "auto" else ", as asked"),
     ]
     if run.team.world > 1:
@@ -69,6 +70,11 @@ def opening(run: Run, asked_backend: str) -> list[str]:
 def _device(run: Run) -> str:
     name = machine.describe(run.device)
     return f"{name}, {machine.threads()} threads" if run.device.type == "cpu" else name
+
+
+def _kernel(run: Run) -> str:
+    dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
+    return describe_choice(run.config.backend, dtype, run.device.type)
 
 
 def measure(run: Run) -> dict[str, Any] | None:

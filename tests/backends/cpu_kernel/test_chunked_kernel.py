@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from delta_trn.backends import compiler, describe
+from delta_trn.backends.dispatch import describe_choice
 from delta_trn.backends.gated_delta_rule import chunked, chunked_kernel
 from delta_trn.backends.machine import ROOT
 from delta_trn.backends.parity import rule
@@ -22,8 +23,8 @@ from tests.support.fuzz.run import fuzz
 
 SOURCE = Path(chunked_kernel.__file__).with_suffix(".cpp")
 WHOLE = Case(
-    "kernel", 2, 150, 2, 24, 40, "groups, tails, a state", HV=4, decay="mixed", reflect=True, norm="random",
-    state=True, loss=BOTH,
+    "kernel", 1, 151, 2, 24, 40, "groups, tails, a state, one token", HV=4, decay="mixed", reflect=True,
+    norm="random", state=True, loss=BOTH, lengths=(80, 1, 0, 70),
 )  # fmt: skip
 needs_kernel = pytest.mark.skipif(
     chunked_kernel.library().functions is None, reason=chunked_kernel.library().note
@@ -104,6 +105,12 @@ def test_float64_is_computed_in_pytorch_and_the_rest_by_the_kernel(monkeypatch):
     assert ran == ["forward", "backward"]
 
 
+def test_what_computes_a_call_is_said_where_it_may_be_slower():
+    assert "float64" in describe_choice("chunked", torch.float64, "cpu")
+    assert "tensors are on xla" in describe_choice("chunked", torch.float32, "xla")
+    assert describe_choice("recurrent", torch.float32, "cpu") == "recurrent"
+
+
 @needs_kernel
 @pytest.mark.parametrize(
     ("line", "mistake"),
@@ -112,6 +119,9 @@ def test_float64_is_computed_in_pytorch_and_the_rest_by_the_kernel(monkeypatch):
         ("log_decay_gradient(f, m, x.gam[m - 1] * carried)", "log_decay_gradient(f, m, 0.0f)"),
         ("product<TRANSPOSED, UPPER>(m, h.K, m, dkk, k, f.dK);", ""),
         ("normalize_back(f.dK, k, x.rk, m, h.K);", ""),
+        ("add_row(E[0], -t.gam, read, h.V);", "add_row(E[0], -1.0f, read, h.V);"),
+        ("reads + t.gam * carried", "reads + carried"),
+        ("f.reads_dS = c.dfinal_state || ", "f.reads_dS = "),
     ],
 )
 def test_a_mistake_in_the_kernel_turns_parity_red(line, mistake, cache, tmp_path, monkeypatch):
@@ -121,7 +131,7 @@ def test_a_mistake_in_the_kernel_turns_parity_red(line, mistake, cache, tmp_path
     folder = tmp_path / "rule"
     folder.mkdir()
     (folder / "kernel.cpp").write_text(text.replace(line, mistake))
-    for header in (SOURCE.with_name("chunked_products.h"), SOURCE.parent.parent / "exponential.h"):
+    for header in chunked_kernel.HEADERS:
         # where it lies beside the kernel
         (folder / os.path.relpath(header, SOURCE.parent)).write_text(header.read_text())
     assert all(verdict.passed for verdict in rule.verdicts(WHOLE, torch.float32, "chunked"))
@@ -146,6 +156,7 @@ def test_without_a_kernel_pytorch_computes_and_describe_says_why(variable, value
     monkeypatch.setattr(chunked_kernel, "library", lambda: library)
     (row,) = (row for row in describe() if (row.op, row.backend) == ("gated_delta_rule", "chunked"))
     assert row.reasons[-1] == f"here: {library.note}" and row.automatic == ("cpu",)
+    assert describe_choice("chunked", torch.bfloat16, "cpu") == f"chunked ({library.note})"
     x = inputs(WHOLE, torch.float32)
     assert rule.outcome(x, "chunked")["o"].isfinite().all()
     *_, saved = chunked.forward(chunked.Rule(x.q, x.k, x.v, x.g, x.beta), save=True)

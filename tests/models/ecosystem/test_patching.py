@@ -17,6 +17,7 @@ from delta_trn import (
     check_packing,
     patch_transformers,
 )
+from delta_trn.backends.gated_delta_rule.chunked import note
 from delta_trn.backends.parity.judge import error
 from delta_trn.models.cache import CACHE_NAME
 from delta_trn.models.ecosystem import operations, patching
@@ -237,6 +238,7 @@ class TestPatch:
             (row,) = patch.rows
         assert row.name == "model.layers.0.linear_attn" and set(row.kernels.values()) == {"chunked"}
         assert capsys.readouterr().out.strip() == str(patch)
+        assert f"gated_delta_rule by chunked ({note()})" in str(patch)
 
     def test_undo_restores_every_forward(self, qwen):
         layer = qwen.model.layers[0].linear_attn
