@@ -1,7 +1,7 @@
 # delta-trn. Every target installs what it needs into .venv; nothing else on the machine is touched.
 #
 #   make train      train a small muP Gated DeltaNet on real text, and generate from it
-#   make test       the test suite (10 minutes on 2 cores, no accelerator); of one folder: make test ARGS=tests/models
+#   make test       the test suite (8 minutes on 2 cores, no accelerator); of one folder: make test ARGS=tests/models
 #   make emulate    Triton's kernels compiled for sm_90 and run by an emulator of their PTX, with its checks (no GPU)
 #   make lint       ruff and pyright
 #   make bench      time the operations, after their parity
