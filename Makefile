@@ -59,7 +59,7 @@ test: $(READY)
 
 emulate: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --emulate -n 2 -m "not slow and not serial" tests/triton_kernels $(ARGS)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest --emulate -n 2 -m "not slow and not serial" -k triton $(ARGS) tests/backends/test_parity.py
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --emulate -n 2 -m "not slow and not serial" -k triton $(ARGS) tests/parity/test_parity.py
 
 test-slow: $(READY)
 	$(RUN) -m pytest -m slow --timeout=7200
@@ -121,7 +121,7 @@ lint: $(READY)
 fuzz: $(READY)
 	status=0; for backend in chunked nki-simulator triton; do \
 		cases=$(FUZZ_SLOW); if [ $$backend = chunked ]; then cases=$(FUZZ); fi; \
-		$(RUN) -m pytest -n 2 --timeout=0 tests/backends/test_properties.py -k test_every_property \
+		$(RUN) -m pytest -n 2 --timeout=0 tests/parity/test_properties.py -k test_every_property \
 			--backend $$backend --fuzz $$cases $(ARGS) || status=1; \
 	done; exit $$status
 
@@ -133,7 +133,7 @@ measure: $(READY)
 	mkdir -p $(OUT)
 	$(RUN) -m pytest -k triangular_inverse tests/triton_kernels/test_gated_delta_rule.py
 	$(RUN) -m backends.parity --backend triton --json $(OUT)/parity.jsonl
-	$(RUN) -m pytest -m "not slow" --backend triton tests/backends/test_parity.py tests/triton_kernels/test_parity.py \
+	$(RUN) -m pytest -m "not slow" --backend triton tests/parity/test_parity.py tests/triton_kernels/test_parity.py \
 		tests/triton_kernels/test_segments.py \
 		tests/triton_kernels/test_gated_delta_rule.py
 	$(RUN) -m backends.bench --backend triton --seconds 1 --json $(OUT)/data.jsonl $(ARGS)

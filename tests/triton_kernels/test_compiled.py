@@ -10,7 +10,7 @@ import pytest
 from delta_trn.triton_kernels.launch import arithmetic
 
 HERE = Path(__file__).parent
-JUDGED = HERE.parent / "backends" / "test_parity.py::test_backend_agrees_with_the_judge"
+JUDGED = HERE.parent / "parity" / "test_parity.py::test_backend_agrees_with_the_judge"
 CASES = ("k192-bfloat16", "packed_empty-float16")
 SHOWN = (
     "test_parity.py::test_parity_fails_where_a_tile_is_overwritten_before_its_product_is_done",

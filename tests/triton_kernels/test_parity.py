@@ -1,6 +1,6 @@
 """Parity of the Triton kernels under other launches, and faults planted in their kernels.
 
-The grid itself runs in tests/backends/test_parity.py.
+The grid itself runs in tests/parity/test_parity.py.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Random cases keep every property on every backend, and a planted defect breaks each property.
 
-pytest tests/backends/test_properties.py --fuzz 3000 --backend chunked   so many new cases of each operation
+pytest tests/parity/test_properties.py --fuzz 3000 --backend chunked   so many new cases of each operation
 pytest ... -k BACKEND-OPERATION --fuzz-blob BLOB      the one case of a failure, by the blob that is printed
 """
 
