@@ -1,6 +1,6 @@
 """The Triton kernels of Deep Delta Learning's residual update, on a GPU, emulated, or interpreted.
 
-tests/backends judges them in float32 and bfloat16 over the whole grid; here stands what is left to say.
+tests/parity judges them in float32 and bfloat16 over the whole grid; here stands what is left to say.
 """
 
 import pytest
