@@ -72,7 +72,7 @@ class Block(GradientCheckpointingLayer):
 
 
 class DeltaPreTrainedModel(PreTrainedModel):
-    """What the models below share: how transformers loads, places and initializes them."""
+    """Tells transformers how the models below are loaded, placed and initialized."""
 
     config: DeltaConfig
     config_class = DeltaConfig

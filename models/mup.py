@@ -47,7 +47,7 @@ Parametrization = Literal["sp", "mup_original", "mup", "mup_authors"]
 
 
 class Role(Enum):
-    """What a parameter maps from and to, and how many of its dimensions grow with width."""
+    """Says what a parameter maps from and to, and how many of its dimensions grow with width."""
 
     EMBEDDING = ("vocabulary to width, also as the tied readout", 1)
     READOUT = ("width to vocabulary, untied", 1)

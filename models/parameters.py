@@ -28,7 +28,7 @@ Law = Callable[[Tensor, torch.Generator], Tensor]
 
 @dataclass(frozen=True)
 class Tag:
-    """What the module that makes a parameter knows about it.
+    """Has what the module that makes a parameter knows about it.
 
     role    how the parameter scales with width
     law     fills a float32 tensor; None: normal, with the std of the role

@@ -183,7 +183,7 @@ class Sequences:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row may have several sequences."""
+        """Says whether a row may have several sequences."""
         return self.begins is not None
 
     @classmethod

@@ -188,16 +188,8 @@ def reverse_scan(
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row, tiles = config(K, V, itemsize=itemsize), by_heads("reverse", K, V, itemsize)
-    sizes = {
-        "H": 2,
-        "HV": 4,
-        "K": K,
-        "KP": power_of_two(K),
-        "V": V,
-        "C": row.C,
-        "DOT": row.dot,
-        "units": None,
-    }
+    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C, "DOT": row.dot}
+    sizes |= {"units": None}
 
     def variant(options: str, heads: str, values: dict) -> Variant:
         values = values | of_tile(tiles[heads])

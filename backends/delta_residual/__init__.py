@@ -30,7 +30,7 @@ def delta_residual(
     k_eps: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    r"""One rank-1 correction of a residual stream per token ("Deep Delta Learning").
+    r"""Corrects a residual stream, by rank 1 for each token ("Deep Delta Learning").
 
         X' = X + beta k (v^T - k^T X) = (I - beta k k^T) X + beta k v^T
 

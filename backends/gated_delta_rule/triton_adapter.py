@@ -73,7 +73,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
         scale=call.scale / unit, l2norm=call.l2norm, beta_max=call.beta_max, chunks=chunks, config=row,
     )  # fmt: skip
     if alone:
-        return o, final_state, _save(q, T, P, rows, None, None, None, None, q_scaled, k_scaled)
+        return o, final_state, _list_saved(q, T, P, rows, None, None, None, None, q_scaled, k_scaled)
     if q_scaled is not None and k_scaled is not None:
         q, k = q_scaled, k_scaled
     states = A = S = U = None
@@ -102,7 +102,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     )  # fmt: skip
     if not save:
         return o, final_state, []
-    return o, final_state, _save(q, T, P, rows, states, A, S, U, q_scaled, k_scaled)
+    return o, final_state, _list_saved(q, T, P, rows, states, A, S, U, q_scaled, k_scaled)
 
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
@@ -225,7 +225,7 @@ def _contiguous(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def _save(like: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+def _list_saved(like: Tensor, *tensors: Tensor | None) -> list[Tensor]:
     """Returns the tensors, with an empty one in the place of each that is absent."""
     return [like.new_empty(0) if x is None else x for x in tensors]
 

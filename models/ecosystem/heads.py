@@ -39,7 +39,7 @@ class DeadHead:
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """What `check_weights` found; true if every head is alive."""
+    """Has what `check_weights` found; true if every head is alive."""
 
     heads: int
     dead: tuple[DeadHead, ...]
@@ -101,8 +101,9 @@ def keep_float32(kind: type) -> Callable[[], None]:
 def widen(layer: nn.Module) -> list[str]:
     """Puts the two numbers of a layer into float32; returns one sentence for each that was not."""
     done = []
-    for name in NUMBERS:
-        for parameter in [owner.get_parameter(name) for _, owner in head_layers(layer)]:
+    for _, owner in head_layers(layer):
+        for name in NUMBERS:
+            parameter = owner.get_parameter(name)
             if parameter.dtype in (torch.bfloat16, torch.float16):
                 done.append(f"{name} is float32 now, it was {str(parameter.dtype).removeprefix('torch.')}")
                 parameter.data = parameter.data.float()

@@ -40,7 +40,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class PackingReport:
-    """What `check_packing` measured: true if no sequence sees another, whichever way the model is told.
+    """Has what `check_packing` measured: true if no sequence sees another, whichever way the model is told.
 
     refused     the ways that the model refuses, each with its words
     """

@@ -66,7 +66,7 @@ class Row:
 
 @dataclass
 class Patch:
-    """What `patch_transformers` did; `undo`, or the end of a `with` block, takes it back."""
+    """Lists what `patch_transformers` did; `undo`, or the end of a `with` block, takes it back."""
 
     rows: list[Row] = field(default_factory=list)
     _undo: list[Callable[[], None]] = field(default_factory=list)
@@ -85,8 +85,8 @@ class Patch:
         while self._undo:
             self._undo.pop()()
 
-    def undoing(self, restore: Callable[[], None]) -> None:
-        """Lets `undo` call `restore`."""
+    def add_undo(self, restore: Callable[[], None]) -> None:
+        """Adds what `undo` calls, before all that was added earlier."""
         self._undo.append(restore)
 
     def replace(self, owner: Any, function: Callable[..., Any]) -> None:
@@ -104,7 +104,7 @@ class Patch:
             else:
                 owner.forward = before
 
-        self.undoing(restore)
+        self.add_undo(restore)
 
 
 def patch_transformers(model: nn.Module | None = None, backend: str | None = None) -> Patch:
@@ -162,7 +162,7 @@ def _patch_families(patch: Patch, ours: dict[str, Any], backend: str | None) -> 
                 patch.replace(layer, _rebind(layer.forward, ours, backend))
             for base in classes:
                 if PreTrainedModel in base.__bases__:
-                    patch.undoing(keep_float32(base))
+                    patch.add_undo(keep_float32(base))
             for stack in filter(_is_stack, classes):
                 patch.replace(stack, _keep_apart(stack.forward))
             patch.rows.append(Row(name, dict.fromkeys(OPERATIONS, backend or BY_DEVICE)))

@@ -142,8 +142,9 @@ def test_an_operation_is_added_by_touching_six_files(tmp_path):
     )
     assert len(after - before) + 1 == 6  # with its test
     judge = [sys.executable, *shlex.split("-m delta_trn.backends.parity --op leaky_sum --backend chunked")]
-    here = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(tmp_path)}}
-    assert "leaky_rows" in subprocess.run(judge, **here, check=True, capture_output=True, text=True).stdout
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(judge, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0 and "leaky_rows" in run.stdout, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -35,6 +35,8 @@ def patch_once():
         return scope
 
     def get_np_dtype(dtype):
-        return known.get(dtype.name) or known.setdefault(dtype.name, types(dtype))
+        if dtype.name not in known:
+            known[dtype.name] = types(dtype)
+        return known[dtype.name]
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_lang, get_np_dtype

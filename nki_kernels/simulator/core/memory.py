@@ -156,7 +156,7 @@ class NkiTensor:
 
     @property
     def offset(self) -> int:
-        """Elements from the start of the storage."""
+        """Says how many elements lie between the start of the storage and this tensor's first."""
         return (self.array.__array_interface__["data"][0] - self.storage.pointer) // self.array.itemsize
 
     def __repr__(self) -> str:
