@@ -19,6 +19,7 @@ from delta_trn.nki_kernels.simulator.core.cores import Pair, run_both
 from delta_trn.nki_kernels.simulator.core.errors import NkiValidationError, StrictError
 from delta_trn.nki_kernels.simulator.core.machine import EXACT, Machine, Numerics, Record, running
 from delta_trn.nki_kernels.simulator.core.memory import UNWRITTEN, MemoryRegion, NkiTensor
+from delta_trn.nki_kernels.simulator.core.precedents import without_precedent
 from delta_trn.nki_kernels.simulator.core.targets import Target, resolve
 
 RELEASE = "DELTA_TRN_NKI"
@@ -35,6 +36,7 @@ class Run:
     sbuf_peak: int
     psum_peak: int
     trace: tuple[Record, ...]
+    unprecedented: tuple[str, ...] = ()  # forms of instructions that no public kernel has; with a trace
 
 
 class Kernel:
@@ -148,7 +150,8 @@ def record(
             array[...] = tensor.array
     outputs = _outputs(machine, returned, nan_in)
     sbuf, psum = machine.peaks()
-    return Run(outputs, chip, machine.count, sbuf, psum, tuple(machine.trace or ()))
+    alone = tuple(without_precedent(machine.forms))
+    return Run(outputs, chip, machine.count, sbuf, psum, tuple(machine.trace or ()), alone)
 
 
 def _is_strict() -> bool:

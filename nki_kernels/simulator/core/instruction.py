@@ -30,6 +30,7 @@ from delta_trn.nki_kernels.simulator.core.memory import (
     MemoryRegion,
     NkiTensor,
 )
+from delta_trn.nki_kernels.simulator.core.precedents import OPTIONS
 from delta_trn.nki_kernels.simulator.core.releases import orders_of
 from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS
 
@@ -312,6 +313,11 @@ def instruction(
                     raise TypeError(f"{run.op} got {min(twice)} by its place and by its name")
                 given |= options
             given.pop("name", None)
+            if run.machine.trace is not None:
+                run.machine.forms.add((run.op, "", ""))
+                for option in OPTIONS:
+                    if (value := given.get(option)) is not None:
+                        run.machine.forms.add((run.op, option, getattr(value, "name", str(value))))
             return run.done(body(run, **given) or {})  # pyright: ignore[reportCallIssue]
 
         return issue

@@ -110,6 +110,7 @@ class Machine:
         self.count = 0
         self.lives: list[Life] = []
         self.trace: list[Record] | None = [] if trace else None
+        self.forms: set[tuple[str, str, str]] = set()  # of instructions, as `precedents` has them
         self.tables = Tables()
         self.scalar_registers = np.zeros((PARTITIONS, 1), np.float32)
         self.vector_registers = np.zeros((PARTITIONS, 1), np.float32)

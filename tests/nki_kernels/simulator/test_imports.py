@@ -114,7 +114,7 @@ def test_the_simulator_imports_neither_torch_nor_transformers():
     assert printed.strip() == "set()"
 
 
-@pytest.mark.parametrize("module", ["kernel", "cost", "subset"])
+@pytest.mark.parametrize("module", ["kernel", "cost", "subset", "core.releases", "core.precedents"])
 def test_examples_in_docstrings_run(module):
     results = doctest.testmod(importlib.import_module(f"delta_trn.nki_kernels.simulator.{module}"))
     assert results.attempted and not results.failed

@@ -117,7 +117,10 @@ def test_a_place_that_repeats_is_written_alone():
         nisa.dma_copy(dst=out[:, 1:2], src=tile[:, 1:2])
         return out
 
-    with pytest.warns(NkiWarning, match="repeats"), pytest.raises(StrictError, match="no instruction has written"):
+    with (
+        pytest.warns(NkiWarning, match="repeats"),
+        pytest.raises(StrictError, match="no instruction has written"),
+    ):
         attempt(kernel, "0.7.0")
 
 
