@@ -412,13 +412,13 @@ def _refuse_gpu(capability: tuple[int, int] | None) -> Iterable[str]:
         yield f"has launches for compute capability 8.x, 9.0, 10.x and 12.x; this GPU has {name}"
     elif major == 10 and numbers < (3, 9):
         yield (
-            f"needs Triton 3.9 on compute capability {name}, where {version} gives programs more tensor memory "
-            "than there is: pip install --no-deps triton==3.9.0"
+            f"needs Triton 3.9 on compute capability {name}, where {version} gives programs more tensor "
+            "memory than there is: pip install --no-deps triton==3.9.0"
         )
     elif major >= 9 and numbers < (3, 7, 1):
         yield (
-            f"Triton {version} leaves out fences that Hopper needs between copies and products, and results can "
-            "be wrong; torch 2.13 brings 3.7.1, which has them; beside an older torch: pip install --no-deps "
+            f"Triton {version} leaves out fences that Hopper needs between copies and products, and results "
+            "can be wrong; torch 2.13 brings 3.7.1, which has them; beside an older torch: pip install --no-deps "
             "triton==3.7.1"
         )
 

@@ -143,7 +143,10 @@ def test_a_refusal_lists_every_reason(add_backend):
 @pytest.mark.parametrize(
     ("capability", "version", "reason"),
     [
-        *(((major, minor), "3.7.1", "") for major, minor in ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (12, 1))),
+        *(
+            ((major, minor), "3.7.1", "")
+            for major, minor in ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (12, 1))
+        ),
         *(((major, 0), "3.9.0", "") for major in (9, 10, 12)),
         ((10, 3), "3.9.0", ""),
         ((10, 0), "3.7.1", "needs Triton 3.9 on compute capability 10.0, where 3.7.1"),

@@ -5,7 +5,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="the triton extra is not installed")
+pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -31,7 +31,7 @@ KERNELS = {
 
 
 class Recorder:
-    """Stands for a kernel. Notes what each launch would be compiled for, by its absent tensors and switches."""
+    """Stands for a kernel. Notes what launches would be compiled for, by absent tensors and switches."""
 
     def __init__(self, kernel, keys):
         options = ("do_not_specialize", "do_not_specialize_on_alignment")
