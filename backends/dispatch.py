@@ -418,8 +418,8 @@ def _refuse_gpu(capability: tuple[int, int] | None) -> Iterable[str]:
     elif major >= 9 and numbers < (3, 7, 1):
         yield (
             f"Triton {version} leaves out fences that Hopper needs between copies and products, and results "
-            "can be wrong; torch 2.13 brings 3.7.1, which has them; beside an older torch: pip install --no-deps "
-            "triton==3.7.1"
+            "can be wrong; torch 2.13 brings 3.7.1, which has them; beside an older torch: pip install "
+            "--no-deps triton==3.7.1"
         )
 
 
