@@ -53,10 +53,9 @@ class Scaled:
 class TiedReadout(nn.Module):
     """Multiplies its input by 1/m before a readout that shares the embedding's weight."""
 
-    def __init__(self, readout: nn.Module, multiplier: float) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, multiplier: float) -> None:
         super().__init__()
-        self.weight, self.bias = readout.weight, getattr(readout, "bias", None)
-        self.multiplier = multiplier
+        self.weight, self.bias, self.multiplier = weight, bias, multiplier
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x * self.multiplier, self.weight, self.bias)

@@ -277,11 +277,12 @@ def scale_readout(model: nn.Module, *, base: Base, table: Parametrization = "mup
             "the model has no readout that is tied to its embedding: initialize and parameter_groups do it"
         )  # fmt: skip
     known = describe(base, "meta")
-    name = next(name for name, p, _ in name_parameters(inner) if p is readout.weight)
+    name, weight, _ = next(row for row in name_parameters(inner) if row[1] is readout.weight)
     if name not in known:
         raise ValueError(f"the base model has no {name}, which the readout is tied to")
-    m = readout.weight.shape[1] / known[name].shape[1]
-    scaled = TiedReadout(readout, m ** TABLES[table][Role.EMBEDDING].multiplier)
+    m = weight.shape[1] / known[name].shape[1]
+    multiplier = m ** TABLES[table][Role.EMBEDDING].multiplier
+    scaled = TiedReadout(weight, getattr(readout, "bias", None), multiplier)
     place = next(name for name, module in inner.named_modules() if module is readout)
     parent, _, attribute = place.rpartition(".")
     setattr(inner.get_submodule(parent), attribute, scaled)

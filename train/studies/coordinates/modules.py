@@ -181,7 +181,7 @@ class Maker:
             if parametrization != PLAIN:
                 options: Any = {"base": base, "table": parametrization, "roles": self.roles}
                 if tied := is_tied(model):
-                    scale_readout(model, base=base, table=parametrization)
+                    scale_readout(model, base=base, table=options["table"])
                 initialize(model, **options, readout_init=1.0 if tied else 0.0)
                 groups = parameter_groups(model, **options, lr=lr, optimizer=optimizer)
             kind = torch.optim.AdamW if optimizer == "adamw" else torch.optim.SGD
