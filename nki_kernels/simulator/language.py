@@ -164,7 +164,7 @@ def _assign(tensor: NkiTensor, key: object, value: Any) -> None:
         dma_copy(dst=dst, src=value)
 
 
-NkiTensor.__setitem__ = _assign  # here, since memory knows no instructions
+NkiTensor.__setitem__ = _assign  # not in memory, which knows no instructions
 
 
 def load(src: NkiTensor, dtype: Any = None) -> NkiTensor:

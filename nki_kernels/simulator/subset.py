@@ -184,6 +184,11 @@ def _forms(node: ast.AST, scope: dict[str, Any]) -> Iterator[str]:
         yield "`is` with None"
     if isinstance(node, ast.For) and isinstance(node.target, (ast.Tuple, ast.List)):
         yield "a tuple as a loop's target"
+    if isinstance(node, ast.FunctionDef):
+        yield "a function inside a function"
+    targets = node.targets[0] if isinstance(node, ast.Assign) else None
+    if isinstance(targets, ast.Tuple) and any(isinstance(t, ast.Subscript) for t in targets.elts):
+        yield "an element as one of several targets"
     if isinstance(node, ast.Starred):
         yield "a starred value"
     if isinstance(node, ast.Attribute) and node.attr == "dynamic_range":

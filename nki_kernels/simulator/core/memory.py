@@ -247,6 +247,9 @@ class NkiTensor:
         )
         return slice(start, stop, step)
 
+    def __setitem__(self, key: object, value: object) -> None:
+        raise TypeError("nki.language, which is not imported, has the instructions that assign to a tensor")
+
     # Views
 
     def ap(

@@ -89,6 +89,12 @@ RULES = {
         "0.3.0", "0.6.0", "use == or !=",
         "NKI 0.3.0 update guide, language restrictions; nki-library 2.29 does it", warns="0.3.0",
     ),
+    "a function inside a function": Rule(
+        "0.2.0", "0.5.0", "define it at the top (0.6.0 has it for fori_loop)", "CHANGELOG of trnrand 0.5.0"
+    ),
+    "an element as one of several targets": Rule(
+        "0.2.0", "0.6.0", "assign the values one by one", "CHANGELOG of trnrand 0.5.0"
+    ),
     "Python outside the compiler's subset": Rule(
         "0.2.0", "0.6.0", "0.7.0 traces ordinary Python", "NKI language guide of SDK 2.28 to 2.32"
     ),

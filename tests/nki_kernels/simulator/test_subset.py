@@ -211,6 +211,17 @@ def a_starred_tuple(x):
     return (x, *x.shape)
 
 
+def an_inner_function(x):
+    def twice(y):
+        return 2 * y
+
+    return twice(x)
+
+
+def a_pair_of_elements(x):
+    x[0], x[1] = x[1], x[0]
+
+
 def an_enumeration(x):
     for pair in enumerate(x):
         print(pair)
@@ -239,6 +250,8 @@ SOME_REFUSE = {
     a_deprecated_loop: ("dynamic_range is refused, or wrong, in nki 0.7.0", RELEASES[5:]),
     a_pair_as_target: ("a tuple as a loop's target is doubtful", RELEASES[:5]),
     a_starred_tuple: ("a starred value is doubtful", RELEASES[:5]),
+    an_inner_function: ("a function inside a function is refused", RELEASES[:4]),
+    a_pair_of_elements: ("an element as one of several targets is refused", RELEASES[:5]),
     an_enumeration: ("enumerate, zip, map and their like is doubtful", RELEASES[:5]),
     a_select_without_offset: ("affine_select needs offset= before nki 0.3.0", RELEASES[:1]),
     an_iota_without_offset: ("iota needs offset= before nki 0.3.0", RELEASES[:1]),
