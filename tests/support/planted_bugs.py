@@ -143,7 +143,7 @@ BUGS = (
         'count_columns(bundle["first"], call["sizes"])', "0", "nki, layer's gradients"),
     Bug("nki: every sequence of a call leaves the first one's", f"{NKI_LAYER}.convolution:view_leaving",
         'stream.bundle["n"]', "0", "nki, layer's sequences"),
-    Bug("nki: every sequence of a call has the first one's state", "nki_kernels.gated_delta_rule_fwd:view_state",
+    Bug("nki: all sequences of a call have one's state", "nki_kernels.gated_delta_rule_fwd:view_state",
         'bundle["n"] * HV + ', "", "nki, layer's sequences"),
     Bug("nki: a packed token gives to the sequence before", f"{NKI_LAYER}.convolution:multiply_taps",
         'if call["packed"]:', "if False:", "nki, layer's gradients"),
