@@ -51,7 +51,6 @@ def test_a_packed_row_beside_a_padded_one_and_padding_on_either_side_are_kept_ap
             assert error(packed[row, cut], model(ids[row : row + 1, cut]).logits[0]) < 2**-16
 
 
-@pytest.mark.parametrize("rows", [1, 2])
 def attend(q, k, v, causal=False, softmax_scale=None, dropout_p=0.0):
     """Stands in for flash_attn_func: rows [B, T, H, D], each of one sequence."""
     heads = (x.transpose(1, 2) for x in (q, k, v))
@@ -71,9 +70,9 @@ def attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_
 
 def replace_flash_attention(monkeypatch):
     """Gives transformers' own code for flash attention, which reads what a model is told, two stand-ins."""
-    process = flash._lazy_define_process_function(attend_packed)
     functions = attend, attend_packed, None, flash._pad_input, flash._unpad_input
-    monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda *words, **options: (functions, process))
+    monkeypatch.setattr(flash, "_lazy_imports", lambda *words, **options: functions)
+    monkeypatch.setattr(flash, "_loaded_implementation", None)
     monkeypatch.setattr(flash.logger, "warning_once", lambda *words: None)
 
 
@@ -119,6 +118,7 @@ def test_compiled_flash_attention_keeps_a_packed_row_apart_and_refuses_several(f
             torch.compiler.reset()
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 def test_packed_sequences_cannot_fill_or_continue_a_cache(qwen, rows):
     """The last row alone is packed."""
     ids, places = tokens(rows, 6), torch.arange(6, 12).repeat(rows, 1)
