@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import nn
 
+from delta_trn import mup
 from delta_trn.train.studies.coordinates import modules, report
 from delta_trn.train.studies.coordinates.modules import PLAIN, Maker, readings
 from tests.models.ecosystem.test_widths import qwen3_next, sizes
@@ -23,6 +24,12 @@ def qwen3_5(width):
 
 def perceptron(width):
     return nn.Sequential(nn.Embedding(50, width), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 50))
+
+
+def tied(width):
+    model = perceptron(width)
+    model[0].weight = model[3].weight  # its size follows a law of width
+    return model
 
 
 class Regression(nn.Module):
@@ -44,6 +51,20 @@ def numbers(seed):
 
 def many_tokens(seed):
     return torch.randint(128, (4, 64), generator=torch.Generator().manual_seed(seed))
+
+
+def right(model, width):
+    options = {"base": lambda: perceptron(64)}
+    mup.initialize(model, **options, readout_init=0)
+    return torch.optim.AdamW(mup.parameter_groups(model, **options, lr=2**-8))
+
+
+def wrong(model, width):
+    return torch.optim.AdamW(model.parameters(), lr=2**-8)
+
+
+def nothing_of(model, width):
+    return 0
 
 
 def text(width):
@@ -82,9 +103,11 @@ def test_plain_adamw_is_red_in_the_forward_pass_and_in_what_is_learned():
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_model_of_torch_is_flat_under_our_groups_and_not_without(optimizer):
-    assert all(v.passes for v in judge(perceptron, "mup", optimizer, steps=4).values())
-    assert not judge(perceptron, PLAIN, optimizer, steps=4)["logits"].passes
+@pytest.mark.parametrize("make", [perceptron, tied])
+def test_a_model_of_torch_is_flat_under_our_groups_and_not_without(make, optimizer):
+    failed = {name: v.fails_at for name, v in judge(make, "mup", optimizer, steps=4).items() if not v.passes}
+    assert not failed
+    assert not all(v.passes for v in judge(make, PLAIN, optimizer, steps=4).values())
 
 
 def test_a_model_without_tokens_is_checked_with_the_callers_batch_and_roles():
@@ -120,8 +143,15 @@ class TestCommand:
         assert status == 0, err
         assert "| logit_next |" in out and "✗" in out  # plain
         tree = json.loads((tmp_path / "out" / "coordinates.json").read_text())
-        assert tree["subject"] == f"{HERE}:perceptron" and len(tree["readings"]) == 2 * 3 * 4 * 5 * 4
+        assert tree["subject"] == f"{HERE}:perceptron" and len(tree["readings"]) == 2 * 3 * 4 * 5 * 6
         assert (tmp_path / "out" / "coordinates.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_the_callers_own_optimizer_is_checked(self, tmp_path):
+        """It may call muP's functions, as `right` does, or forget them."""
+        status, out, err = self.run(tmp_path, "perceptron", f"optimizer={HERE}:right", "seeds=4")
+        assert status == 0 and "| right own change |" in out and "plain" not in out, out + err
+        status, out, _ = self.run(tmp_path, "perceptron", f"optimizer={HERE}:wrong", "seeds=4")
+        assert status == 1 and "fails  wrong own 1:" in out
 
     def test_a_wrong_role_is_red(self, tmp_path):
         status, out, _ = self.run(tmp_path, "perceptron", "parametrizations=mup", "roles=1.weight:constant")
@@ -135,18 +165,20 @@ class TestCommand:
             ("without_width", "", "without_width does not take a width"),
             ("text", "", "text(64) returned a str, expected a torch.nn.Module"),
             ("constant", "", "expected more at the larger width"),
-            ("Regression", "", "pass batch=package:make_batch"),
+            ("Regression", "roles=readout.weight:readout", "pass batch=package:make_batch"),
             ("perceptron", "parametrizations=mupp", "expected plain, sp"),
             ("perceptron", "optimizers=lion", "expected adamw, sgd"),
             ("perceptron", "lr.adamw=-1", "optimizer.lr=-1"),
             ("perceptron", "roles=1.weight", "roles=1.weight: expected pattern:role"),
             ("perceptron", "roles=x:gate", "match no parameter"),
             ("perceptron", "batch=nowhere:f", "No module named 'nowhere'"),
+            ("perceptron", f"optimizer={HERE}:text optimizers=sgd", "optimizers=sgd has no effect"),
+            ("perceptron", f"optimizer={HERE}:nothing_of", "returned a int, expected step() and zero_grad()"),
             ("perceptron", "model.width=3", "--module has no key 'model.width'"),
         ],
     )
     def test_bad_input_is_refused_before_anything_is_trained(self, tmp_path, function, key, message):
-        status, _, err = self.run(tmp_path, function, *filter(None, [key]))
+        status, _, err = self.run(tmp_path, function, *key.split())
         assert status == 2 and message in err, err
         assert "--module package:function" in run_command("coord-check")[2]
 
