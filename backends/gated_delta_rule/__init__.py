@@ -54,6 +54,7 @@ def gated_delta_rule(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
     cp_context: object = None,
     *,
     use_gate_in_kernel: bool = False,
@@ -93,8 +94,8 @@ def gated_delta_rule(
     return_states_at replaces the final state by those after these numbers of tokens of each row, rising,
     from 1 to T: [B, P, HV, K, V], of packed sequences those of the one that the token belongs to.
 
-    Names and positions are those of flash-linear-attention 0.5.2. cu_seqlens_cpu and chunk_size change
-    nothing here; a cp_context is refused. backend names one ("chunked", "triton", ...); None takes the
+    Names and positions are those of flash-linear-attention 0.6.0. cu_seqlens_cpu, chunk_indices and
+    chunk_size change nothing here; a cp_context is refused. backend names one ("chunked", "triton", ...); None takes the
     default backend (`default_backend`), else the one for the tensors' device. Raises BackendRefusal, with
     every reason, and never substitutes; TypeError and ValueError for arguments that do not fit.
 
