@@ -95,9 +95,10 @@ def gated_delta_rule(
     from 1 to T: [B, P, HV, K, V], of packed sequences those of the one that the token belongs to.
 
     Names and positions are those of flash-linear-attention 0.6.0. cu_seqlens_cpu, chunk_indices and
-    chunk_size change nothing here; a cp_context is refused. backend names one ("chunked", "triton", ...); None takes the
-    default backend (`default_backend`), else the one for the tensors' device. Raises BackendRefusal, with
-    every reason, and never substitutes; TypeError and ValueError for arguments that do not fit.
+    chunk_size change nothing here; a cp_context is refused. backend names one ("chunked", "triton", ...);
+    None takes the default backend (`default_backend`), else the one for the tensors' device. Raises
+    BackendRefusal, with every reason, and never substitutes; TypeError and ValueError for arguments that do
+    not fit.
 
         >>> import torch
         >>> from delta_trn import gated_delta_rule

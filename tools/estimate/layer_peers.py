@@ -44,7 +44,8 @@ TYPES = {
     "*fp32": "rstd dw A_log dt_bias h0 ht loss lse z_loss dloss",
     "*i64": "target",
     "fp32": "eps scale",
-    "i32": "B T BS stride_x_n stride_x_t stride_dx_n stride_dx_t stride_dy_n stride_dy_t N s_logits s_dlogits",
+    "i32": "B T BS N stride_x_n stride_x_t stride_dx_n stride_dx_t stride_dy_n stride_dy_t s_logits"
+    " s_dlogits",
 }
 BLOCK = 64  # tokens of a program of its convolution
 

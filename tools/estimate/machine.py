@@ -19,7 +19,7 @@ from delta_trn.triton_kernels.sass import Code, Instruction
 
 CLOCK = 1.755e9
 PROCESSORS = 132
-# bytes per second that a copy reaches, from memory and from L2, and the device's MiB; an H100 SXM has 3.35 TB/s
+# bytes per second that a copy reaches, from memory (an H100's has 3.35 TB/s) and from L2; the device's MiB
 DEVICES = {"h200": (4.3e12, 6.5e12, 143771), "h100": (3.0e12, 5.5e12, 81559)}
 MEMORY_BYTES, L2_BYTES, MEBIBYTES = DEVICES["h200"]
 LAUNCH_SECONDS = 2.5e-6  # of a kernel after another, as in a CUDA graph

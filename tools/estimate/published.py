@@ -1,7 +1,7 @@
 """What others have published of their kernels at our shapes, to stand beside an estimate of ours.
 
-All are of H200s in bfloat16, forward without kept states, and leave out the norms of q and k and the gates, which
-our kernels make. Source: FlashQLA's benchmark (https://github.com/QwenLM/FlashQLA, MIT,
+All are of H200s in bfloat16, forward without kept states, and leave out the norms of q and k and the gates,
+which our kernels make. Source: FlashQLA's benchmark (https://github.com/QwenLM/FlashQLA, MIT,
 benchmark/benchmark_results_H200.txt, read 2026-11-25), which times FlashInfer 0.6.13, too.
 """
 
