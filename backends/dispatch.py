@@ -323,10 +323,8 @@ def _limits(name: str) -> Callable[[Call], Iterable[str]]:
 
 def _triton(adapter: str, limits: Callable[[Call], Iterable[str]] = lambda call: ()) -> Row:
     def refuses(call: Call) -> Iterable[str]:
-        if call.dtype == torch.bfloat16 and call.capability is not None and call.capability < (8, 0):
-            yield f"bfloat16 needs compute capability 8.0; this GPU has {'.'.join(map(str, call.capability))}"
-        if call.device == "cuda" and (unfenced := _say_unfenced(call.capability)):
-            yield unfenced
+        if call.device == "cuda":
+            yield from _refuse_gpu(call.capability)
         yield from limits(call)
 
     return Row(_at(adapter), GPU_FLOATS, CUDA | CPU, CUDA, refuses)
@@ -400,21 +398,29 @@ def triton_missing(device: str) -> str | None:
     return None
 
 
-def _say_unfenced(capability: tuple[int, int] | None) -> str | None:
-    """Returns why this Triton is wrong on GPUs from Hopper on; None where it is right.
+def _refuse_gpu(capability: tuple[int, int] | None) -> Iterable[str]:
+    """Yields why Triton's kernels do not run on a GPU, or are wrong there with this Triton.
 
     capability  of the GPU; None: that of the current one
     """
-    if (capability or machine.compute_capability("cuda") or (0, 0)) < (9, 0) or find_spec("triton") is None:
-        return None
+    capability = capability or machine.compute_capability("cuda")
+    if capability is None or find_spec("triton") is None:
+        return
     version, numbers = _version("triton")
-    if numbers >= (3, 7, 1):
-        return None
-    return (
-        f"Triton {version} leaves out fences that Hopper needs between copies and products, and results can "
-        "be wrong; torch 2.13 brings 3.7.1, which has them; beside an older torch: pip install --no-deps "
-        "triton==3.7.1"
-    )
+    major, name = capability[0], ".".join(map(str, capability))
+    if major not in (8, 10, 12) and capability != (9, 0):
+        yield f"has launches for compute capability 8.x, 9.0, 10.x and 12.x; this GPU has {name}"
+    elif major == 10 and numbers < (3, 9):
+        yield (
+            f"needs Triton 3.9 on compute capability {name}, where {version} gives programs more tensor "
+            "memory than there is: pip install --no-deps triton==3.9.0"
+        )
+    elif major >= 9 and numbers < (3, 7, 1):
+        yield (
+            f"Triton {version} leaves out fences that Hopper needs between copies and products, and results "
+            "can be wrong; torch 2.13 brings 3.7.1, which has them; beside an older torch: pip install "
+            "--no-deps triton==3.7.1"
+        )
 
 
 @cache

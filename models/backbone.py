@@ -133,7 +133,7 @@ class DeltaModel(DeltaPreTrainedModel):
     def __init__(self, config: DeltaConfig, *, is_part: bool = False) -> None:
         super().__init__(config)
         d, self.is_part = config.hidden_size, is_part
-        self.embed = Embedding(config.vocab_size, d, Tag(Role.EMBEDDING))
+        self.embed = Embedding(config.vocab_size, d, Tag(Role.EMBEDDING, scale=config.embedding_init))
         self.positions = None
         if config.positions == "learned":
             self.positions = Embedding(config.max_position_embeddings, d, Tag(Role.VECTOR))

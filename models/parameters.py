@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -147,6 +147,7 @@ def scaled_parameters(
     weight_decay: float,
     independent_weight_decay: bool = False,
     memory: float = 1.0,
+    rates: Mapping[Role, float] | None = None,
 ) -> list[ScaledParameter]:
     """Returns what every parameter gets, one row per parameter, in the order of `model.parameters()`.
 
@@ -156,6 +157,7 @@ def scaled_parameters(
     independent_weight_decay    optimizers multiply the coefficient by a parameter's learning rate, so under
                                 muP AdamW decays hidden matrices m times slower; True divides m out again
     memory                      divides SGD's learning rates of stored values (`Tag.stored`)
+    rates                       factors on the learning rates of roles, the same at every width
 
     Raises ValueError for an optimizer without a column, a parameter without a role, or a memory not above 0.
     """
@@ -182,7 +184,7 @@ def scaled_parameters(
                 role=tag.role,
                 init_std=initial_std(tag, config),
                 multiplier=m**rule.multiplier if reads_out else 1.0,
-                lr=lr * factor,
+                lr=lr * factor * (rates or {}).get(tag.role, 1.0),
                 weight_decay=decay / factor if independent_weight_decay else decay,
                 epsilon=m**rule.epsilon / depth,
                 clip=m**rule.lr_sgd * depth,

@@ -67,6 +67,8 @@ class ModelSettings(Section):
     """epsilon of every norm"""
     initializer_range: Positive = 0.02
     """standard deviation of initial weights at base_width; 0.02 is 0.32 / sqrt(256)"""
+    embedding_init: Positive = 1.0
+    """multiplies the initial std of the embedding, at every width"""
     mixer_output_init: Real = 1.0
     """multiplies the initial std of each mixer's output projection; 0 starts every mixer at zero"""
     depth_scaled_init: bool = False

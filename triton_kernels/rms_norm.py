@@ -39,7 +39,7 @@ TYPES = {
 }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def forward_kernel(
     x, gate, residual, weight, y, total, M, eps,
     N: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, DOT: tl.constexpr,
@@ -64,16 +64,17 @@ def forward_kernel(
     tl.store(y + o_x, round_to(b_y, y.dtype.element_ty, DOT), mask=m_x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "tiles"])
 def backward_kernel(
     dy, dtotal, x, gate, weight, dx, dgate, dweight, M, eps, tiles,
-    N: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, P: tl.constexpr, DOT: tl.constexpr,
+    N: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Computes dx, dgate and dweight; program p takes tiles p, p + P, ... of BM rows.
+    """Computes dx, dgate and dweight; program p of P takes tiles p, p + P, ... of BM rows.
 
     With a residual, x is the total and dtotal its gradient.
     """
     i_p = tl.program_id(0).to(tl.int64)
+    P = tl.num_programs(0)
     o_n = tl.arange(0, BN)
     b_w = tl.load(weight + o_n, mask=o_n < N, other=0.0).to(tl.float32)
     b_dw = tl.zeros([BN], dtype=tl.float32)
@@ -126,14 +127,14 @@ def backward(dy, dtotal, x, gate, weight, *, dx, dgate, dweight, eps):
     P, tiles = parts(M, N)
     backward_kernel[(P,)](
         dy, dtotal, x, gate, weight, dx, dgate, dweight, M, eps, tiles,
-        N=N, BN=row.columns, BM=row.rows, P=P, DOT=arithmetic(), num_warps=row.warps, num_stages=row.stages,
+        N=N, BN=row.columns, BM=row.rows, DOT=arithmetic(), num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip
 
 
 def variants(N: int, _: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row = tile("rms_norm", N)
-    values = {"N": N, "BN": row.columns, "BM": row.rows, "P": PROGRAMS, "DOT": "ieee"}
+    values = {"N": N, "BN": row.columns, "BM": row.rows, "DOT": "ieee"}
     gate, total = dict.fromkeys(("gate", "dgate")), dict.fromkeys(("residual", "total", "dtotal"))
     forms = {"gated": total, "sum": gate} if quick else {"plain": gate | total, "gated": total, "sum": gate}
     for form, absent in forms.items():

@@ -103,7 +103,7 @@ def _convolve(b_x, n: tl.constexpr, place, taps, W: tl.constexpr, PACKED: tl.con
     return b_z
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "NT", "tiles"])
 def forward_kernel(
     x, weight, prefix, position, y, T, C, NT, tiles,
     W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, DOT: tl.constexpr,
@@ -155,7 +155,7 @@ def _differentiate(
     return dz
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "NT", "tiles"])
 def backward_kernel(
     dy, x, weight, prefix, position, dx, dprefix, dweight, T, C, NT, tiles,
     W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, DOT: tl.constexpr,

@@ -1,41 +1,45 @@
-"""muP for any module: roles come from comparing shapes with a base model; rates and sizes follow from roles.
+"""muP for any module: rates and sizes follow from the roles of its parameters (`roles`).
 
-A dimension that is larger than in the base model grows with width. With m = its ratio to the base, a
-parameter's role and m give the powers of `models.mup`. Fan-in is exact: m is that of the dimension which a
-matrix sums over, also where a model rounds its sizes.
+With m = the ratio to the base model, a parameter's role and m give the powers of `models.mup`.
 
-A model that was not written for muP has no multipliers in its forward pass. The readout's multiplier 1/m is
-therefore moved into its initial values and its learning rate, which computes the same (Tensor Programs V,
-arXiv:2203.03466, section J.2.1): with W = W' / m, initial values are 1/m times W', AdamW's rate is 1/m and
-SGD's 1/m^2 times that of W'.
+A model that was not written for muP has no multipliers in its forward pass. An untied readout's multiplier
+1/m is therefore moved into its initial values and its learning rate, which computes the same (Tensor Programs
+V, arXiv:2203.03466, section J.2.1): with W = W' / m, initial values are 1/m times W', AdamW's rate is 1/m and
+SGD's 1/m^2 times that of W'. A tied readout shares its values with the embedding, whose size and rate do not
+depend on m: its multiplier has to be in the forward pass, where `scale_readout` puts it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatch
-from typing import Any
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from delta_trn.models.ecosystem.roles import (
+    Base,
+    Roles,
+    Scaled,
+    Sizes,
+    TiedReadout,
+    describe,
+    find_inside,
+    find_readout,
+    is_tied,
+    name_parameters,
+    rms,
+    scaled_parameters,
+)
 from delta_trn.models.mup import DECAYING, TABLES, Parametrization, Role
 
-Base = nn.Module | Callable[[], nn.Module]
-HEAD_NUMBERS = ("A_log", "dt_bias")  # one number per head of a Gated DeltaNet layer
+# roles of matrices, whose initial size may follow a law of width
+SIZED = frozenset({Role.EMBEDDING, Role.READOUT, Role.HIDDEN, Role.GATE})
+MISSING = Sizes((), None)
 MARK = "_delta_trn_initialized"
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """One parameter: its role, and m, the ratio of the dimension that counts for the role to the base's."""
-
-    name: str
-    parameter: nn.Parameter
-    role: Role
-    m: float
+Adjustment = Literal["original", "match_rms_adamw"]
 
 
 def parameter_groups(
@@ -44,24 +48,30 @@ def parameter_groups(
     base: Base,
     lr: float,
     optimizer: str = "adamw",
+    adjust_lr_fn: Adjustment = "original",
     weight_decay: float = 0.0,
     independent_weight_decay: bool = True,
     eps: float = 1e-8,
     table: Parametrization = "mup",
-    roles: Mapping[str, str | Role] | None = None,
+    roles: Roles | None = None,
+    wider: nn.Module | Callable[[], nn.Module] | None = None,
 ) -> list[dict[str, Any]]:
     """Returns groups for an optimizer of torch, with the learning rates of muP for any model.
 
         base            the same architecture at the width for which lr was found: a module (on the meta
-                        device will do), or a function that makes one
+                        device will do), a function that makes one, a file of `save_base`, or shapes by name
         lr              learning rate of the base model
-        optimizer       "adamw" or "sgd"; SGD's groups have no eps
+        optimizer       "adamw", "sgd" or "muon"; SGD's groups have no eps. Muon's have use_muon: true for
+                        hidden matrices, which are for torch.optim.Muon, the others for AdamW
+        adjust_lr_fn    muon: what torch.optim.Muon is given under this name
         weight_decay    of matrices that read the width, at the base width: torch multiplies it by a
                         group's rate, so it is divided by the rate's factor, unless
                         independent_weight_decay is false
         table           "mup", "mup_original", "sp", ...: see `delta-trn parameters`
         roles           {pattern of names: role}, which goes before what is inferred: "embedding", "readout",
                         "hidden", "gate", "scalar", "vector", "constant"
+        wider           the model at any larger width: at the base width nothing grows, so only this tells
+                        which matrices decay, and which are Muon's
         returns         dicts with params, names, role, lr, weight_decay and eps; each parameter once
 
     Raises ValueError for parameters whose role cannot be inferred, all of them by name.
@@ -74,17 +84,26 @@ def parameter_groups(
         [('embedding', 0.004), ('hidden', 0.001), ('vector', 0.004)]
     """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    if weight_decay or optimizer == "muon":
+        roles = _roles_at_base(model, base, roles, wider)
     for scaled in scaled_parameters(model, base, roles):
         rule, m = TABLES[table][scaled.role], scaled.m
-        power, epsilon = rule.lr(optimizer), rule.epsilon
+        rule.lr(optimizer)  # refuses an optimizer without a column
+        muon = optimizer == "muon" and scaled.role is Role.HIDDEN and scaled.parameter.dim() == 2
+        power, epsilon = rule.lr("sgd" if optimizer == "sgd" else "adamw"), rule.epsilon
         if scaled.role is Role.READOUT:
-            power += rule.multiplier * (1 if optimizer == "adamw" else 2)
+            power += rule.multiplier * (2 if optimizer == "sgd" else 1)
             epsilon -= rule.multiplier
+        factor = m**power
+        if muon:
+            factor = 1.0 if rule.lr_muon is None else muon_factor(scaled, adjust_lr_fn)
         decay = weight_decay if scaled.role in DECAYING else 0.0
         if independent_weight_decay:
-            decay /= m**power
-        settings: dict[str, Any] = {"lr": lr * m**power, "weight_decay": decay}
-        if optimizer == "adamw":
+            decay /= factor
+        settings: dict[str, Any] = {"lr": lr * factor, "weight_decay": decay}
+        if optimizer == "muon":
+            settings["use_muon"] = muon
+        if optimizer != "sgd" and not muon:
             settings["eps"] = eps * m**epsilon
         key = (scaled.role, *settings.values())
         empty: dict[str, Any] = {"params": [], "names": [], "role": scaled.role.name.lower(), **settings}
@@ -94,26 +113,71 @@ def parameter_groups(
     return list(groups.values())
 
 
+def _roles_at_base(
+    model: nn.Module, base: Base, roles: Roles | None, wider: nn.Module | Callable[[], nn.Module] | None
+) -> Roles | None:
+    """Returns roles that a wider model tells, if the model has the base's shapes; else those given."""
+    known = describe(base, "meta")
+    if any(known.get(name, MISSING).shape != p.shape for name, p, _ in name_parameters(find_inside(model))):
+        return roles
+    if wider is None:
+        raise ValueError(
+            "the model has the base's shapes, which do not tell the matrices that decay or are Muon's: pass "
+            "wider=..., a function that makes the model at any larger width"
+        )
+    if not isinstance(wider, nn.Module):
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            wider = wider()
+    return {**(roles or {}), **{row.name: row.role for row in scaled_parameters(wider, known, roles)}}
+
+
+def muon_factor(scaled: Scaled, adjust_lr_fn: Adjustment) -> float:
+    """Returns the factor on Muon's rate of a matrix W [rows, columns].
+
+    Muon's step is rate * adjustment(rows, columns) times a matrix whose singular values are about 1. What W
+    computes changes by one size at every width if those of the step go as sqrt(rows / columns), the spectral
+    condition of arXiv:2310.17813. So with
+
+        "original"           adjustment = sqrt(max(1, rows / columns))
+        "match_rms_adamw"    adjustment = 0.2 sqrt(max(rows, columns))
+        factor = sqrt(rows / columns) / adjustment(rows, columns), over the same of the base's W
+
+    a square matrix has the factor 1 with the first and 1/sqrt(m) with the second.
+    """
+    if adjust_lr_fn not in ("original", "match_rms_adamw"):
+        raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r}: expected 'original' or 'match_rms_adamw'")
+
+    def of(rows: int, columns: int) -> float:
+        original = adjust_lr_fn == "original"
+        return (rows / columns / (max(1.0, rows / columns) if original else max(rows, columns))) ** 0.5
+
+    rows, columns = scaled.parameter.shape
+    return of(rows, columns) / of(*scaled.base.shape)
+
+
 @torch.no_grad()
 def initialize(
     model: nn.Module,
     *,
     base: Base,
     table: Parametrization = "mup",
-    roles: Mapping[str, str | Role] | None = None,
+    roles: Roles | None = None,
     readout_init: float = 1.0,
     loaded: bool = False,
 ) -> None:
     """Rescales the initial values of a model so that they have muP's sizes, seen from the base model's.
 
-    Every parameter is multiplied so that its root mean square is that of the base model's times m to the
-    power of the table. Whether a model draws matrices with std 0.02 at any width or with 1/sqrt(fan-in) then
-    no longer matters. Taps of a Gated DeltaNet layer that are too small for its output norm to normalize
-    (Qwen3-Next's, std 0.02) are drawn again, uniform within 1/sqrt(taps). The readout is multiplied by
-    readout_init: with 0, which Tensor Programs V recommends, a model is the same function at every width.
+    Hidden matrices, gates, embeddings and readouts are multiplied so that their root mean square is that of
+    the base model's times m to the power of the table: it does not matter whether a model draws matrices with
+    std 0.02 at any width or with 1/sqrt(fan-in). If one of these laws explains both sizes, the factor is that
+    of the law, without the scatter of the values drawn. Biases that are drawn within 1/sqrt(fan-in), as
+    torch's are, keep the base's size. All else stays as it is, as does everything where m = 1. The readout is
+    multiplied by readout_init: with 0, which Tensor Programs V recommends, a model is the same function at
+    every width.
 
-    base must have values: give a function that makes the model, or a module that is not on the meta device.
-    Raises ValueError if the model has loaded weights, unless `loaded`, and for a second call.
+    base must have values: give a function that makes the model, a module that is not on the meta device, or a
+    file of `save_base`. Raises ValueError if the model has loaded weights, unless `loaded`, and for a second
+    call. Warns of convolution taps that `draw_taps` would draw again.
 
         >>> from delta_trn import mup
         >>> make = lambda width: torch.nn.Linear(width, width, bias=False)
@@ -130,60 +194,61 @@ def initialize(
             f"this model was loaded from {path!r}, and initialize() would scale its weights: leave it out, or"
             " pass loaded=True"
         )
-    small = _make(base, "cpu")
-    values = dict(small.named_parameters())
-    if any(p.is_meta for p in values.values()):
-        raise ValueError("base is on the meta device and has no values; pass a function that makes the model")
-    for scaled in scaled_parameters(model, small, roles):
-        rule = TABLES[table][scaled.role]
-        power, factor = rule.init_std, 1.0
-        if scaled.role is Role.READOUT:
-            power, factor = power + rule.multiplier, readout_init
-        size, wanted = _rms(scaled.parameter), factor * _rms(values[scaled.name]) * scaled.m**power
-        if size > 0:
-            scaled.parameter.mul_(wanted / size)
-    for taps in small_taps(model):
-        taps.uniform_(-(taps.shape[-1] ** -0.5), taps.shape[-1] ** -0.5)
+    if readout_init != 1 and is_tied(find_inside(model)):
+        raise ValueError(
+            f"readout_init={readout_init}: the readout is tied, and would take the embedding with it"
+        )
+    small = describe(base, "cpu")
+    if any(sizes.rms is None for sizes in small.values()):
+        raise ValueError(
+            "base is on the meta device or made of shapes, and has no values; pass a function that makes the "
+            "model"
+        )
+    rows = {scaled.name: scaled for scaled in scaled_parameters(model, small, roles)}
+    # of every matrix, found before any is scaled
+    laws = {name: _law(row) for name, row in rows.items() if row.role in SIZED}
+    for name, scaled in rows.items():
+        rule, weight = TABLES[table][scaled.role], name.removesuffix("bias") + "weight"
+        if scaled.role in SIZED:
+            power, factor = rule.init_std, 1.0
+            if scaled.role is Role.READOUT:
+                power, factor = power + rule.multiplier, readout_init
+            scaled.parameter.mul_(factor * laws[name] * scaled.m**power)
+        elif name.endswith("bias") and weight in laws and laws[weight] == rows[weight].m ** 0.5:
+            scaled.parameter.mul_(laws[weight])
+    if next(small_taps(model), None) is not None:
+        warnings.warn(
+            "taps of a Gated DeltaNet layer are so small that the epsilon of its output norm decides; call "
+            "mup.draw_taps(model) at every width, that of the base model too",
+            stacklevel=3,
+        )
     setattr(model, MARK, True)
 
 
-def scaled_parameters(
-    model: nn.Module, base: Base, roles: Mapping[str, str | Role] | None = None
-) -> list[Scaled]:
-    """Returns the role and ratio of every parameter. Raises ValueError that names those without a role.
+def _law(scaled: Scaled) -> float:
+    """Returns the size of the base's parameter over this one's; 1 where one is 0, and at m = 1.
 
-    A compiled model and one in DistributedDataParallel are looked into: names are those of the model inside.
+    The ratio has a relative error of sqrt(1/2n + 1/2n'), n and n' the numbers of values: one of the laws 1
+    and sqrt(m) within four of those is taken for it.
     """
-    model = _inside(model)
-    shapes = {name: tuple(p.shape) for name, p in _make(base, "meta").named_parameters()}
-    patterns = {pattern: _role(role) for pattern, role in (roles or {}).items()}
-    modules, readout = dict(model.named_modules()), _readout(model)
-    rows, unknown = [], []
-    for name, parameter in model.named_parameters():
-        shape, smaller = tuple(parameter.shape), shapes.get(name)
-        owner, _, attribute = name.rpartition(".")
-        role, m = None, 1.0
-        if smaller is not None and len(smaller) == len(shape) and all(map(int.__ge__, shape, smaller)):
-            ratios = [a / b if b else 1.0 for a, b in zip(shape, smaller, strict=True)]
-            role, m = _infer(modules[owner], attribute, ratios, parameter is readout)
-            role = next((role for pattern, role in patterns.items() if fnmatch(name, pattern)), role)
-        if role is None:
-            unknown.append(f"{name} {shape}: the base model has {'none' if smaller is None else smaller}")
-        else:
-            rows.append(Scaled(name, parameter, role, _width(model, shapes) if role is Role.SCALAR else m))
-    unused = [pattern for pattern in patterns if not any(fnmatch(row.name, pattern) for row in rows)]
-    if unused:
-        raise ValueError(f"roles {unused} match no parameter; names are like {rows[0].name if rows else '-'}")
-    if unknown:
-        lines = "\n  ".join(unknown)
-        raise ValueError(f"no muP role for {len(unknown)} parameters; name them in roles={{...}}:\n  {lines}")
-    return rows
+    size, wanted, m = rms(scaled.parameter), scaled.base.rms or 0.0, scaled.m
+    if m == 1 or size * wanted == 0:
+        return 1.0
+    ratio, values = wanted / size, torch.Size(scaled.base.shape).numel()
+    error = 4 * (0.5 / values + 0.5 / scaled.parameter.numel()) ** 0.5
+    near = min((1.0, m**0.5), key=lambda law: abs(math.log(ratio / law)))
+    return near if abs(ratio / near - 1) <= error else ratio
 
 
-def _inside(model: nn.Module) -> nn.Module:
-    """Returns the model that torch.compile or DistributedDataParallel has wrapped, or else the model."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    return _inside(inner) if isinstance(inner, nn.Module) else model
+@torch.no_grad()
+def draw_taps(model: nn.Module) -> None:
+    """Draws small taps of Gated DeltaNet layers again, uniform within 1/sqrt(taps).
+
+    With Qwen3-Next's std of 0.02 a layer's output is so small that the epsilon of its norm decides. This
+    changes the model: call it for the base model, too.
+    """
+    for taps in small_taps(model):
+        taps.uniform_(-(taps.shape[-1] ** -0.5), taps.shape[-1] ** -0.5)
 
 
 def small_taps(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -192,81 +257,32 @@ def small_taps(model: nn.Module) -> Iterator[torch.Tensor]:
         convolution = getattr(layer, "conv1d", None)
         if hasattr(layer, "A_log") and isinstance(convolution, nn.Conv1d):
             taps = convolution.weight
-            if 0 < _rms(taps) < 0.1 * taps.shape[-1] ** -0.5:
+            if 0 < rms(taps) < 0.1 * taps.shape[-1] ** -0.5:
                 yield taps
 
 
-def _infer(
-    module: nn.Module, attribute: str, ratios: list[float], is_readout: bool
-) -> tuple[Role | None, float]:
-    """Returns a parameter's role, None where shapes do not tell, and the ratio that counts for it."""
-    growing = [ratio for ratio in ratios if ratio > 1]
-    if isinstance(module, nn.Embedding):
-        return (Role.EMBEDDING, ratios[1]) if ratios[0] == 1 else (None, 1.0)
-    if is_readout:
-        return (Role.READOUT, ratios[1]) if ratios[0] == 1 else (None, 1.0)
-    if not growing:
-        return (Role.SCALAR if attribute in HEAD_NUMBERS else Role.CONSTANT), 1.0
-    depthwise = isinstance(module, nn.Conv1d) and not any(ratio > 1 for ratio in ratios[1:])
-    if len(ratios) == 1 or depthwise:
-        return Role.VECTOR, growing[0]
-    out, fan_in = ratios[-2:]
-    if len(ratios) > 3 or any(ratio > 1 for ratio in ratios[:-2]):
-        return None, 1.0
-    if fan_in > 1:
-        return (Role.HIDDEN if out > 1 else Role.GATE), fan_in
-    return Role.EMBEDDING, out
+def scale_readout(model: nn.Module, *, base: Base, table: Parametrization = "mup") -> None:
+    """Puts muP's multiplier 1/m before a readout that is tied to the embedding.
 
-
-def find_readout(model: nn.Module) -> nn.Module | None:
-    """Returns the module that reads the width and writes the vocabulary; None if the model has none.
-
-    Models of transformers say which. In others it is the last linear layer with one output per row of an
-    embedding.
+    The readout module is replaced by a `TiedReadout` with the same weight, under the same name. It is part of
+    the model's code and not of its weights: a model that is loaded again needs the call again, and a loss
+    that reads `lm_head.weight` past the module does not see it. Raises ValueError for a readout that is not
+    tied, or scaled already.
     """
-    find = getattr(model, "get_output_embeddings", None)
-    if find is not None:
-        return find()
-    rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
-    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features in rows]
-    return heads[-1] if heads else None
-
-
-def _readout(model: nn.Module) -> nn.Parameter | None:
-    """Returns the weight of the model's readout. Raises ValueError if it is tied to an embedding."""
-    weight = getattr(find_readout(model), "weight", None)
-    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    if any(weight is embedding for embedding in embeddings):
+    inner = find_inside(model)
+    readout = find_readout(inner)
+    if readout is None or not is_tied(inner) or isinstance(readout, TiedReadout):
         raise ValueError(
-            "the readout is tied to the embedding, which needs a multiplier on the logits; make the model "
-            "with tie_word_embeddings=False"
-        )
-    return weight
-
-
-def _width(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> float:
-    """Returns the ratio of the embedding's width, or else the largest ratio of any dimension."""
-    pairs = [(p, shapes[name]) for name, p in model.named_parameters() if name in shapes]
-    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    pairs = [(p, small) for p, small in pairs if p in tables][:1] or pairs
-    return max((a / b for p, small in pairs for a, b in zip(p.shape, small, strict=True) if b), default=1.0)
-
-
-def _make(base: Base, device: str) -> nn.Module:
-    if isinstance(base, nn.Module):
-        return base
-    with torch.device(device):
-        return base()
-
-
-def _role(name: str | Role) -> Role:
-    if isinstance(name, Role):
-        return name
-    if name.upper() not in Role.__members__:
-        known = ", ".join(role.name.lower() for role in Role)
-        raise ValueError(f"no role is named {name!r}; there are: {known}")
-    return Role[name.upper()]
-
-
-def _rms(x: torch.Tensor) -> float:
-    return x.detach().double().square().mean().sqrt().item()
+            "the readout is scaled already" if isinstance(readout, TiedReadout) else
+            "the model has no readout that is tied to its embedding: initialize and parameter_groups do it"
+        )  # fmt: skip
+    known = describe(base, "meta")
+    name, weight, _ = next(row for row in name_parameters(inner) if row[1] is readout.weight)
+    if name not in known:
+        raise ValueError(f"the base model has no {name}, which the readout is tied to")
+    m = weight.shape[1] / known[name].shape[1]
+    multiplier = m ** TABLES[table][Role.EMBEDDING].multiplier
+    scaled = TiedReadout(weight, getattr(readout, "bias", None), multiplier)
+    place = next(name for name, module in inner.named_modules() if module is readout)
+    parent, _, attribute = place.rpartition(".")
+    setattr(inner.get_submodule(parent), attribute, scaled)

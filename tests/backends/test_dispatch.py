@@ -1,5 +1,6 @@
 """Dispatch chooses a backend by sizes and devices, gives reasons, and never falls back in silence."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -138,12 +139,46 @@ def test_a_refusal_lists_every_reason(add_backend):
     ]
 
 
-def test_triton_refuses_bfloat16_on_a_gpu_that_does_not_multiply_it():
-    old = replace(CALL, device="cuda", dtype=torch.bfloat16, capability=(7, 5))
-    with pytest.raises(BackendRefusal, match=r"bfloat16 needs compute capability 8\.0; this GPU has 7\.5"):
-        choose(old, "triton")
-    for call in (replace(old, dtype=torch.float16), replace(old, capability=(8, 0))):
-        assert not any("capability" in reason for reason in BACKENDS["triton"].refusals(call))
+@pytest.mark.parametrize("op", sorted(dispatch.TABLE["triton"]))
+@pytest.mark.parametrize(
+    ("capability", "version", "reason"),
+    [
+        *(
+            ((major, minor), "3.7.1", "")
+            for major, minor in ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (12, 1))
+        ),
+        *(((major, 0), "3.9.0", "") for major in (9, 10, 12)),
+        ((10, 3), "3.9.0", ""),
+        ((10, 0), "3.7.1", "needs Triton 3.9 on compute capability 10.0, where 3.7.1"),
+        ((7, 5), "3.7.1", "8.x, 9.0, 10.x and 12.x; this GPU has 7.5"),
+        ((11, 0), "3.9.0", "this GPU has 11.0"),
+        ((9, 4), "3.9.0", "this GPU has 9.4"),  # as ROCm says of an MI300X
+    ],
+)
+def test_triton_refuses_gpus_that_it_has_no_launches_for(op, capability, version, reason, version_of):
+    pytest.importorskip("triton", reason="the triton extra is not installed")
+    version_of(version)
+    call = Call(op, "cuda", torch.bfloat16, capability=capability)
+    reasons = BACKENDS["triton"].refusals(call)
+    assert bool(reasons) == bool(reason) and reason in "".join(reasons)
+    if reason:
+        with pytest.raises(BackendRefusal, match=re.escape(reason)):
+            choose(call, "triton")
+
+
+def test_a_call_on_a_gpu_is_refused_by_its_own_capability_before_anything_is_launched(monkeypatch):
+    pytest.importorskip("triton", reason="the triton extra is not installed")
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: asked.append(place) or (7, 0))
+    machine.compute_capability.cache_clear()
+    try:
+        arguments = torch.bfloat16, (("K", 64),), (), False
+        with pytest.raises(BackendRefusal, match=r"this GPU has 7\.0"):
+            dispatch.choose_name("gated_delta_rule", "cuda", 3, *arguments, None, None, (), True)
+    finally:
+        machine.compute_capability.cache_clear()
+    assert asked == [3]
 
 
 def test_a_kernel_of_a_whole_layer_is_not_found_on_a_backend_that_is_merely_allowed():
@@ -224,7 +259,7 @@ def test_adapters_are_imported_at_their_first_call():
 def test_a_triton_without_fences_is_refused_on_hopper_and_not_before(version, refused, version_of):
     pytest.importorskip("triton", reason="the triton extra is not installed")
     version_of(version)
-    for capability, concerned in (((9, 0), True), ((10, 0), True), ((8, 6), False)):
+    for capability, concerned in (((9, 0), True), ((12, 0), True), ((8, 6), False)):
         call = replace(CALL, device="cuda", capability=capability)
         reasons = BACKENDS["triton"].refusals(call)
         assert bool(reasons) == (refused and concerned)

@@ -36,7 +36,7 @@ from delta_trn.triton_kernels import rms_norm, short_convolution
 from delta_trn.triton_kernels.launch import tile
 from tests.backends.cpu_kernel import test_states
 from tests.models import test_ddl, test_ddl_options, test_language_model, test_loss
-from tests.models.ecosystem import test_fully_sharded, test_packing, test_weights
+from tests.models.ecosystem import test_fully_sharded, test_packing, test_weights, test_widths
 from tests.support import families, tiny_models
 from tests.support.planted_bugs import BUGS, RULE, planted
 from tests.support.simulator_harness import attempt, ones, product, psum
@@ -188,7 +188,10 @@ def widths_pass():
         if not torch.allclose(logits, 0.5 * hidden @ model.model.embed.weight.T):
             return False
     options = {"optimizer": "adamw", "lr": 1.0, "weight_decay": 0.1, "independent_weight_decay": True}
-    hidden = [row for row in scaled_parameters(model, **options) if row.role is Role.HIDDEN]
+    table = scaled_parameters(model, **options, rates={Role.EMBEDDING: 4.0})
+    if any(row.lr != 4 for row in table if row.role is Role.EMBEDDING):
+        return False
+    hidden = [row for row in table if row.role is Role.HIDDEN]
     plain = model.config.initializer_range * 2**-0.5
     return all(row.lr == 0.5 and row.weight_decay == 0.2 for row in hidden) and any(
         row.init_std == pytest.approx(plain) for row in hidden
@@ -376,6 +379,22 @@ CHECKS = {
     "rows of a batch": rows_pass,
     "states": states_pass,
     "muP": widths_pass,
+    "named roles": lambda: holds(
+        test_widths.TestRoles().test_a_named_role_takes_m_from_the_dimension_that_it_sums_over,
+        lambda n: torch.nn.Conv2d(8 * n, 8 * n, 3),
+        "hidden",
+        4,
+    ),
+    "Muon's groups": lambda: holds(
+        test_widths.TestMuon().test_a_step_of_muon_has_the_spectral_norm_that_what_a_matrix_computes_needs,
+        "match_rms_adamw",
+    ),
+    "tied readout": lambda: holds(
+        test_widths.TestTied().test_a_tied_readout_of_a_model_of_torch_is_scaled_and_others_are_refused
+    ),
+    "initial sizes": lambda: holds(
+        test_widths.TestInitialValues().test_sizes_follow_the_base_model_whatever_the_law
+    ),
     "loss": loss_passes,
     "padding": padding_passes,
     "hidden states": lambda: holds(

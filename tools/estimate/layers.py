@@ -22,7 +22,7 @@ D, TARGETS, VOCABULARY = 1024, 1024, 32768
 CHANNELS = 2 * H * K + H * V
 HEADS = {"H": 16, "HV": 32, "K": 128, "V": 128}  # of Qwen3-Next
 SEQUENCES = {"decode_1": 1, "decode_16": 16, "decode_256": 256}
-MULTIPLES = ("T", "C", "NT", "M", "V", "tiles")  # integers that are multiples of 16 here
+MULTIPLES = ("C", "V")  # integers that are multiples of 16 here, and may be known to be
 NAMES = ("layers_1024", *SEQUENCES)
 
 
@@ -88,7 +88,7 @@ def _norm(
     programs = -(-M // forward.tile.rows)
     yield _Kernel(name, False, forward, programs, read[0] * size, written[0] * size, mask=mask)
     P, tiles = rms_norm.parts(M, N)
-    backward = _variant(rms_norm, (N, 0), f"backward {form}", P=P)
+    backward = _variant(rms_norm, (N, 0), f"backward {form}")
     yield _Kernel(
         f"{name}, backward", True, backward, P, read[1] * size, written[1] * size, (-(-tiles // P),), mask
     )

@@ -59,6 +59,7 @@ def rows(model: DeltaForCausalLM, config: RunConfig) -> list[ScaledParameter]:
         weight_decay=o.weight_decay,
         independent_weight_decay=o.independent_weight_decay,
         memory=o.memory,
+        rates={role: getattr(o, f"{role.name.lower()}_lr", 1.0) for role in Role},
     )
 
 

@@ -25,6 +25,12 @@ NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], str, str], ...] = (
     ("optimizer.name=sgd or muon", lambda c: c.optimizer.name != "adamw", "optimizer.", "momentum"),
     ("optimizer.name=sgd", lambda c: c.optimizer.name == "sgd", "optimizer.", "memory"),
     (
+        "model.tie_word_embeddings=false",
+        lambda c: not c.model.tie_word_embeddings,
+        "optimizer.",
+        "readout_lr",
+    ),
+    (
         "a data.source that is text, not prepared shards",
         lambda c: not is_prepared(c.data.source),
         "data.",

@@ -44,6 +44,16 @@ class OptimizerSection(Section):
     """AdamW, SGD with Nesterov momentum, or Muon for hidden matrices, head by head, and AdamW for the rest"""
     lr: Positive = 1e-3
     """peak learning rate at base_width; a parameter's own rate is this times its factor"""
+    embedding_lr: Positive = 1.0
+    """factor on the rate of the embedding, tied readout or not, at every width; so have the next four"""
+    readout_lr: Positive = 1.0
+    """factor on the rate of an untied readout"""
+    gate_lr: Positive = 1.0
+    """factor on the rate of the projections of decay and beta, or of whatever gives one number a head"""
+    scalar_lr: Positive = 1.0
+    """factor on the rate of A_log and dt_bias"""
+    vector_lr: Positive = 1.0
+    """factor on the rate of norm gains and convolution taps"""
     weight_decay: Real = 0.1
     """decoupled for AdamW, times the learning rate; models.mup's table says which parameters decay"""
     independent_weight_decay: bool = False

@@ -25,6 +25,12 @@ def perceptron(width):
     return nn.Sequential(nn.Embedding(50, width), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 50))
 
 
+def tied(width):
+    model = perceptron(width)
+    model[0].weight = model[3].weight  # its size follows a law of width
+    return model
+
+
 class Regression(nn.Module):
     """Returns its loss, and has no tokens."""
 
@@ -82,9 +88,11 @@ def test_plain_adamw_is_red_in_the_forward_pass_and_in_what_is_learned():
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_model_of_torch_is_flat_under_our_groups_and_not_without(optimizer):
-    assert all(v.passes for v in judge(perceptron, "mup", optimizer, steps=4).values())
-    assert not judge(perceptron, PLAIN, optimizer, steps=4)["logits"].passes
+@pytest.mark.parametrize("make", [perceptron, tied])
+def test_a_model_of_torch_is_flat_under_our_groups_and_not_without(make, optimizer):
+    failed = {name: v.fails_at for name, v in judge(make, "mup", optimizer, steps=4).items() if not v.passes}
+    assert not failed
+    assert not all(v.passes for v in judge(make, PLAIN, optimizer, steps=4).values())
 
 
 def test_a_model_without_tokens_is_checked_with_the_callers_batch_and_roles():
@@ -135,7 +143,7 @@ class TestCommand:
             ("without_width", "", "without_width does not take a width"),
             ("text", "", "text(64) returned a str, expected a torch.nn.Module"),
             ("constant", "", "expected more at the larger width"),
-            ("Regression", "", "pass batch=package:make_batch"),
+            ("Regression", "roles=readout.weight:readout", "pass batch=package:make_batch"),
             ("perceptron", "parametrizations=mupp", "expected plain, sp"),
             ("perceptron", "optimizers=lion", "expected adamw, sgd"),
             ("perceptron", "lr.adamw=-1", "optimizer.lr=-1"),

@@ -23,12 +23,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves
 
-from delta_trn.models.ecosystem.widths import (
-    find_readout,
-    initialize,
-    parameter_groups,
-    scaled_parameters,
-)
+from delta_trn.models.ecosystem.roles import find_readout, is_tied, scaled_parameters
+from delta_trn.models.ecosystem.widths import draw_taps, initialize, parameter_groups, scale_readout
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.model import make_model, model_config, pick_device, vocabulary
 from delta_trn.train.run.optimizer import make_optimizer, set_learning_rate
@@ -160,6 +156,8 @@ class Maker:
                 "at the larger width"
             )
         try:
+            if is_tied(large):
+                scale_readout(large, base=small)
             scaled_parameters(large, small, self.roles)
         except ValueError as error:
             raise ConfigError(str(error)) from None
@@ -168,17 +166,23 @@ class Maker:
         """Returns what starts a model.
 
         The plain one is trained with one learning rate; the others get muP's initial values and groups from
-        `delta_trn.mup`. Their readouts begin at 0: from their own size they add noise to all gradients that
-        only dies out at larger widths.
+        `delta_trn.mup`. Readouts that are not tied begin at 0: from their own size they add noise to all
+        gradients that only dies out at larger widths.
         """
         base = self.model(self.base)
+        if parametrization != PLAIN:
+            draw_taps(base)
 
         def start(width: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
             model = self.model(width, seed)
+            if parametrization != PLAIN:
+                draw_taps(model)
             groups: Any = list(model.parameters())
             if parametrization != PLAIN:
                 options: Any = {"base": base, "table": parametrization, "roles": self.roles}
-                initialize(model, **options, readout_init=0.0)
+                if tied := is_tied(model):
+                    scale_readout(model, base=base, table=options["table"])
+                initialize(model, **options, readout_init=1.0 if tied else 0.0)
                 groups = parameter_groups(model, **options, lr=lr, optimizer=optimizer)
             kind = torch.optim.AdamW if optimizer == "adamw" else torch.optim.SGD
             return model, kind(groups, lr=lr, weight_decay=0.0)
