@@ -137,13 +137,24 @@ def load_keys(q, k, bundle, start, tokens, table):
     n, first, heads = bundle["n"], bundle["key_first"], bundle["key_heads"]
     rows, K = table["rows"], q.shape[3]
     qk_sb = sbuf((rows, 2, heads, K), table["products"])
-    sources = (q, k)
+    sources, flat_sb = (q, k), qk_sb.reshape((rows, 2 * heads, K))
     if tokens < rows:
         nisa.memset(dst=qk_sb, value=0.0)
     for side in range(2):
         src = sources[side][n, start : start + tokens, first : first + heads, :]
-        nisa.dma_copy(dst=qk_sb[0:tokens, side, :, :], src=src)
+        nisa.dma_copy(dst=flat_sb[0:tokens, side * heads : (side + 1) * heads, :], src=src)
     return qk_sb
+
+
+def store_keys(dq, dk, qk_sb, n, start, tokens, first):
+    """Stores [rows, 2, heads, K] to heads first .. of two tensors in HBM [N, T, H, K]."""
+    rows, _, heads, K = qk_sb.shape
+    targets, flat_sb = (dq, dk), qk_sb.reshape((rows, 2 * heads, K))
+    for side in range(2):
+        nisa.dma_copy(
+            dst=targets[side][n, start : start + tokens, first : first + heads, :],
+            src=flat_sb[0:tokens, side * heads : (side + 1) * heads, :],
+        )
 
 
 def sum_key_squares(qk_sb, table):

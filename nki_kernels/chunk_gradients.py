@@ -44,6 +44,7 @@ from delta_trn.nki_kernels.chunk import (
     multiply_parts,
     round_tile,
     scale_lanes,
+    store_keys,
     store_lanes,
 )
 from delta_trn.nki_kernels.language import nisa, nl
@@ -424,9 +425,6 @@ def sum_decay_gradient(chunk, bundle, parts, table):
 def store_key_gradients(chunk, bundle, gradients):
     """Stores dq and dk of raw q and k, and dv."""
     dq, dk, dv, _, _ = gradients
-    n, start, tokens = bundle["n"], chunk.start, chunk.tokens
-    low, stop = bundle["slot"], start + tokens
-    high = low + bundle["key_heads"]
     dqk_sb = sbuf(chunk.qk.shape, dq.dtype)
     if len(chunk.shortening) > 0:
         heads = bundle["key_heads"]
@@ -441,6 +439,6 @@ def store_key_gradients(chunk, bundle, gradients):
             last = first + tile.shape[2]
             copy_scaled(dqk_sb[:, :, first:last, :], tile)
             first = last
-    nisa.dma_copy(dst=dq[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 0, :, :])
-    nisa.dma_copy(dst=dk[n, start:stop, low:high, :], src=dqk_sb[0:tokens, 1, :, :])
-    store_lanes(dv, scale_lanes(chunk.dR, chunk.dv_scale, dv.dtype), bundle, start, tokens)
+    store_keys(dq, dk, dqk_sb, bundle["n"], chunk.start, chunk.tokens, bundle["slot"])
+    dv_sb = scale_lanes(chunk.dR, chunk.dv_scale, dv.dtype)
+    store_lanes(dv, dv_sb, bundle, chunk.start, chunk.tokens)

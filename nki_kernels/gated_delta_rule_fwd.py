@@ -85,14 +85,14 @@ ORDER = rank("gated_delta_rule_fwd", STAGES, RULE_FORWARD)
 
 def load_state(states, bundle, parts, V, present):
     """Loads a bundle's state [N, HV, K, V], or 0 unless `present`: a tile [f, lanes, V] per part of K."""
-    n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
-    S = []
+    lanes, S = bundle["lanes"], []
     for span in parts:
         start, stop = span
         tile_sb = sbuf((stop - start, lanes, V))
         if present:
             for lane in range(lanes):
-                nisa.dma_copy(dst=tile_sb[:, lane, :], src=states[n, first + lane, start:stop, :])
+                src = view_state(states, bundle, lane, start, stop)
+                nisa.dma_copy(dst=tile_sb[:, lane : lane + 1, :], src=src)
         else:
             nisa.memset(dst=tile_sb, value=0.0)
         S.append(tile_sb)
@@ -101,11 +101,18 @@ def load_state(states, bundle, parts, V, present):
 
 def store_state(states, S, bundle, parts):
     """Stores a bundle's state to HBM [N, HV, K, V]."""
-    n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
     for part in range(len(parts)):
         start, stop = parts[part]
-        for lane in range(lanes):
-            nisa.dma_copy(dst=states[n, first + lane, start:stop, :], src=S[part][:, lane, :])
+        for lane in range(bundle["lanes"]):
+            dst = view_state(states, bundle, lane, start, stop)
+            nisa.dma_copy(dst=dst, src=S[part][:, lane : lane + 1, :])
+
+
+def view_state(states, bundle, lane, start, stop):
+    """Views rows start .. stop of a lane's state in HBM [N, HV, K, V] as [rows, 1, V]."""
+    _, HV, K, V = states.shape
+    head = bundle["n"] * HV + bundle["first"] + lane
+    return states.ap(pattern=[[V, stop - start], [K * V, 1], [1, V]], offset=(head * K + start) * V)
 
 
 def compute_output(chunk, dtype):

@@ -378,14 +378,15 @@ def store_returns(dx, dprefix, dx_sb, cell, u0, count):
         store_tokens(dx, dx_sb, cell, u0, count)
         return
     b, c0, c1 = cell["b"], cell["c0"], cell["c1"]
-    nisa.dma_copy(dst=dprefix[b, :, c0:c1], src=dx_sb[0:-u0, 0, :])
+    flat_sb = dx_sb.reshape((dx_sb.shape[0], dx_sb.shape[1] * (c1 - c0)))
+    nisa.dma_copy(dst=dprefix[b, :, c0:c1], src=flat_sb[0:-u0, 0 : c1 - c0])
     for span in split(count, PARTITIONS):
         start, stop = span
-        low = max(start, -u0)
+        low, column = max(start, -u0), start // PARTITIONS * (c1 - c0)
         if low < stop:
             nisa.dma_copy(
                 dst=dx[b, u0 + low : u0 + stop, c0:c1],
-                src=dx_sb[low - start : stop - start, start // PARTITIONS, :],
+                src=flat_sb[low - start : stop - start, column : column + c1 - c0],
             )
 
 

@@ -59,7 +59,7 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
                 *numbers,
             )
         )  # fmt: skip
-    dx, dweight, dg, dbeta, dgate, dgain, dstate0, *dprefix = _join(parts)
+    dx, dweight, dg, dbeta, dgate, dgain, dstate0, _, *dprefix = _join(parts)
     return Gradients(
         dx,
         dweight.sum(0).t().to(call.weight.dtype),  # of all sequences, [N, W, channels]

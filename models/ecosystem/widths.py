@@ -204,18 +204,23 @@ def initialize(
             "base is on the meta device or made of shapes, and has no values; pass a function that makes the "
             "model"
         )
-    rows = {scaled.name: scaled for scaled in scaled_parameters(model, small, roles)}
+    rows = {scaled.parameter: scaled for scaled in scaled_parameters(model, small, roles)}
     # of every matrix, found before any is scaled
-    laws = {name: _law(row) for name, row in rows.items() if row.role in SIZED}
-    for name, scaled in rows.items():
-        rule, weight = TABLES[table][scaled.role], name.removesuffix("bias") + "weight"
+    laws = {p: _law(row) for p, row in rows.items() if row.role in SIZED}
+    weights: dict[nn.Parameter, nn.Parameter] = {}  # of a bias, its matrix
+    for layer in model.modules():
+        pair = getattr(layer, "bias", None), getattr(layer, "weight", None)
+        if isinstance(pair[0], nn.Parameter) and isinstance(pair[1], nn.Parameter):
+            weights[pair[0]] = pair[1]
+    for p, scaled in rows.items():
+        rule, weight = TABLES[table][scaled.role], weights.get(p)
         if scaled.role in SIZED:
             power, factor = rule.init_std, 1.0
             if scaled.role is Role.READOUT:
                 power, factor = power + rule.multiplier, readout_init
-            scaled.parameter.mul_(factor * laws[name] * scaled.m**power)
-        elif name.endswith("bias") and weight in laws and laws[weight] == rows[weight].m ** 0.5:
-            scaled.parameter.mul_(laws[weight])
+            p.mul_(factor * laws[p] * scaled.m**power)
+        elif weight is not None and weight in laws and laws[weight] == rows[weight].m ** 0.5:
+            p.mul_(laws[weight])
     if next(small_taps(model), None) is not None:
         warnings.warn(
             "taps of a Gated DeltaNet layer are so small that the epsilon of its output norm decides; call "

@@ -20,9 +20,10 @@ from delta_trn.nki_kernels.gated_delta_layer.bwd_chunk import (
 )
 from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     AT_ONCE,
-    allocate_leaving,
     build_counts,
     build_shifts,
+    clear_leaving,
+    count_columns,
     load_masks,
     load_taps,
     load_weights,
@@ -172,10 +173,8 @@ def run_convolution(stage, share, shares, stream, own, call):
 
 
 def open_convolution(own, stream, call):
-    """Prepares what crosses into the chunk before, takes what arrives, and loads the masks of taps."""
-    own.leaving = allocate_leaving(own, stream.plan, call["W"])
-    own.arriving = stream.leaving
-    stream.leaving = [own.leaving]
+    """Prepares what crosses into the chunk before, and loads the masks of taps."""
+    clear_leaving(own, stream, call)
     if call["packed"]:
         keep_sb, counts = load_masks(call["position"], own.start, own.tokens, stream.counts, call["W"])
         own.keep, own.counts = keep_sb, counts
@@ -183,14 +182,16 @@ def open_convolution(own, stream, call):
 
 def open_stream(bundle, largest, call):
     """Returns what a bundle has before its first chunk."""
-    stream = LayerStream(bundle=bundle, chunks=[], own=[], leaving=[])
+    stream = LayerStream(bundle=bundle, chunks=[], own=[])
     for span in split(call["x"].shape[1], call["C"]):
         start, stop = span
         own = LayerTiles(start=start, tokens=stop - start, rows=pad_to_rows(stop - start))
+        own.index = len(stream.own)
         own.taps, own.products, own.dx_sums = [], [], []
         stream.own.append(own)
         stream.chunks.append(Chunk())
     stream.plan = outline(bundle, call["H"], call["K"], call["V"], call["W"])
+    stream.first_column = count_columns(bundle["first"], call["sizes"])
     stream.dS = load_state(call["dstate"], bundle, call["parts"], call["V"], call["has_dstate"])
     stream.spaces = allocate_workspace(largest, bundle["lanes"])
     stream.weights = load_weights(call["weight_t"], stream.plan, largest)
@@ -218,6 +219,7 @@ def gated_delta_layer_bwd(
         dweight             [N, W, channels] float32, of each sequence
         dgain               [N, HV V] float32, of each sequence and head
         dinitial_state      [N, HV, K, V] float32
+        leaving             what chunks leave for the ones before: of no use to the caller
         dprefix             like prefix, only if `continued`
 
     Pseudocode, chunk by chunk:
@@ -243,6 +245,9 @@ def gated_delta_layer_bwd(
     dz = nl.ndarray((N, T, HV, V), dtype=z.dtype, buffer=nl.shared_hbm)
     dgain = nl.ndarray((N, HV * V), dtype=nl.float32, buffer=nl.shared_hbm)
     dinitial_state = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
+    sizes = (H, HV, K, V, W, width)
+    rows, columns = W * (W - 1) // 2, count_columns(HV, sizes)
+    leaving = nl.ndarray((N, chunks, rows, columns), dtype=nl.float32, buffer=nl.shared_hbm)
     dprefix = dx
     if continued:
         dprefix = nl.ndarray((N, W - 1, channels), dtype=x.dtype, buffer=nl.shared_hbm)
@@ -254,6 +259,7 @@ def gated_delta_layer_bwd(
         "has_dstate": has_dstate, "initial_state": initial_state, "has_state": has_state, "states": states,
         "H": H, "K": K, "V": V, "W": W, "C": C, "scale": scale, "parts": split_evenly(K),
         "value_parts": split_evenly(V), "dx": dx, "dz": dz, "gradients": (dx, dx, dx, dg, dbeta),
+        "leaving": leaving, "sizes": sizes,
         "gain": load_everywhere(gain), "norm": build_norm(eps),
         "eye": build_identity(PARTITIONS, nl.float32), "constants": constants,
         "blocks": build_block_constants(largest), "shifts": build_shifts(max(largest, W - 1), W),
@@ -272,10 +278,10 @@ def gated_delta_layer_bwd(
             store_state(dinitial_state, stream.dS, stream.bundle, call["parts"])
             store_sums(dweight, dgain, stream, W, V)
             if continued:
-                store_prefix(dprefix, stream.leaving[0], stream, call)
+                store_prefix(dprefix, stream, call)
     if continued:
-        return dx, dweight, dg, dbeta, dz, dgain, dinitial_state, dprefix
-    return dx, dweight, dg, dbeta, dz, dgain, dinitial_state
+        return dx, dweight, dg, dbeta, dz, dgain, dinitial_state, leaving, dprefix
+    return dx, dweight, dg, dbeta, dz, dgain, dinitial_state, leaving
 
 
 def example(

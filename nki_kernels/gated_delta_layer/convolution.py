@@ -21,7 +21,7 @@ width, at most one bank of PSUM; the last one may have columns that are no chann
 """
 
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import BANK, list_sides, split
+from delta_trn.nki_kernels.plan import BANK, list_bundles, list_sides, split
 from delta_trn.nki_kernels.tiles import add_selected, copy_scaled, load, multiply_on_gpsimd, psum, sbuf
 
 AT_ONCE = 2  # taps in one instruction
@@ -137,20 +137,21 @@ def load_taps(x, prefix, continued, plan, cell, taps, n, start, tokens, W):
     out_sb = sbuf((tokens, stop_tap - first_tap, high - low), x.dtype)
     if high > plan["channels"] or (start == 0 and not continued):
         nisa.memset(dst=out_sb, value=0.0)
+    flat_sb = out_sb.reshape((tokens, (stop_tap - first_tap) * (high - low)))
     for j in range(first_tap, stop_tap):
-        i, back = j - first_tap, W - 1 - j
+        column, back = (j - first_tap) * (high - low) - low, W - 1 - j
         before = min(back, tokens) if start == 0 else 0
         for span in find_channels(plan, low, high):
             first, last, channel = span
             stop = channel + last - first
             if before > 0 and continued:
                 nisa.dma_copy(
-                    dst=out_sb[0:before, i, first - low : last - low],
+                    dst=flat_sb[0:before, column + first : column + last],
                     src=prefix[n, j : j + before, channel:stop],
                 )
             if before < tokens:
                 nisa.dma_copy(
-                    dst=out_sb[before:tokens, i, first - low : last - low],
+                    dst=flat_sb[before:tokens, column + first : column + last],
                     src=x[n, start - back + before : start - back + tokens, channel:stop],
                 )
     return out_sb
@@ -176,33 +177,57 @@ def multiply_taps(own, stream, cell, taps, x_sb, call):
             )  # fmt: skip
     else:
         multiply_on_gpsimd(given_sb, du, stream.weights[0:tokens, first:stop, low:high])
+    flat_sb = given_sb.reshape((tokens, (stop - first) * (high - low)))
     for j in range(first, stop):
-        leaving, row = min(W - 1 - j, tokens), find_row(j, W)
+        leaving, row, column = min(W - 1 - j, tokens), find_row(j, W), (j - first) * (high - low)
         if leaving > 0:
             nisa.dma_copy(
-                dst=own.leaving[row : row + leaving, low:high], src=given_sb[0:leaving, j - first, :]
+                dst=view_leaving(call["leaving"], stream, own.index, row, row + leaving, low, high),
+                src=flat_sb[0:leaving, column : column + high - low],
             )
     arriving = []
-    if stop == W and len(own.arriving) > 0:
-        arriving.append(load(own.arriving[0][:, low:high], nl.float32))
+    if stop == W and own.index + 1 < len(stream.own):
+        arriving.append(load_leaving(call["leaving"], stream, own.index + 1, low, high))
     return read_sb, given_sb, arriving
 
 
-def allocate_leaving(own, plan, W):
-    """Allocates what waits for the chunk before, [W (W - 1) / 2, columns], in HBM: in SBUF, six rows take
-    as much as 128.
+def count_columns(heads, sizes):
+    """Counts the columns of those bundles of a sequence that begin before value head `heads`."""
+    H, HV, K, V, W, width = sizes
+    columns = 0
+    for bundle in list_bundles(1, H, HV, width):
+        if bundle["first"] < heads:
+            columns = columns + outline(bundle, H, K, V, W)["columns"]
+    return columns
 
-    Where a chunk has fewer tokens than can leave one, the rest is 0.
+
+def view_leaving(leaving, stream, index, first, stop, low, high):
+    """Views what chunk `index` leaves for the one before: rows and columns of the bundle, in HBM.
+
+    It lies there, since in SBUF six rows take as much as 128. Two kernels with HBM of their own in one graph
+    have failed on Trn1, so it is an output of the kernel, which its caller drops.
     """
-    columns, tokens = plan["columns"], own.tokens
-    out = nl.ndarray((W * (W - 1) // 2, columns), dtype=nl.float32, buffer=nl.private_hbm)
+    n, column = stream.bundle["n"], stream.first_column
+    return leaving[n, index, first:stop, column + low : column + high]
+
+
+def load_leaving(leaving, stream, index, low, high):
+    """Loads columns of what chunk `index` leaves for the one before, [W (W - 1) / 2, columns]."""
+    return load(view_leaving(leaving, stream, index, 0, leaving.shape[2], low, high), nl.float32)
+
+
+def clear_leaving(own, stream, call):
+    """Sets what leaves a chunk to 0 where the chunk has fewer tokens than can leave one."""
+    W, columns, tokens = call["W"], stream.plan["columns"], own.tokens
     if tokens < W - 1:
         zero_sb = sbuf((W - 1, columns))
         nisa.memset(dst=zero_sb, value=0.0)
         for j in range(W - 1 - tokens):
-            row, missing = find_row(j, W) + tokens, W - 1 - j - tokens
-            nisa.dma_copy(dst=out[row : row + missing, :], src=zero_sb[0:missing, :])
-    return out
+            stop, missing = find_row(j, W) + W - 1 - j, W - 1 - j - tokens
+            nisa.dma_copy(
+                dst=view_leaving(call["leaving"], stream, own.index, stop - missing, stop, 0, columns),
+                src=zero_sb[0:missing, :],
+            )
 
 
 def sum_taps(own, stream, c, taps, products, call):
@@ -247,7 +272,7 @@ def store_channels(dst, x_sb, stream, c, start):
         )
 
 
-def store_prefix(dprefix, leaving, stream, call):
+def store_prefix(dprefix, stream, call):
     """Stores the gradient of the prefix: what leaves the first chunk."""
     crossing_sb, rows = call["shifts"]["crossing"], dprefix.shape[1]
     C = crossing_sb.shape[1]
@@ -255,7 +280,9 @@ def store_prefix(dprefix, leaving, stream, call):
     for c in range(len(cells)):
         low, high = cells[c]
         out_ps, out_sb = psum((rows, high - low)), sbuf((rows, high - low), dprefix.dtype)
-        add_selected(out_ps, crossing_sb[:, C - rows : C], load(leaving[:, low:high], nl.float32))
+        add_selected(
+            out_ps, crossing_sb[:, C - rows : C], load_leaving(call["leaving"], stream, 0, low, high)
+        )
         copy_scaled(out_sb, out_ps)
         store_channels(dprefix, out_sb, stream, c, 0)
 

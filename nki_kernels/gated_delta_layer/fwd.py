@@ -11,7 +11,7 @@ up to 128 channels of a stretch. Cells are listed in the order in which chunks n
 computed in each turn of the rule as let the next turn find what it loads.
 """
 
-from delta_trn.nki_kernels.chunk import load_lanes, store_lanes
+from delta_trn.nki_kernels.chunk import load_lanes, store_keys, store_lanes
 from delta_trn.nki_kernels.chunk_tiles import Chunk
 from delta_trn.nki_kernels.gated_delta_layer.cells import CONVOLUTION, list_cells, list_layer_work
 from delta_trn.nki_kernels.gated_delta_layer.records import LayerStream, LayerTiles
@@ -198,13 +198,7 @@ def load_layer(stream, index, call):
     )
     if call["save"]:
         q, k, v = call["saved"]
-        n, first, heads = bundle["n"], bundle["key_first"], bundle["key_heads"]
-        nisa.dma_copy(
-            dst=q[n, start : start + tokens, first : first + heads, :], src=qk_sb[0:tokens, 0, :, :]
-        )
-        nisa.dma_copy(
-            dst=k[n, start : start + tokens, first : first + heads, :], src=qk_sb[0:tokens, 1, :, :]
-        )
+        store_keys(q, k, qk_sb, bundle["n"], start, tokens, bundle["key_first"])
         store_lanes(v, v_sb, bundle, start, tokens)
     chunk = Chunk(start=start, tokens=tokens, table=table, qk=qk_sb, v=v_sb)
     chunk.g = load_lanes(g, bundle, start, tokens, rows)

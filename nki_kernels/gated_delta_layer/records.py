@@ -8,6 +8,7 @@ from delta_trn.nki_kernels.language import nl
 class LayerTiles(nl.NKIObject):
     """Has the tiles of the norm and the convolution of one chunk of one bundle; stages fill them in."""
 
+    index: Any = 0  # of the chunk
     start: Any = 0  # its first token
     tokens: Any = 0
     rows: Any = 0
@@ -32,8 +33,6 @@ class LayerTiles(nl.NKIObject):
     dx_sums: Any = None  # per cell dx, in PSUM
     keep: Any = None  # of packed sequences, what `load_masks` returns
     counts: Any = None
-    leaving: Any = None  # what waits for the chunk before, in HBM
-    arriving: Any = None  # [what the chunk behind left], or []
 
 
 class LayerStream(nl.NKIObject):
@@ -55,4 +54,4 @@ class LayerStream(nl.NKIObject):
     weights: Any = None  # what `load_weights` returns
     counts: Any = None  # what `build_counts` returns
     sums: Any = None  # of taps and of the gain, in PSUM
-    leaving: Any = None  # [what the last chunk left], or []
+    first_column: Any = 0  # of what leaves chunks, among the columns of all bundles of the sequence

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_trn.backends.nki_runtime_adapter import to_tensor
+from delta_trn.backends.nki_runtime_adapter import KERNELS, to_tensor
 from delta_trn.nki_kernels import (
     cross_entropy,
     delta_residual,
@@ -15,7 +15,9 @@ from delta_trn.nki_kernels import (
     gated_rms_norm,
     short_convolution,
 )
-from delta_trn.nki_kernels.simulator import TARGETS
+from delta_trn.nki_kernels.simulator import TARGETS, nisa
+from delta_trn.nki_kernels.simulator.core.machine import Machine
+from delta_trn.nki_kernels.simulator.core.memory import HBM, NkiTensor
 from delta_trn.nki_kernels.simulator.cost import estimate
 from delta_trn.nki_kernels.simulator.report import traffic
 from delta_trn.nki_kernels.simulator.subset import findings
@@ -28,6 +30,23 @@ NORM = {"M": 300, "V": 96, "dtype": "bfloat16"}
 READOUT = {"N": 130, "d": 140, "V": 600}
 LAYER = {"T": 40, "H": 3, "K": 32, "V": 48, "C": 32, "lanes": 3, "width": 2}
 CONVOLUTION = {"T": 130, "C": 48, "dtype": "bfloat16"}
+
+
+def with_prefix(example):
+    """Returns an example of the convolution's gradients that continue a sequence."""
+    kernel, (dy, x, weight, *rest) = example
+    return kernel, (dy, x, weight, *rest[:2], x[:, : weight.shape[1] - 1].copy(), True)
+
+
+def with_state_and_prefix(example):
+    """Returns an example of a layer's gradients that continue a sequence."""
+    kernel, arguments = example
+    x, states = arguments[1], arguments[20]
+    state = states[:, 0].swapaxes(1, 2).copy()
+    changes = {14: x[:, :3].copy(), 15: True, 16: state, 17: True, 18: state, 19: True}
+    return kernel, tuple(changes.get(i, value) for i, value in enumerate(arguments))
+
+
 EXAMPLES = [
     gated_delta_rule_fwd.example(**RULE, every=1),
     gated_delta_rule_bwd.example(**RULE, every=1),
@@ -40,6 +59,8 @@ EXAMPLES = [
     short_convolution.example(**CONVOLUTION, backward=1),
     gated_delta_layer.example(**LAYER, save=1),
     gated_delta_layer.example(**LAYER, backward=1),
+    with_state_and_prefix(gated_delta_layer.example(**LAYER, backward=1)),
+    with_prefix(short_convolution.example(**CONVOLUTION, backward=1)),
     cross_entropy.example(**READOUT),
     cross_entropy.example(**READOUT, backward=0),
     (first_hour_trn1.products, first_hour_trn1.operands()),
@@ -52,10 +73,44 @@ def name(value):
 
 
 @pytest.mark.parametrize(("kernel", "arguments"), EXAMPLES, ids=name)
-def test_every_release_takes_the_kernel(kernel, arguments):
-    """Without the name of a release, the rules of all hold."""
+def test_every_release_takes_the_kernel(kernel, arguments, monkeypatch):
+    """Without the name of a release, the rules of all hold; nor does a kernel do what has failed on Trn1."""
     assert findings(kernel) == ()
-    record_run(kernel, *arguments, trace=False)
+    made, indexed = watch(monkeypatch)
+    outputs = record_run(kernel, *arguments, trace=False, check_source=False).outputs
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    assert all(any(x is y for y in outputs) for x in made), "HBM that is no output (aws-neuron-sdk 1311)"
+    assert not indexed, f"copies to or from {indexed} with an integer index (aws-neuron-sdk 1281)"
+
+
+def watch(monkeypatch):
+    """Lists the HBM that kernels allocate, and the tiles that dma_copy takes with an integer index."""
+    made, indexed, views = [], [], []
+    allocate, getitem, copy = Machine.allocate, NkiTensor.__getitem__, nisa.dma_copy
+
+    def allocated(self, shape, dtype, buffer, *rest, **options):
+        tensor = allocate(self, shape, dtype, buffer, *rest, **options)
+        made.extend([tensor.array] if buffer in HBM else [])
+        return tensor
+
+    def taken(self, key):
+        view = getitem(self, key)
+        if self.on_chip and any(isinstance(k, int) for k in (key if isinstance(key, tuple) else (key,))):
+            views.append(view)
+        return view
+
+    def copied(dst, src, **options):
+        indexed.extend(x.name for x in (dst, src) if any(x is view for view in views))
+        return copy(dst=dst, src=src, **options)
+
+    monkeypatch.setattr(Machine, "allocate", allocated)
+    monkeypatch.setattr(NkiTensor, "__getitem__", taken)
+    monkeypatch.setattr(nisa, "dma_copy", copied)
+    return made, indexed
+
+
+def test_every_kernel_that_a_backend_calls_has_an_example():
+    assert {kernel for kernel, _ in KERNELS} <= {kernel for kernel, _ in EXAMPLES}
 
 
 @pytest.mark.parametrize("target", ["trn2", "trn3"])

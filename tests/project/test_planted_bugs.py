@@ -370,6 +370,7 @@ CHECKS = {
     "nki, K = 256": lambda: judged("nki-simulator", BY_NAME["k256_short"]),
     "nki, layer": mixer_passes,
     "nki, layer's gradients": mixer_gradients_pass,
+    "nki, layer's sequences": lambda: mixer_passes("mixer_carry"),
     "convolution": lambda: layer_passes("conv_packed"),
     "norm": lambda: layer_passes("gated_norm_tiny"),
     "sum": lambda: layer_passes("sum_one"),

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     Starts = tuple[set[str], dict[tuple[str, str], Start]]
 
 EPILOG = """keys of its own
-  widths=64,128,256,512,1024        parametrizations=sp,mup_original,mup
-  optimizers=adamw,sgd, or muon     lr.adamw=2**-8  lr.sgd=0.1  lr.muon=2**-8     at the base width
-  steps=4  seeds=2                  out=runs/coord-check-RECIPE
+  widths=64,128,256,512             parametrizations=sp,mup     or mup_original
+  optimizers=adamw,sgd,muon         lr.adamw=2**-8  lr.sgd=2**-6  lr.muon=2**-8   at the base width
+  steps=4  seeds=8                  out=runs/coord-check-RECIPE
 
 and any key of `run` of the model or the optimizer. One batch of random tokens is trained on over and over at
 a constant rate, without clipping, and without weight decay unless given. Mixers begin at full size
@@ -42,18 +42,21 @@ keys of --module, for any torch.nn.Module: FUNCTION(width) makes the model, the 
   widths=64,128,256                 parametrizations=plain,mup     plain: one rate, its own initial values
   optimizers=adamw                  lr.adamw=2**-8  lr.sgd=0.1     at the smallest width
   steps=4  seeds=8                  out=runs/coord-check-FUNCTION
+  optimizer=PACKAGE:FUNCTION        instead of muP's: (model, width) -> the optimizer of your own script
   batch=PACKAGE:FUNCTION            from a seed to the arguments of forward; else random tokens
   roles=*.scale:vector,...          where shapes do not tell a parameter's role
 
-Exit status 1: a module fails under the recipe's own parametrization; with --module, under any but plain.
+Rows are modules' outputs, and gains, taps, biases and numbers of heads themselves. Exit status 1: one fails
+under the recipe's own parametrization; with --module, under any but plain.
 """
 OF_RECIPES = {
-    "widths": "64,128,256,512,1024", "parametrizations": "sp,mup_original,mup", "optimizers": "adamw,sgd",
-    "lr.adamw": "2**-8", "lr.sgd": "0.1", "lr.muon": "2**-8", "steps": "4", "seeds": "2",
+    "widths": "64,128,256,512", "parametrizations": "sp,mup", "optimizers": "adamw,sgd,muon",
+    "lr.adamw": "2**-8", "lr.sgd": "2**-6", "lr.muon": "2**-8", "steps": "4", "seeds": "8",
 }  # fmt: skip
 OF_MODULES = {
     "widths": "64,128,256", "parametrizations": "plain,mup", "optimizers": "adamw", "lr.adamw": "2**-8",
     "lr.sgd": "0.1", "steps": "4", "seeds": "8", "batch": "", "roles": "",
+    "optimizer": "",
 }  # fmt: skip
 QUIET = {"optimizer.weight_decay": "0", "model.mixer_output_init": "1"}
 # keys of the configuration that the command's own keys replace
@@ -132,7 +135,7 @@ def _starts_of_module(place: str, own: Mapping[str, str], changes: Mapping[str, 
     make = _load("--module", place)
 
     from delta_trn.models.mup import TABLES
-    from delta_trn.train.studies.coordinates.modules import PLAIN, Maker
+    from delta_trn.train.studies.coordinates.modules import OWN, PLAIN, Maker
 
     lrs = {name: own[f"lr.{name}"] for name in ("adamw", "sgd")}
     rates = {name: change(RunConfig(), {"optimizer.lr": lr}).optimizer.lr for name, lr in lrs.items()}
@@ -141,7 +144,13 @@ def _starts_of_module(place: str, own: Mapping[str, str], changes: Mapping[str, 
             raise UsageError(f"{key}={own[key]}: expected {', '.join(words)}")
     widths = whole_numbers("widths", own["widths"])
     maker = Maker(make, min(widths), _roles(own["roles"]))
-    maker.require_growth(max(widths))
+    maker.require_growth(max(widths), of_mup=not own["optimizer"])
+    if own["optimizer"]:
+        for key in ("parametrizations", "optimizers", "lr.adamw", "lr.sgd", "roles"):
+            if own[key] != OF_MODULES[key]:
+                raise UsageError(f"{key}={own[key]} has no effect: optimizer={own['optimizer']} decides that")
+        own_start = maker.start_own(_load("optimizer", own["optimizer"]))
+        return {OWN}, {(OWN, own["optimizer"].rpartition(":")[2]): own_start}
     kinds = product(own["parametrizations"].split(","), own["optimizers"].split(","))
     return {*TABLES}, {kind: maker.start(*kind, rates[kind[1]]) for kind in kinds}
 

@@ -10,42 +10,116 @@ from pathlib import Path
 import pytest
 import torch
 
+from delta_trn.models.mup import TABLES, Role
+from delta_trn.train.commands.coord_check import OF_RECIPES
 from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.settings.schema import RunConfig
-from delta_trn.train.studies.coordinates.modules import Reading, of_recipe, readings
+from delta_trn.train.studies.coordinates.modules import MakeBatch, Reading, Start, of_recipe, readings
 from delta_trn.train.studies.coordinates.report import Verdict, judge, read, table
 from tests.support.tiny_models import VOCABULARY, tokens
 from tests.support.tiny_run import run_command
 
-RATES = {"adamw": "2**-8", "sgd": "0.1"}
+RATES = {key.removeprefix("lr."): rate for key, rate in OF_RECIPES.items() if key.startswith("lr.")}
 optimizers = pytest.mark.parametrize("optimizer", RATES)
 STORED = Path(__file__).parents[3] / "results" / "2026-11-23_cpu_coordinate-check"
 
 
-def config(parametrization: str, optimizer: str, residual: str = "additive") -> RunConfig:
+def config(
+    parametrization: str, optimizer: str, residual: str = "additive", words: int = VOCABULARY
+) -> RunConfig:
     changes = {
         "parametrization": parametrization, "model.residual": residual, "optimizer.name": optimizer,
         "optimizer.lr": RATES[optimizer], "optimizer.weight_decay": "0", "model.mixer_output_init": "1",
-        "model.vocab_size": str(VOCABULARY), "precision": "float32", "device": "cpu",
+        "model.vocab_size": str(words), "precision": "float32", "device": "cpu",
     }  # fmt: skip
     return apply(recipe("transfer"), changes)
+
+
+def fit(start: Start, seeds: int = 2, batch: MakeBatch | None = None) -> dict[str, Verdict]:
+    found = readings(start, "mup", "adamw", widths=(64, 128, 256), steps=2, seeds=seeds, batch=batch)
+    return {v.tensor.removeprefix("model."): v for v in judge(list(found))}
 
 
 @cache
 def check(parametrization: str, optimizer: str, residual: str = "additive") -> dict[str, Verdict]:
     start = of_recipe(config(parametrization, optimizer, residual))
-    sizes = {"widths": (64, 128, 256), "steps": 2, "seeds": 2, "batch": lambda seed: tokens(4, 32, seed=seed)}
-    return {v.tensor.removeprefix("model."): v for v in judge(list(readings(start, "mup", "adamw", **sizes)))}
+    return fit(start, batch=lambda seed: tokens(4, 32, seed=seed))
 
 
 @optimizers
-def test_every_module_is_flat_under_the_papers_rules(optimizer: str):
-    rows = check("mup", optimizer)
+def test_every_module_and_vector_is_flat_under_the_papers_rules(optimizer: str):
+    rows = fit(of_recipe(config("mup", optimizer, words=1024)), seeds=4)
     parts = ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "conv", "o_norm", "o_proj")
     assert {f"blocks.1.mixer.{part}" for part in parts} | {"logits", "logit_next"} <= rows.keys()
+    vectors = ("mixer.A_log", "mixer.dt_bias", "mixer.conv.weight", "mixer.o_norm.weight", "mlp_norm.weight")
+    assert {f"blocks.0.{name}" for name in vectors} <= rows.keys()
     failed = {name: v.fails_at for name, v in rows.items() if not v.passes}
-    assert not failed and len(rows) == 37
+    assert not failed and len(rows) == 50
+
+
+# what is wrong, of which role or parameters, and a row that must be red
+MISTAKES = {
+    "the logits are not scaled": (Role.EMBEDDING, {"multiplier": 0.0}, "logits"),
+    "gates' rate": (Role.GATE, {"lr_adamw": 0.0}, "blocks.0.mixer.a_proj"),
+    "gates' initial size": (Role.GATE, {"init_std": 0.0}, "blocks.1.mixer.b_proj"),
+    "one gate's rate": ("blocks.0.mixer.a_proj", 1.0, "blocks.0.mixer.a_proj"),
+    "matrices' initial size": (Role.HIDDEN, {"init_std": 0.0}, "blocks.0.mixer.q_proj"),
+    "matrices' rate falls as the root": (Role.HIDDEN, {"lr_adamw": -0.5}, "blocks.0.mixer.v_proj"),
+    "o_proj's rate": ("blocks.1.mixer.o_proj", 1.0, "blocks.1.mlp"),
+    "k_proj's rate": ("blocks.1.mixer.k_proj", 1.0, "blocks.1.mixer.k_proj"),
+    "down_proj's rate": ("mlp.down_proj", 1.0, "blocks.1.mlp"),
+    "scalars' rate grows as the root": (Role.SCALAR, {"lr_adamw": 0.5}, "blocks.1.mixer.A_log"),
+    "scalars' rate falls": (Role.SCALAR, {"lr_adamw": -1.0}, "blocks.1.mixer.dt_bias"),
+    "the embedding's rate falls as the root": (Role.EMBEDDING, {"lr_adamw": -0.5}, "embed"),
+    "the embedding's rate falls": (Role.EMBEDDING, {"lr_adamw": -1.0}, "embed"),
+    "the embedding's initial size": (Role.EMBEDDING, {"init_std": -0.5}, "blocks.0.mixer_norm"),
+    "gains and taps' rate falls": (Role.VECTOR, {"lr_adamw": -1.0}, "blocks.0.mixer.conv.weight"),
+}
+CHEAP = ("down_proj's rate", "gains and taps' rate falls")
+
+
+def misrate(start: Start, part: str, power: float) -> Start:
+    """Returns a start whose optimizer multiplies rates of parameters with this in their names by m^power."""
+
+    def begin(width: int, seed: int):
+        model, optimizer = start(width, seed)
+        for group in [*optimizer.param_groups]:
+            pairs = list(zip(group["names"], group["params"], strict=True))
+            wrong = [pair for pair in pairs if part in pair[0]]
+            right = [pair for pair in pairs if part not in pair[0]]
+            if wrong:
+                rate = group["lr"] * (width / 64) ** power
+                optimizer.param_groups.append(
+                    {**group, "lr": rate, "params": [p for _, p in wrong], "names": []}
+                )
+                group["names"], group["params"] = [name for name, _ in right], [p for _, p in right]
+        return model, optimizer
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    "mistake", [name if name in CHEAP else pytest.param(name, marks=pytest.mark.slow) for name in MISTAKES]
+)
+def test_a_planted_mistake_turns_its_row_red(mistake: str, monkeypatch: pytest.MonkeyPatch):
+    what, change, row = MISTAKES[mistake]
+    start = of_recipe(config("mup", "adamw", words=1024))
+    if isinstance(what, Role):
+        table = TABLES["mup"]
+        monkeypatch.setitem(TABLES, "mup", table.but({what: replace(table[what], **change)}))
+    else:
+        start = misrate(start, what, change)
+    rows = fit(start, seeds=4)
+    assert not rows[row].passes, rows[row]
+
+
+@pytest.mark.slow
+@optimizers
+def test_the_documented_command_exits_with_0(optimizer: str, tmp_path: Path):
+    keys = (f"optimizers={optimizer}", "parametrizations=mup", f"out={tmp_path / 'out'}")
+    status, out, err = run_command("coord-check", "transfer", *keys)
+    assert status == 0 and "50 of 50" in out, out + err
 
 
 def test_the_check_fails_under_the_standard_parametrization():
@@ -58,7 +132,7 @@ def test_the_check_fails_under_the_standard_parametrization():
 def test_coordinate_check_passes_for_deep_delta_learning():
     """The check follows two steps. Gates are two numbers, which scatter."""
     rows = check("mup", "adamw", "ddl")
-    failed = {name for name, v in rows.items() if not v.change.passes}
+    failed = {name for name, v in rows.items() if not v.change.passes and not name.endswith("bias")}
     assert failed <= {"blocks.0.mlp", "blocks.0.mlp.down_proj", "blocks.0.mixer.a_proj"}, failed
     assert rows["blocks.1.mixer_write.value"].change.slope == pytest.approx(0.5, abs=0.15)
     standard = check("sp", "adamw", "ddl")

@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import nn
 
+from delta_trn import mup
 from delta_trn.train.studies.coordinates import modules, report
 from delta_trn.train.studies.coordinates.modules import PLAIN, Maker, readings
 from tests.models.ecosystem.test_widths import qwen3_next, sizes
@@ -50,6 +51,20 @@ def numbers(seed):
 
 def many_tokens(seed):
     return torch.randint(128, (4, 64), generator=torch.Generator().manual_seed(seed))
+
+
+def right(model, width):
+    options = {"base": lambda: perceptron(64)}
+    mup.initialize(model, **options, readout_init=0)
+    return torch.optim.AdamW(mup.parameter_groups(model, **options, lr=2**-8))
+
+
+def wrong(model, width):
+    return torch.optim.AdamW(model.parameters(), lr=2**-8)
+
+
+def nothing_of(model, width):
+    return 0
 
 
 def text(width):
@@ -128,8 +143,15 @@ class TestCommand:
         assert status == 0, err
         assert "| logit_next |" in out and "✗" in out  # plain
         tree = json.loads((tmp_path / "out" / "coordinates.json").read_text())
-        assert tree["subject"] == f"{HERE}:perceptron" and len(tree["readings"]) == 2 * 3 * 4 * 5 * 4
+        assert tree["subject"] == f"{HERE}:perceptron" and len(tree["readings"]) == 2 * 3 * 4 * 5 * 6
         assert (tmp_path / "out" / "coordinates.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_the_callers_own_optimizer_is_checked(self, tmp_path):
+        """It may call muP's functions, as `right` does, or forget them."""
+        status, out, err = self.run(tmp_path, "perceptron", f"optimizer={HERE}:right", "seeds=4")
+        assert status == 0 and "| right own change |" in out and "plain" not in out, out + err
+        status, out, _ = self.run(tmp_path, "perceptron", f"optimizer={HERE}:wrong", "seeds=4")
+        assert status == 1 and "fails  wrong own 1:" in out
 
     def test_a_wrong_role_is_red(self, tmp_path):
         status, out, _ = self.run(tmp_path, "perceptron", "parametrizations=mup", "roles=1.weight:constant")
@@ -150,11 +172,13 @@ class TestCommand:
             ("perceptron", "roles=1.weight", "roles=1.weight: expected pattern:role"),
             ("perceptron", "roles=x:gate", "match no parameter"),
             ("perceptron", "batch=nowhere:f", "No module named 'nowhere'"),
+            ("perceptron", f"optimizer={HERE}:text optimizers=sgd", "optimizers=sgd has no effect"),
+            ("perceptron", f"optimizer={HERE}:nothing_of", "returned a int, expected step() and zero_grad()"),
             ("perceptron", "model.width=3", "--module has no key 'model.width'"),
         ],
     )
     def test_bad_input_is_refused_before_anything_is_trained(self, tmp_path, function, key, message):
-        status, _, err = self.run(tmp_path, function, *filter(None, [key]))
+        status, _, err = self.run(tmp_path, function, *key.split())
         assert status == 2 and message in err, err
         assert "--module package:function" in run_command("coord-check")[2]
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from delta_trn.models.ecosystem.roles import find_readout, is_tied, scaled_parameters
 from delta_trn.models.ecosystem.widths import draw_taps, initialize, parameter_groups, scale_readout
+from delta_trn.models.mup import Role
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.model import make_model, model_config, pick_device, vocabulary
 from delta_trn.train.run.optimizer import make_optimizer, set_learning_rate
@@ -32,7 +33,7 @@ from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import RunConfig
 from delta_trn.train.studies.probes import rms
 
-PLAIN = "plain"
+PLAIN, OWN = "plain", "own"
 # Tokens are drawn from few of the vocabulary. What is learned of a token then outweighs what its gradient
 # shares by chance with unrelated tokens, which is 1 / sqrt(width) and would look like a law of width.
 DISTINCT, ROWS, TOKENS = 16, 4, 64
@@ -68,6 +69,8 @@ def readings(
 ) -> Iterator[Reading]:
     """Trains on one batch over and over at every width and seed, and reads every module before and after.
 
+    So are gains, taps, biases and numbers of heads themselves: another's output hides how they move.
+
     One batch is best for few steps: tokens that were not trained on share less with those that were, the
     wider the model.
 
@@ -82,6 +85,7 @@ def readings(
                 optimizer.zero_grad()
                 with watch(model.eval()) as now:
                     loss = _loss(model, given, now)
+                now.update({name: [p.detach().clone()] for name, p in vectors(model)})
                 if not math.isfinite(loss.item()):
                     raise ConfigError(
                         f"the loss is {loss.item()} at step {step}: take a lower rate, lr.adamw=2**-10"
@@ -97,6 +101,16 @@ def readings(
                 if step < steps:
                     loss.backward()
                     optimizer.step()
+
+
+def vectors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields (name, parameter) of what multiplies or shifts channels or heads one by one."""
+    for prefix, module in model.named_modules():
+        for attribute, p in module.named_parameters(recurse=False):
+            tag = getattr(module, "tags", {}).get(attribute)
+            depthwise = isinstance(module, nn.Conv1d) and module.groups > 1
+            if p.dim() == 1 or depthwise or (tag and tag.role is Role.VECTOR):
+                yield f"{prefix}.{attribute}".lstrip("."), p
 
 
 def _joint_rms(parts: Sequence[Tensor]) -> float:
@@ -146,8 +160,8 @@ class Maker:
             )
         return model
 
-    def require_growth(self, wide: int) -> None:
-        """Raises ConfigError unless models grow with the width, and muP can scale them."""
+    def require_growth(self, wide: int, of_mup: bool = True) -> None:
+        """Raises ConfigError unless models grow with the width, and, if asked, muP can scale them."""
         small, large = self.model(self.base), self.model(wide)
         fewer, more = (sum(p.numel() for p in model.parameters()) for model in (small, large))
         if fewer >= more:
@@ -155,6 +169,8 @@ class Maker:
                 f"the model has {fewer:,} weights at width {self.base} and {more:,} at {wide}; expected more "
                 "at the larger width"
             )
+        if not of_mup:
+            return
         try:
             if is_tied(large):
                 scale_readout(large, base=small)
@@ -186,6 +202,20 @@ class Maker:
                 groups = parameter_groups(model, **options, lr=lr, optimizer=optimizer)
             kind = torch.optim.AdamW if optimizer == "adamw" else torch.optim.SGD
             return model, kind(groups, lr=lr, weight_decay=0.0)
+
+        return start
+
+    def start_own(self, make_optimizer: Callable[[nn.Module, int], Any]) -> Start:
+        """Returns what starts a model that the caller's own script initializes and trains."""
+
+        def start(width: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+            model = self.model(width, seed)
+            optimizer = make_optimizer(model, width)
+            if not all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")):
+                raise ConfigError(
+                    f"optimizer=... returned a {type(optimizer).__name__}, expected step() and zero_grad()"
+                )
+            return model, optimizer
 
         return start
 
