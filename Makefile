@@ -2,7 +2,8 @@
 #
 #   make train      train a small muP Gated DeltaNet on real text, and generate from it
 #   make test       the test suite (8 minutes on 2 cores, no accelerator); of one folder: make test ARGS=tests/models
-#   make emulate    Triton's kernels compiled for sm_90 and run by an emulator of their PTX, with its checks (no GPU)
+#   make emulate    Triton's kernels compiled for sm_90 and run by an emulator of their PTX, with its checks (no GPU);
+#                   for another GPU: DELTA_TRN_EMULATED=80, 89 or 120 make emulate
 #   make lint       ruff and pyright
 #   make bench      time the operations, after their parity
 #   make measure    on a GPU: the inverse alone, parity, then speed beside flash-linear-attention, then whole steps; writes its lines to OUT
@@ -12,8 +13,8 @@
 #   make fuzz       new random cases on chunked, the simulator and in Triton's interpreter: FUZZ (3000) and FUZZ_SLOW
 #                   (50) of each of 8 operations; what was red before comes first
 #   make test-cpus  the test suite on every instruction set of this CPU, with one and two threads, and with other products
-#   make compile    compile every configuration of the Triton kernels for sm_90, with bounds on what each needs and
-#                   on the estimated time of those that matter most (no GPU, 17 minutes)
+#   make compile    compile every configuration of the Triton kernels for sm_90, and a part for sm_80, 86, 89 and 120,
+#                   with bounds on what each needs and on the estimated time of those that matter most (no GPU, 40 minutes)
 #   make compile-triton TRITON=3.9.0  a part of it with another Triton, beside the installed one
 #   make test-lm-eval  lm-eval on an exported model: the command of docs/export.md (0.3 GB beside .venv)
 #   make test-trl   TRL and PEFT on our models and patched ones: the script of docs/fine-tuning.md (10 MB beside .venv)
@@ -101,7 +102,7 @@ neuron: $(NEURON)/.ready
 
 compile-triton: $(READY)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/triton-$(TRITON) triton==$(TRITON)
-	PYTHONPATH=$(VENV)/triton-$(TRITON) $(RUN) -m triton_kernels.compile_only --quick
+	PYTHONPATH=$(VENV)/triton-$(TRITON) $(RUN) -m triton_kernels.compile_only --quick --architecture 90 100
 
 test-transformers: $(READY)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NEWEST) transformers
@@ -110,6 +111,7 @@ test-transformers: $(READY)
 
 compile: $(READY)
 	$(RUN) -m triton_kernels.compile_only
+	$(RUN) -m triton_kernels.compile_only --quick --architecture 80 86 89 120
 	$(RUN) -m tools.estimate --check
 
 lint: $(READY)
