@@ -33,8 +33,9 @@ EVAL   := .venv-lm-eval
 TRL    := .venv-trl
 FRESH  := .venv-fresh
 NEURON := .venv-neuron
-# the environment of AWS's image; it is read and not changed
-AWS    ?= /opt/aws_neuronx_venv_pytorch_2_9
+# the environment of AWS's image; it is read and not changed. These are the names of SDK 2.28 to 2.31 with PyTorch 2.9
+KNOWN  := $(addprefix /opt/aws_neuronx_venv_,pytorch_2_9 pytorch_2_9_nxd_training pytorch_2_9_nxd_inference pytorch)
+AWS    ?= $(firstword $(wildcard $(KNOWN)) $(KNOWN))
 OUT    ?= runs/measured
 FUZZ ?= 3000
 FUZZ_SLOW ?= 50
@@ -92,13 +93,15 @@ test-trl: $(TRL)/.ready
 test-fresh: $(FRESH)/.ready
 	status=0; $(FRESH)/bin/python tests/project/fresh_wheel.py || status=$$?; rm -rf $(FRESH); exit $$status
 
-# once as torch_xla is, and once without its functionalization, as torch-neuronx sets it up on Trn1
+# once with functionalization, as a model of transformers may need it, and once without, torch-neuronx's default
 test-xla: $(XLA)/.ready
-	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 $(XLA)/bin/python -m pytest tests/train/test_xla.py --timeout=900
+	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 XLA_DISABLE_FUNCTIONALIZATION=0 \
+		$(XLA)/bin/python -m pytest tests/train/test_xla.py --timeout=900
 	PJRT_DEVICE=CPU OMP_NUM_THREADS=1 XLA_DISABLE_FUNCTIONALIZATION=1 \
-		$(XLA)/bin/python -m pytest tests/train/test_xla.py -k TestRun --timeout=900
+		$(XLA)/bin/python -m pytest tests/train/test_xla.py --timeout=900
 
 neuron: $(NEURON)/.ready
+	@$(NEURON)/bin/python -c '$(VERSIONS)'
 
 compile-triton: $(READY)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/triton-$(TRITON) triton==$(TRITON)
@@ -144,10 +147,12 @@ measure: $(READY)
 			--peer fla --json $(OUT)/throughput.jsonl || exit 1; \
 	done
 
-# With DRY=1 in .venv, without a chip.
+# With DRY=1 in .venv, without a chip. No environment need be active: this one has AWS's programs on its path.
+measure-trn1: SHELL = /bin/bash
 measure-trn1: $(if $(DRY),$(READY),$(NEURON)/.ready)
 	mkdir -p $(OUT)
-	$(if $(DRY),$(RUN),$(NEURON)/bin/python) -m tools.first_hour_trn1 $(if $(DRY),--dry) --json $(OUT)/trn1.jsonl
+	. $(if $(DRY),$(VENV),$(NEURON))/bin/activate && . train/launch/neuron_environment.sh && \
+		python -m tools.first_hour_trn1 $(if $(DRY),--dry) --json $(OUT)/trn1.jsonl
 
 # torch comes first and alone: a CUDA build brings the triton that it was built with. A CPU build brings none, and
 # then 3.7.1 is installed, which belongs to torch 2.13.
@@ -170,7 +175,9 @@ $(XLA)/.ready: pyproject.toml .ci/constraints.txt
 # AWS's packages come from AWS's environment. What training needs beside them, or needs newer, is installed here, where
 # it hides AWS's and replaces nothing. What runs in the process together with the compiler stays AWS's version.
 $(NEURON)/.ready: pyproject.toml
-	test -x $(AWS)/bin/python || { echo "$(AWS) is no environment; name AWS's own: make neuron AWS=DIR" >&2; exit 1; }
+	@echo "environments of AWS here: $(or $(wildcard /opt/aws_neuronx_venv_*),none); taken: $(AWS)"
+	@test -x $(AWS)/bin/python || { echo "$(AWS) is no environment. Images after SDK 2.31 hold none with PyTorch 2.9:" \
+		"docs/trainium.md says which image to take. Or name an environment: make neuron AWS=DIR" >&2; exit 1; }
 	test -x $(NEURON)/bin/python || { $(AWS)/bin/python -m venv $(NEURON) && \
 		echo 'PATH="$$PATH:$(abspath $(AWS))/bin"' >> $(NEURON)/bin/activate; }
 	$(AWS)/bin/python -c '$(PACKAGES)' > $$($(NEURON)/bin/python -c '$(PACKAGES)')/aws.pth
@@ -182,6 +189,8 @@ $(NEURON)/.ready: pyproject.toml
 # lm-eval brings 40 packages, so it has an environment of its own, which finds torch and the rest in .venv. So has trl.
 # Both see the packages of .venv behind their own: `addsitedir` reads the .pth files there too, so a process in any
 # folder finds delta_trn.
+VERSIONS := import importlib.metadata as m; have = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in reversed(list(m.distributions()))}; \
+	[print(f"{n:20}{have.get(n, chr(45))}") for n in ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "nki", "neuronx-distributed", "transformers")]
 PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 BEHIND   := import sysconfig; path = sysconfig.get_path("purelib"); print(f"import site; site.addsitedir({path!r})")
 $(EVAL)/.ready: $(READY) .ci/lm_eval.txt

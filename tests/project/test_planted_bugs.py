@@ -37,6 +37,7 @@ from delta_trn.triton_kernels.launch import tile
 from tests.backends.cpu_kernel import test_states
 from tests.models import test_ddl, test_ddl_options, test_language_model, test_loss
 from tests.models.ecosystem import test_fully_sharded, test_packing, test_weights, test_widths
+from tests.nki_kernels.simulator import test_movement, test_releases
 from tests.support import families, tiny_models
 from tests.support.planted_bugs import BUGS, RULE, planted
 from tests.support.simulator_harness import attempt, ones, product, psum
@@ -142,6 +143,16 @@ def products_are_checked():
         except StrictError:
             refused += 1
     return refused == 2
+
+
+def releases_differ():
+    """Returns whether the simulator knows places that a release names, repeats and blocks of rows."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("DELTA_TRN_NKI", "0.7.0")
+        test_releases.test_positional_operands_have_the_order_of_the_release(patched)
+    test_releases.test_a_place_that_repeats_is_written_alone()
+    test_movement.test_a_matrix_of_any_number_of_rows_is_loaded_transposed(300)
+    return True
 
 
 def values_come_first():
@@ -366,6 +377,7 @@ CHECKS = {
         for verdict in rule.verdicts(replace(WHOLE, T=20, scale=1e-40), torch.float32, "nki-simulator")
     ),
     "simulator's products": products_are_checked,
+    "simulator's releases": releases_differ,
     "values first": values_come_first,
     "nki, K = 256": lambda: judged("nki-simulator", BY_NAME["k256_short"]),
     "nki, layer": mixer_passes,

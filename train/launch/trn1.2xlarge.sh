@@ -8,6 +8,8 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/neuron_environment.sh"
 # 32 GiB of host memory: frameworks/torch/torch-neuronx/api-reference-guide/training/torch-neuron-envvars.rst
 export NEURON_PARALLEL_COMPILE_MAX_RETRIES=1
+# One graph at a time: the compiler has taken 30 to 40 GB for one that is unrolled (aws-neuron-sdk issue 1374)
+compile=(neuron_parallel_compile --num_parallel 1)
 keys=(device=xla sample.tokens=0 batch.micro=2 evaluation.batch=5)
 # not torchrun itself: that of AWS's environment would start AWS's python
 launch=(python -m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=3)
