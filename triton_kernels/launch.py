@@ -140,8 +140,9 @@ TABLE = (
     Row("rms_norm",             ANY,  ANY, 4096,     8,     1,  (16, ANY), elements=2048, rows=1),
     Row("rms_norm",             ANY,  ANY,  ANY,    16,     1,  (16, ANY), elements=2048, rows=1),
 
-    #                                      (V): 16 elements per thread at most
-    Row("cross_entropy",        ANY,  ANY,  ANY,     8,     1,  (128, 4096)),
+    #                                      (V): 1 to 16 elements per thread: of fewer, several would hold
+    #                                      each, and some of them read z after the others wrote dz over it
+    Row("cross_entropy",        ANY,  ANY,  ANY,     8,     1,  (256, 4096)),
 )
 
 # itemsize and K at most, and GPUs, as in TABLE -> tokens in a chunk, and Triton's input_precision, which only
