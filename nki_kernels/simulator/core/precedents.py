@@ -36,10 +36,11 @@ PUBLIC = {
 }  # fmt: skip
 # those that stand in public kernels without options
 PLAIN = (
-    "bn_aggr bn_stats core_barrier dma_copy dma_transpose iota local_gather "
-    "max8 nc_find_index8 nc_match_replace8 nc_matmul nc_matmul_mx nc_n_gather nc_stream_shuffle "
-    "nonzero_with_count quantize_mx reciprocal register_alloc register_load sendrecv tensor_copy_predicated"
-).split()
+    "bn_aggr", "bn_stats", "core_barrier", "dma_copy", "dma_transpose", "iota", "local_gather", "max8",
+    "nc_find_index8", "nc_match_replace8", "nc_matmul", "nc_matmul_mx", "nc_n_gather",
+    "nc_stream_shuffle", "nonzero_with_count", "quantize_mx", "reciprocal", "register_alloc",
+    "register_load", "sendrecv", "tensor_copy_predicated",
+)  # fmt: skip
 OPTIONS = ("op", "op0", "op1", "cmp_op", "reduce_op", "reduce_cmd", "engine")
 _KNOWN = {
     (op, option, value)
