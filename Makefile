@@ -109,7 +109,7 @@ compile-triton: $(READY)
 
 test-transformers: $(READY)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NEWEST) transformers
-	PYTHONPATH=$(NEWEST) $(RUN) -m pytest -rs tests/models/ecosystem/test_patching.py tests/models/ecosystem/test_packing.py \
+	PYTHONPATH=$(NEWEST) $(RUN) -m pytest -rs -m "not slow" tests/models/ecosystem/test_patching.py tests/models/ecosystem/test_packing.py \
 		tests/models/ecosystem/test_classification.py tests/models/test_generation.py tests/train/test_generate.py
 
 compile: $(READY)
@@ -157,6 +157,7 @@ measure-trn1: $(if $(DRY),$(READY),$(NEURON)/.ready)
 # torch comes first and alone: a CUDA build brings the triton that it was built with. A CPU build brings none, and
 # then 3.7.1 is installed, which belongs to torch 2.13.
 $(READY): pyproject.toml .ci/constraints.txt
+	@echo "installing PyTorch and the packages beside it into $(VENV): 2 to 6 GB, several minutes, in which pip says nothing"
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13) and "delta-trn needs Python 3.10 to 3.12, this is " + sys.version.split()[0] + "; try make PYTHON=python3.11")'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check torch==2.13.0
@@ -167,6 +168,7 @@ $(READY): pyproject.toml .ci/constraints.txt
 
 # torch 2.9 is the last one that torch_xla supports, and so Trn1. torch_xla does not require any torch itself.
 $(XLA)/.ready: pyproject.toml .ci/constraints.txt
+	@echo "installing torch-xla and its PyTorch into $(XLA): 8 GB, several minutes, in which pip says nothing"
 	test -x $(XLA)/bin/python || $(PYTHON) -m venv $(XLA)
 	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.9.0 torch-xla==2.9.0
 	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e . pytest pytest-timeout
@@ -175,6 +177,7 @@ $(XLA)/.ready: pyproject.toml .ci/constraints.txt
 # AWS's packages come from AWS's environment. What training needs beside them, or needs newer, is installed here, where
 # it hides AWS's and replaces nothing. What runs in the process together with the compiler stays AWS's version.
 $(NEURON)/.ready: pyproject.toml
+	@echo "installing what training needs beside AWS's environment into $(NEURON): 1 GB, some minutes"
 	@echo "environments of AWS here: $(or $(wildcard /opt/aws_neuronx_venv_*),none); taken: $(AWS)"
 	@test -x $(AWS)/bin/python || { echo "$(AWS) is no environment. Images after SDK 2.31 hold none with PyTorch 2.9:" \
 		"docs/trainium.md says which image to take. Or name an environment: make neuron AWS=DIR" >&2; exit 1; }
@@ -194,6 +197,7 @@ VERSIONS := import importlib.metadata as m; have = {d.metadata["Name"].lower().r
 PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 BEHIND   := import sysconfig; path = sysconfig.get_path("purelib"); print(f"import site; site.addsitedir({path!r})")
 $(EVAL)/.ready: $(READY) .ci/lm_eval.txt
+	@echo "installing lm-eval into $(EVAL): 0.3 GB, a minute or two"
 	test -x $(EVAL)/bin/python || $(PYTHON) -m venv $(EVAL)
 	$(RUN) -c '$(BEHIND)' > $$($(EVAL)/bin/python -c '$(PACKAGES)')/venv.pth
 	$(EVAL)/bin/python -m pip install --quiet --disable-pip-version-check \
@@ -201,6 +205,7 @@ $(EVAL)/.ready: $(READY) .ci/lm_eval.txt
 	touch $@
 
 $(TRL)/.ready: $(READY) .ci/trl.txt
+	@echo "installing TRL into $(TRL): 10 MB, less than a minute"
 	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
 	$(RUN) -c '$(BEHIND)' > $$($(TRL)/bin/python -c '$(PACKAGES)')/venv.pth
 	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -r .ci/trl.txt
@@ -208,6 +213,7 @@ $(TRL)/.ready: $(READY) .ci/trl.txt
 
 # Without constraints, as a user's own.
 $(FRESH)/.ready:
+	@echo "installing the wheel and the newest packages into $(FRESH): 6 GB, several minutes, in which pip says nothing"
 	rm -rf $(FRESH)
 	$(PYTHON) -m venv $(FRESH)
 	$(FRESH)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(FRESH)/wheel .

@@ -314,6 +314,13 @@ def separate_numbers_pass():
         return holds(test, "ours", Path(folder))
 
 
+def flash_attention_passes():
+    with pytest.MonkeyPatch.context() as patched:
+        test_packing.replace_flash_attention(patched)
+        test = test_packing.test_compiled_flash_attention_keeps_a_packed_row_apart_and_refuses_several
+        return holds(test, None, 2)
+
+
 CHECKS = {
     "chunked": lambda: judged("chunked", WHOLE),
     "gates": lambda: judged("chunked", replace(WHOLE, gates="plain")),
@@ -428,6 +435,7 @@ CHECKS = {
     "packed rows and a cache": lambda: holds(
         test_packing.test_packed_sequences_cannot_fill_or_continue_a_cache, families.make("qwen3_next"), 2
     ),
+    "compiled flash attention": flash_attention_passes,
     "rates": rates_pass,
     "decay steps": lambda: holds(
         test_optimizers.TestSchedule().test_decay_steps_replaces_steps_as_the_end_of_the_cosine
