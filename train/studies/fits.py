@@ -44,6 +44,13 @@ def optimum(x: Sequence[float], y: Sequence[float], blocks: Sequence[int]) -> fl
     return float(X.mean() - b / (2 * a)) if a > 0 else None
 
 
+def parabola(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Fits a (x - lowest)^2 + c by least squares. Returns a and lowest; NaN if it has no minimum."""
+    z = x - x.mean()
+    a, b, _ = np.polyfit(z, y, 2)
+    return (float(a), float(x.mean() - b / (2 * a))) if a > 0 else (math.nan, math.nan)
+
+
 @lru_cache
 def student_quantile(p: float, freedom: int) -> float:
     """Returns the t below which Student's distribution has probability p > 0.5, to four digits.

@@ -13,8 +13,10 @@ import pytest
 from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.settings.errors import RunFolderError, UsageError
 from delta_trn.train.studies.fits import line, optimum, student_quantile
+from delta_trn.train.studies.sweep.curves import Curve
 from delta_trn.train.studies.sweep.grid import Sweep, Trial, define
-from delta_trn.train.studies.sweep.report import Curve, Report, drifts, reports, table
+from delta_trn.train.studies.sweep.regret import regrets
+from delta_trn.train.studies.sweep.report import Report, drifts, reports, table
 from delta_trn.train.studies.sweep.results import Results
 from tests.support.tiny_run import run_command, start
 
@@ -160,6 +162,37 @@ class TestVerdict:
         for moves in drifts(self.curves([-5.2, -6.2, -7.2])):
             assert moves.verdict == "moves" and moves.octaves == pytest.approx(-1, abs=0.1)
 
+    def test_the_regret_of_a_rate_is_what_the_wide_curve_loses_there(self):
+        """0.1 (x - lowest)^2, one and two octaves off; half of the best rate is an octave further."""
+        kept = regrets(self.curves([-6.2] * 3))
+        for x in kept:
+            assert x.low < 1e-4 and x.fit <= x.high < 0.002 and x.paid["fitted"][1] < 0.02
+            # 2^-7 beside 2^-6, which is the nearest to the best that was tried
+            assert x.paid["half of it"][0] == pytest.approx(0.1 * (0.8**2 - 0.2**2), abs=0.01)
+        moved = regrets(self.curves([-5.2, -6.2, -7.2]))
+        assert [x.fit for x in moved] == pytest.approx([0.0, 0.1, 0.4], abs=0.02)
+        assert all(x.low <= x.fit <= x.high for x in moved[1:]) and moved[2].low > 0.3
+        (_, one, two) = (x.paid["fitted"][0] for x in moved)
+        assert one == pytest.approx(0.1, abs=0.03) and two == pytest.approx(0.4, abs=0.05)
+
+    def test_a_seed_that_chose_does_not_pay(self):
+        """Each of two seeds is lowest at a rate of its own by chance; to pay by it would cost nothing."""
+        rates = np.arange(-9.0, -3.0)
+        points = [
+            (x, 3 + 0.1 * (x + 6) ** 2 - 0.2 * (x == -7 + 2 * seed), seed) for x in rates for seed in (0, 1)
+        ]
+        (at_home, _) = regrets([Curve(64, points), Curve(128, points)])
+        assert at_home.paid["best tried"][0] > 0.1
+
+    def test_one_seed_and_a_rate_beyond_those_tried_have_no_regret(self):
+        one, far = (
+            [(float(x), float(x * x), 0) for x in range(-4, 5)],
+            [(x + 20.0, x * x, s) for x in range(5) for s in (0, 1)],
+        )
+        assert regrets([Curve(64, one), Curve(128, one)]) == []
+        two = [(x, y, seed) for x, y, _ in one for seed in (0, 1)]
+        assert math.isnan(regrets([Curve(64, two), Curve(128, far)])[1].paid["fitted"][0])
+
     def test_costs_are_found_on_a_grid_of_half_octaves(self):
         """Four times sqrt(2) is 2^2 and a rounding, which made half of the best rate another rate."""
         rates = [math.log2(2.0**-9 * 1.4142135623730951**k) for k in range(9)]
@@ -185,7 +218,7 @@ class TestVerdict:
         """At one rate for both, b would look 0.1 worse than it is. Seeds differ, arms of one seed by 0.1."""
         study = sweep(arms="model.layers=1,2", parametrizations="mup", widths="16,64", lrs="2**-8..2**-6")
         best = {("1", 16): -7.0, ("1", 64): -7.0, ("2", 16): -8.0, ("2", 64): -6.0}
-        rows = table(reports(pretend(study, best, {"1": 4.0, "2": 4.1}))).splitlines()
+        rows = table(reports(pretend(study, best, {"1": 4.0, "2": 4.1}))).split("\n\n")[1].splitlines()
         assert rows[2].startswith("| 1 mup adamw | 16 | 1,200 | 2^-7 | 4.0050 | - |")
         assert rows[4].startswith("| 2 mup adamw | 16 | 1,200 | 2^-8, an end | 4.1050 | 0.1000 ± 0.0000 |")
         # the narrowest width's rate costs nothing where the optimum stays, and 0.1 * 2^2 two octaves away
@@ -226,6 +259,17 @@ class TestStoredEvidence:
                 assert [of_width[1].partition(",")[0], of_width[2], of_width[4]] == cells[3:6]
             else:  # width, nats at half of the best rate, at it, at twice it
                 assert curves[cells[1], cells[2]][5:8] == cells[3:6]
+
+    def test_keeping_a_fitted_rate_costs_a_tenth_of_taking_half_of_the_best_tried(self):
+        """Another program found 0.012, 0.010, 0.010, 0.001 and 0.111, 0.151, 0.156, 0.168 in these lines."""
+        stages = [Results(EVIDENCE / stage).read().values() for stage in ("widths", "width_512")]
+        (report,) = reports([line for stage in stages for line in stage])
+        assert [x.width for x in report.regrets] == [64, 128, 256, 512]
+        fitted, half = ([x.paid[name][0] for x in report.regrets] for name in ("fitted", "half of it"))
+        assert fitted == pytest.approx([0.012, 0.010, 0.010, 0.001], abs=0.02)
+        assert half == pytest.approx([0.111, 0.151, 0.156, 0.168], abs=0.02)
+        assert all(10 * x < 1.2 * y for x, y in zip(fitted, half, strict=True))
+        assert report.regrets[-1].low <= 0.01 <= report.regrets[-1].high < 0.06
 
     def test_a_folder_without_results_is_named(self, tmp_path: Path):
         status, _, err = run_command("sweep", EVIDENCE / "widths", tmp_path, "--report")

@@ -1,4 +1,4 @@
-"""What a sweep's results say: the best rate of every width, how flank and wall move, and how sure that is.
+"""What a sweep's results say: what the narrowest width's rate costs at the others, and how far curves move.
 
 It is read from the lines alone, which say where they belong. The picture is as figures 1 and 2 of
 arXiv:2606.04048: loss above each width's best against the rate.
@@ -8,87 +8,31 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from delta_trn.train.files import write_file
-from delta_trn.train.studies.fits import optimum
-from delta_trn.train.studies.sweep.results import ANY, DIGITS, SAFE, Result, Results
+from delta_trn.train.studies.sweep.curves import Curve, Losses
+from delta_trn.train.studies.sweep.regret import STRATEGIES, Regret, regrets
+from delta_trn.train.studies.sweep.results import ANY, SAFE, Result, Results
 from delta_trn.train.studies.sweep.sides import Side, side
 from delta_trn.train.watch.figure import dress, new_figure, save_figure
 
-# A parabola is fitted to the rates within OCTAVES of the best one, or to the NEAREST if those are fewer:
-# losses farther out do not follow a parabola.
-OCTAVES = 1.5
-NEAREST = 5
 # Octaves beside the narrowest width's best rate at which the table says what that costs.
 BESIDE = (-1.0, 0.0, 1.0)
 # The picture ends at so many nats above the best: rates that lose more say nothing about it.
 SHOWN = 0.5
-Losses = Mapping[int, float]  # seed -> held-out loss, infinity where it diverged
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Loss against learning rate at one width: (log2 of the rate, loss, seed) of every run."""
-
-    width: int
-    points: Sequence[tuple[float, float, int]]
-    parameters: int = 0
-
-    @cached_property
-    def rates(self) -> Mapping[float, float]:
-        """Maps log2 of a rate to the mean loss over seeds; infinity if one diverged.
-
-        A rate that only some seeds have is left out: it would be compared over fewer seeds than the rest.
-        """
-        by_rate: dict[float, list[float]] = defaultdict(list)
-        for x, y, _ in self.points:
-            by_rate[x].append(y)
-        most = max(map(len, by_rate.values()), default=0)
-        return {x: sum(ys) / len(ys) for x, ys in sorted(by_rate.items()) if len(ys) == most}
-
-    @property
-    def best(self) -> float | None:
-        """Returns log2 of the best rate tried; None if all diverged."""
-        finite = [x for x in self.rates if math.isfinite(self.rates[x])]
-        return min(finite, key=lambda x: self.rates[x], default=None)
-
-    @property
-    def lowest(self) -> float:
-        """Returns the mean loss at the best rate tried."""
-        return min(self.rates.values(), default=math.inf)
-
-    @property
-    def is_at_an_end(self) -> bool:
-        """Whether the best rate is the lowest or highest tried, so that a better one may lie beyond."""
-        return len(self.rates) > 1 and self.best in (min(self.rates), max(self.rates))
-
-    @cached_property
-    def optimum(self) -> float | None:
-        """Returns log2 of the rate where a parabola is lowest; None if there is no inner minimum yet."""
-        finite, best = [x for x in self.rates if math.isfinite(self.rates[x])], self.best
-        if best is None or best in (min(finite), max(finite)):
-            return None
-        order = sorted(finite, key=lambda x: abs(x - best))
-        chosen = {x for i, x in enumerate(order) if i < NEAREST or abs(x - best) <= OCTAVES}
-        at = optimum(*zip(*(point for point in self.points if point[0] in chosen), strict=True))
-        return at if at is not None and min(chosen) <= at <= max(chosen) else None
-
-    def losses(self, rate: float) -> Losses:
-        """Returns the losses at log2 of a rate."""
-        return {seed: y for x, y, seed in self.points if round(x, DIGITS) == round(rate, DIGITS)}
 
 
 @dataclass(frozen=True)
 class Report:
-    """The curves of several widths that belong together, and how their sides move."""
+    """The curves of several widths that belong together, what keeping a rate costs, and how sides move."""
 
     name: str
     curves: Sequence[Curve]
     sides: Sequence[Side]
+    regrets: Sequence[Regret] = ()
 
 
 def reports(lines: Iterable[Result]) -> list[Report]:
@@ -114,7 +58,9 @@ def reports(lines: Iterable[Result]) -> list[Report]:
             curves.append(Curve(width, sorted(points), found[0].get("parameters", 0)))
         # an arm may be a parametrization and carry its name
         name = dict.fromkeys((arm, "" if table == ANY else table, optimizer))
-        rows.append(Report(" ".join(filter(None, name)), curves, drifts(curves) if len(curves) > 1 else ()))
+        several = len(curves) > 1
+        sides, lost = (drifts(curves), regrets(curves)) if several else ((), ())
+        rows.append(Report(" ".join(filter(None, name)), curves, sides, lost))
     return sorted(rows, key=lambda row: row.name)
 
 
@@ -149,12 +95,29 @@ def difference(losses: Losses, others: Losses) -> str:
     return f"{mean:.4f} ± {math.sqrt(sum((d - mean) ** 2 for d in above) / (n - 1) / n):.4f}"
 
 
+def regret_lines(rows: Sequence[Report]) -> list[str]:
+    """Returns the lines of a table of what it costs to choose at the narrowest width; none without seeds."""
+    lines = [
+        "| series | width | nats lost by the narrowest's fitted rate | 95% | "
+        + " | ".join(f"chosen by one seed, {name}: mean (worst)" for name in STRATEGIES)
+        + " |",
+        "|---|---|---|---|" + "---|" * len(STRATEGIES),
+    ]
+    for report in rows:
+        for x in report.regrets:
+            cells = [f"{mean:.3f} ({worst:.3f})" for mean, worst in x.paid.values()]
+            fit = f"{x.fit:.3f} | {x.low:.3f} to {x.high:.3f}"
+            lines.append(f"| {report.name} | {x.width} | {fit} | {' | '.join(cells)} |")
+    return [*lines, ""] if any(report.regrets for report in rows) else []
+
+
 def table(rows: Sequence[Report]) -> str:
-    """Formats curves, costs and sides of every series as Markdown.
+    """Formats regrets, curves, costs and sides of every series as Markdown.
 
     Series may have different optima, so each is compared at its own best rate with the best of its width.
     """
-    lines = [
+    lines = regret_lines(rows)
+    lines += [
         "| series | width | parameters | best rate tried | its loss | above the best series |"
         " optimum, log2 rate | nats lost at half the narrowest's best rate | at it | at twice it |",
         "|---|---|---|---|---|---|---|---|---|---|",

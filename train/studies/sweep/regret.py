@@ -1,0 +1,111 @@
+"""What it costs to choose a learning rate at one width and to keep it at another, in nats: its regret.
+
+Two answers, both from runs that were made anyway:
+
+    cross-validated   a rate is chosen from one seed of the narrowest width and paid for by the other seeds of
+                      every width: their mean loss there, between rates tried by a straight line, above that
+                      of their best rate. Each seed chooses once.
+    fitted            parabolas through all seeds of both widths: a (x - x_w)^2, with a and x_w of the wide
+                      one and x the lowest point of the narrow one's. The interval draws all losses again,
+                      each with the scatter of the runs at its rate.
+
+Runs of one seed share no noise over rates (seeds' residuals are uncorrelated), so each run counts as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from delta_trn.train.studies.fits import parabola
+from delta_trn.train.studies.sweep.curves import Curve
+
+DRAWS = 2000
+# How a rate is chosen from one seed's curve; the last is what muP's papers do with the best rate tried.
+STRATEGIES: dict[str, Callable[[Curve], float | None]] = {
+    "fitted": lambda curve: curve.optimum if curve.optimum is not None else curve.best,
+    "best tried": lambda curve: curve.best,
+    "half of it": lambda curve: None if curve.best is None else curve.best - 1,
+}
+
+
+@dataclass(frozen=True)
+class Regret:
+    """The nats lost at one width.
+
+    paid            by strategy, the mean and the worst over choices
+    fit, low, high  by parabolas through all seeds, with a 95% interval
+    """
+
+    width: int
+    paid: dict[str, tuple[float, float]]
+    fit: float
+    low: float
+    high: float
+
+
+def regrets(curves: Sequence[Curve]) -> list[Regret]:
+    """Returns what the narrowest curve's rate costs on every curve; none without two seeds of it."""
+    narrow = curves[0]
+    seeds = sorted({seed for _, _, seed in narrow.points})
+    if len(seeds) < 2:
+        return []
+    return [Regret(curve.width, _pay(narrow, curve, seeds), *_fit(narrow, curve)) for curve in curves]
+
+
+def _pay(narrow: Curve, wide: Curve, seeds: Sequence[int]) -> dict[str, tuple[float, float]]:
+    """Returns the mean and the largest regret of every strategy."""
+    paid = {}
+    for name, choose in STRATEGIES.items():
+        lost = []
+        for seed in seeds:
+            rate = choose(_of(narrow, lambda s, own=seed: s == own))
+            others = _of(wide, lambda s, own=seed: s != own).rates
+            if rate is not None and others:
+                xs, ys = zip(*sorted(others.items()), strict=True)
+                # beyond the rates tried nothing is known
+                inside = xs[0] <= rate <= xs[-1]
+                lost.append(float(np.interp(rate, xs, ys)) - min(ys) if inside else math.nan)
+        paid[name] = (float(np.mean(lost)), max(lost)) if lost else (math.nan, math.nan)
+    return paid
+
+
+def _of(curve: Curve, wanted: Callable[[int], bool]) -> Curve:
+    """Returns the curve of some seeds."""
+    return replace(curve, points=[point for point in curve.points if wanted(point[2])])
+
+
+def _fit(narrow: Curve, wide: Curve) -> tuple[float, float, float]:
+    """Returns the regret by parabolas, and its 95% interval; NaN where one has no minimum."""
+    fits = _near_best(narrow), _near_best(wide)
+    if fits[0] is None or fits[1] is None:
+        return math.nan, math.nan, math.nan
+    generator, (x, y, scatter), (_, kept) = np.random.default_rng(0), fits[0], parabola(*fits[0][:2])
+    rates = [parabola(x, y + generator.normal(0.0, scatter))[1] for _ in range(DRAWS)]
+    x, y, scatter = fits[1]
+    # the width that the rate was chosen at is what it is: only the choice is uncertain
+    scatter = scatter * (narrow is not wide)
+    wides = [parabola(x, y + generator.normal(0.0, scatter)) for _ in range(DRAWS)]
+    lost = [a * (rate - lowest) ** 2 for rate, (a, lowest) in zip(rates, wides, strict=True)]
+    low, high = np.nanquantile(lost, (0.025, 0.975))
+    a, lowest = parabola(x, y)
+    return a * (kept - lowest) ** 2, float(low), float(high)
+
+
+def _near_best(curve: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Returns rate, loss and scatter of the runs about the best rate; None without a minimum."""
+    chosen = curve.near_best
+    points = [(x, y) for x, y, _ in curve.points if x in chosen and math.isfinite(y)]
+    if curve.optimum is None or len(points) < 5:
+        return None
+    by_rate: dict[float, list[float]] = defaultdict(list)
+    for x, y in points:
+        by_rate[x].append(y)
+    # runs scatter more at high rates than at low ones
+    scatter = np.array([np.std(by_rate[x], ddof=1) if len(by_rate[x]) > 1 else 0.0 for x, _ in points])
+    x, y = np.array(points).T
+    return x, y, scatter
