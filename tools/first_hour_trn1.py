@@ -2,6 +2,7 @@
 
     python -m tools.first_hour_trn1 [STAGE ...] [--dry] [--json FILE]
 
+    chain       small kernels in one graph, form by form: which one a graph of a whole layer would fail by
     precision   how exact float32 products are: whether float32 parity can be green at all
     rate        cycles of a product of N = 64 to 512 columns: which reading of the cost model holds
     tables      what loading a table of the Scalar engine costs: whether changes of function matter
@@ -36,6 +37,7 @@ from delta_trn.nki_kernels.tiles import load, psum, sbuf
 from delta_trn.train.recipes import announce
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.studies.throughput import OURS, Workload
+from tools.first_hour_chain import try_forms
 
 Clock = Callable[..., float]  # clock(kernel, *arguments): microseconds
 SUMS = 4  # PSUM tiles, and stationary tiles, that take turns
@@ -139,6 +141,13 @@ def model_clock(kernel: Any, *arguments: Any) -> float:
     return estimate(run.trace, run.target).schedule
 
 
+def chain(clock: Clock, dry: bool) -> dict[str, Any]:
+    """Computes the forms of tools/first_hour_chain.py, each of which says what follows where it fails."""
+    found = try_forms(torch.device("cpu") if dry else machine.pick("xla"))
+    bad = [name for name, what in found.items() if what != "right"]
+    return {**found, "decides": f"look at {bad[0]} first" if bad else "graphs of several kernels can run"}
+
+
 def precision(clock: Clock, dry: bool) -> dict[str, Any]:
     """Computes sums whose terms need 24 bits, and names the precision that gives this error."""
     if dry:
@@ -226,7 +235,7 @@ def step(clock: Clock, dry: bool) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    stages = {stage.__name__: stage for stage in (precision, rate, tables, kernel, layer, step)}
+    stages = {stage.__name__: stage for stage in (chain, precision, rate, tables, kernel, layer, step)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("stages", nargs="*", metavar="STAGE", help="no stage: all")
     parser.add_argument("--dry", action="store_true", help="by the simulator, without a chip")

@@ -96,7 +96,8 @@ def tiny() -> RunConfig:
         steps=20,
         precision="float32",
         model=ModelSection(width=32, base_width=16, layers=2, heads=2, intermediate_multiple=32),
-        optimizer=OptimizerSection(lr=1e-2),
+        # high, so that it knows after 8 steps which bytes are frequent, and what it writes can be read
+        optimizer=OptimizerSection(lr=0.1),
         schedule=ScheduleSection(warmup=4, min_lr=1e-3),
         batch=BatchSection(sequences=4, length=32),
         data=DataSection(source="python-stdlib", tokenizer="bytes", max_documents=64),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-# of an H100 or H200
+# of an H100 or H200; of another GPU, its driver says
 PROCESSORS = 132
 
 

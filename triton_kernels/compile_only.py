@@ -1,15 +1,17 @@
-"""Compiles every kernel in every configuration for sm_90 without a GPU and reports what the chip would need.
+"""Compiles every kernel in every configuration without a GPU and reports what the chip would need.
 
     python -m triton_kernels.compile_only [--quick] [--kernel NAME] [--dtype NAME] [--jobs N] [--json FILE]
+        [--architecture N ...]     90 unless it says others; 100 needs Triton 3.9
 
 A row of the report: kernel, its two sizes, element type, options; registers and stack bytes per thread (a
 stack is spilled registers), shared memory per program, matrix instructions (HGMMA), those that may read
-shared memory without a fence, and reads that no barrier orders. The exit status is 1 if a row exceeds a
-bound.
+shared memory without a fence, reads that no barrier orders, the architecture (90 is sm_90) and its columns of
+tensor memory. The exit status is 1 if a row exceeds a bound.
 
-The bounds: SHARED_BYTES is what Hopper gives one program. STACK_BYTES is what a thread may park in L1 between
-uses: little up to K = 128; up to 480 in the scans at K = 192 and 256, whose state alone fills the registers;
-and more in float32, whose products run on the ordinary cores. Triton 3.4 to 3.7.0
+The bounds: SHARED is what an architecture gives one program. STACK_BYTES is what a thread may park in L1
+between uses: little up to K = 128; up to 480 in the scans at K = 192 and 256, whose state alone fills the
+registers; and more in float32, whose products run on the ordinary cores, and on other GPUs than Hopper, where
+those of 16 bits have their operands in registers, too. Triton 3.4 to 3.7.0
 leaves out fences between copies and products: it is refused on Hopper, and its rows are errors here.
 
 What is compiled stands beside each kernel: `variants` says how.
@@ -45,14 +47,19 @@ from delta_trn.triton_kernels import (
     segments,
     short_convolution,
 )
+from delta_trn.triton_kernels.launch import Card, assume
 from delta_trn.triton_kernels.sass import count_unfenced, disassemble, parse
 from delta_trn.triton_kernels.variants import Variant
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_BYTES = 227 * 1024
+# architecture -> bytes of shared memory that a program may have
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+SHARED_BYTES = SHARED[90]
+TENSOR_COLUMNS = 512
 # the bounds on stack are those of this Triton; others compile to other code
 BOUNDED = "3.7.1"
 STACK_BYTES = {"bf16": 512, "fp16": 512, "fp32": 768}
+OTHERS_STACK_BYTES = {"bf16": 1024, "fp16": 1024, "fp32": 1024}
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 RULE = (
@@ -75,13 +82,15 @@ SIZES = (
     ((cross_entropy,), [(0, 50), (0, 50257), (0, 151936)], [(0, 50257)]),
 )
 # fmt: on
+# of K and V, those that --quick compiles as well for other GPUs than Hopper, which `make compile` does alone
+OTHERS_SIZES = [(128, 128), (256, 256)]
 
 
 @dataclass(frozen=True)
 class Row:
     """What the compiler allotted to a variant.
 
-    stack is in bytes per thread; unfenced and unordered must be 0.
+    stack is in bytes per thread; unfenced and unordered must be 0; tensor is columns of tensor memory.
     """
 
     kernel: str
@@ -97,14 +106,20 @@ class Row:
     hgmma: int
     unfenced: int
     unordered: int
+    architecture: int = 90
+    tensor: int = 0
 
     def broken(self) -> list[tuple[str, bool]]:
         """Returns the bounds that this row exceeds, in words, and whether that is an error of ours."""
         excesses = []
-        if self.shared > SHARED_BYTES:
-            excesses.append((f"shared memory {self.shared} exceeds {SHARED_BYTES}", True))
-        if self.stack > STACK_BYTES[self.dtype]:
-            excess = f"stack {self.stack} exceeds {STACK_BYTES[self.dtype]}"
+        if self.shared > (most := SHARED[self.architecture]):
+            excesses.append((f"shared memory {self.shared} exceeds {most}", True))
+        if self.tensor > TENSOR_COLUMNS:
+            excesses.append((f"tensor memory {self.tensor} exceeds {TENSOR_COLUMNS}", True))
+        if self.stack > (
+            most := (STACK_BYTES if self.architecture == 90 else OTHERS_STACK_BYTES)[self.dtype]
+        ):
+            excess = f"stack {self.stack} exceeds {most}"
             excesses.append((excess, triton.__version__.startswith(BOUNDED)))
         if self.unfenced:
             excess = f"{self.unfenced} matrix instructions may read shared memory too early"
@@ -114,10 +129,17 @@ class Row:
         return excesses
 
 
-def variants(*, quick: bool = False) -> Iterator[tuple[int, int, str, Variant]]:
+def variants(*, quick: bool = False, architecture: int = 90) -> Iterator[tuple[int, int, str, Variant]]:
     """Yields K, V, dtype and variant; quick: few sizes, and the options that training uses."""
+    with assume(Card(architecture // 10)):
+        yield from _variants(quick, architecture)
+
+
+def _variants(quick: bool, architecture: int) -> Iterator[tuple[int, int, str, Variant]]:
     for dtype in ("bf16", "fp32") if quick else ITEMSIZE:
         for modules, everything, few in SIZES:
+            if modules is RULE and architecture != 90:
+                few = [*few, *OTHERS_SIZES]
             sizes = few if quick else everything
             if quick and dtype == "fp32":
                 sizes = few if modules is RULE else []
@@ -138,22 +160,25 @@ def source(dtype: str, variant: Variant) -> ASTSource:
     return ASTSource(variant.function, signature, constants, aligned)
 
 
-def compile_variant(K: int, V: int, dtype: str, variant: Variant) -> Row:
-    """Compiles for sm_90 and reads what ptxas allotted. Raises RuntimeError under TRITON_INTERPRET=1."""
+def compile_variant(K: int, V: int, dtype: str, variant: Variant, architecture: int = 90) -> Row:
+    """Compiles and reads what ptxas allotted. Raises RuntimeError under TRITON_INTERPRET=1."""
     if knobs.runtime.interpret:
         raise RuntimeError(
             "TRITON_INTERPRET is set, so the kernels are Python functions; unset it to compile them"
         )
     tile = variant.tile
-    compiled = triton.compile(source(dtype, variant), HOPPER, tile.options())
+    target = GPUTarget("cuda", architecture, 32)
+    compiled = triton.compile(source(dtype, variant), target, tile.options())
     cubin = compiled.asm["cubin"]
     registers, stack = resources(cubin)
     return Row(
         variant.kernel, K, V, dtype, variant.options, tile.warps, tile.stages, registers, stack,
         compiled.metadata.shared, len(re.findall(r"wgmma\.mma_async", compiled.asm["ptx"])),
-        # upright tiles are operands that the kernel itself stored
-        count_unfenced(parse(disassemble(cubin)), stores=variant.values.get("UPRIGHT", False)),
-        count_unordered(compiled.asm["ptx"]),
+        # only Hopper's products need fences; upright tiles are operands that the kernel itself stored
+        count_unfenced(parse(disassemble(cubin)), stores=variant.values.get("UPRIGHT", False))
+        if architecture == 90
+        else 0,
+        count_unordered(compiled.asm["ptx"]), architecture, getattr(compiled.metadata, "tmem_size", 0),
     )  # fmt: skip
 
 
@@ -210,34 +235,42 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _compile_at(place: tuple[bool, int]) -> Row:
+def _compile_at(place: tuple[int, bool, int]) -> Row:
     """Compiles the variant at a position of `variants`, since a kernel cannot travel between processes."""
-    quick, i = place
-    return compile_variant(*next(islice(variants(quick=quick), i, None)))
+    architecture, quick, i = place
+    return compile_variant(
+        *next(islice(variants(quick=quick, architecture=architecture), i, None)), architecture
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Compiles what the command line selects; returns 1 if a row exceeds a bound."""
     parser = argparse.ArgumentParser(
-        prog="python -m triton_kernels.compile_only", description="compile every kernel for sm_90"
+        prog="python -m triton_kernels.compile_only", description="compile every kernel, for sm_90"
     )
     parser.add_argument("--quick", action="store_true", help="compile a part, which takes seconds")
     parser.add_argument("--kernel", action="append", help="only this kernel; may be repeated")
     parser.add_argument(
         "--dtype", action="append", choices=list(ITEMSIZE), help="only this type; may be repeated"
     )
+    parser.add_argument(
+        "--architecture", type=int, nargs="+", choices=list(SHARED), default=[90], help="such as 90 for sm_90"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one per core)")
     parser.add_argument("--json", type=Path, help="write the rows here as well")
     options = parser.parse_args(arguments)
-    everything = list(variants(quick=options.quick))
-    kernels = dict.fromkeys(variant.kernel for *_, variant in everything)
+    kernels = dict.fromkeys(variant.kernel for *_, variant in variants(quick=options.quick))
     if unknown := [name for name in options.kernel or () if name not in kernels]:
         parser.error(f"no kernel is named {unknown[0]!r}; choose from: {', '.join(kernels)}")
-    selected = [
-        (options.quick, i)
-        for i, (_, _, dtype, variant) in enumerate(everything)
-        if variant.kernel in (options.kernel or kernels) and dtype in (options.dtype or ITEMSIZE)
-    ]
+    selected = []
+    for architecture in options.architecture:
+        selected += [
+            (architecture, options.quick, i)
+            for i, (_, _, dtype, variant) in enumerate(
+                variants(quick=options.quick, architecture=architecture)
+            )
+            if variant.kernel in (options.kernel or kernels) and dtype in (options.dtype or ITEMSIZE)
+        ]
     rows = []
     with ProcessPoolExecutor(options.jobs) as pool:
         for row in pool.map(_compile_at, selected):
@@ -247,7 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     broken = [(row, *excess) for row in rows for excess in row.broken()]
     for row, reason, error in broken:
-        place = f"{row.kernel} K={row.K} V={row.V} {row.dtype} {row.options}"
+        place = f"sm_{row.architecture} {row.kernel} K={row.K} V={row.V} {row.dtype} {row.options}"
         told = "" if error else f" (no error with Triton {triton.__version__})"
         print(f"{place}: {reason}{told}", file=sys.stderr)
     return 1 if any(error for *_, error in broken) else 0

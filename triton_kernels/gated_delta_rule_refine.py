@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import config, power_of_two, take_turns, tile
+from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import ROWS, accumulate, locate_chunk, multiply, round_to, split_power
 from delta_trn.triton_kernels.variants import Variant, layouts
 
@@ -105,16 +105,16 @@ def refine_kernel(
 
 
 @take_turns
-def refine(k, T, rows, *, dY, scaled: bool, dot: str, chunks: Chunks):
+def refine(k, T, rows, *, dY, scaled: bool, chunks: Chunks, config: Config):
     """Launches `refine_kernel` on dY [NC, HV, C, V] of 16 bits; scaled: k is k_scaled."""
     H, K = k.shape[2:]
     HV, V = dY.shape[1], dY.shape[3]
-    launch = tile("refine", V, K)
+    launch = config.refine
     heads = min(HEADS, power_of_two(HV, 1))
     refine_kernel[(chunks.count * -(-HV // heads),)](
         k, T, rows, dY, chunks.start, chunks.length, chunks.tokens, chunks.per_sequence,
         H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=launch.columns, C=chunks.size, HEADS=heads,
-        SCALED=scaled, DOT=dot, **launch.options(),
+        SCALED=scaled, DOT=config.dot, **launch.options(),
     )  # fmt: skip
 
 
@@ -122,9 +122,9 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module: nothing in float32."""
     if itemsize > 2:
         return
-    launch = tile("refine", V, K)
-    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "BV": launch.columns}
     row = config(K, V, itemsize=itemsize)
+    launch = row.refine
+    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "BV": launch.columns}
     for layout, tables in layouts(quick).items():
         values = sizes | tables | {"C": row.C, "HEADS": 4, "SCALED": False, "DOT": row.dot}
         yield Variant("refine", layout, refine_kernel, TYPES, launch, values)

@@ -27,10 +27,23 @@ PROGRAMS = 1024
 
 
 @dataclass(frozen=True)
+class Card:
+    """What launches depend on of a GPU: the major number of its compute capability, and its processors."""
+
+    major: int = 9
+    processors: int = PROCESSORS
+
+
+# compute capabilities whose products are of warps: mma.sync, with operands in registers
+WARPS = (8, 12)
+
+
+@dataclass(frozen=True)
 class Row:
     """One row of TABLE. A kernel is launched by the first row that names it and whose conditions hold.
 
     itemsize, height, width     the conditions: bytes of an element, height and width of `tile`, at most
+    majors                      the row is of GPUs of these compute capabilities; empty: of all
     columns                     least and most columns of the tile; between them, power_of_two(width) / turns
     turns                       least turns that the kernel's loops over the width should take
     few                         the row holds only where scans of so many columns all run at once, see
@@ -54,6 +67,7 @@ class Row:
     few: int = 0
     registers: int | None = None
     upright: bool = False
+    majors: tuple[int, ...] = ()
 
 
 # In float32, products run on the ordinary cores with their operands in registers: short chunks, narrow tiles,
@@ -64,6 +78,17 @@ class Row:
 TABLE = (
     #    kernels           itemsize height width  warps stages  columns
     #                               (K)    (V)
+    # products of warps, tiles in 99 KB, and no row below
+    Row("prepare",                2,  128,  ANY,     4,     1,  majors=WARPS),
+    Row("prepare",                2,  ANY,  ANY,     8,     1,  majors=WARPS),
+    Row("scan",                   2,  128,  ANY,     4,     2,  (16, 32), upright=True, majors=WARPS),
+    Row("scan",                   2,  ANY,  ANY,     8,     1,  (16, 32), upright=True, majors=WARPS),
+    Row("reverse",                2,  128,  ANY,     4,     1,  (16, 32), upright=True, majors=WARPS),
+    Row("reverse",                2,  ANY,  ANY,     8,     1,  (16, 32), upright=True, majors=WARPS),
+    Row("gradients",              2,  ANY,  ANY,     8,     1,  (16, 32), majors=WARPS),
+    Row("refine",                 2,  ANY,  ANY,     4,     1,  (16, 64), majors=WARPS),
+    # tiles of 64 columns and more fill 576 of 512 columns of tensor memory
+    Row("scan",                   2,  ANY,  ANY,     4,     2,  (16, 32), upright=True, majors=(10,)),
     # four programs fit an SM, for a stack of 110 bytes per thread; at K = 256 it would be 320, so three
     Row("prepare",                2,  128,  ANY,     4,     1,  registers=128),
     Row("prepare",                2,  ANY,  ANY,     4,     1,  registers=168),
@@ -91,7 +116,7 @@ TABLE = (
     Row("gradients",              2,  128,  ANY,     4,     1,  (16, 64)),
     Row("gradients",              2,  ANY,  ANY,     8,     3,  (16, 32)),
     Row("refine",                 2,  128,  ANY,     4,     1,  (16, 64), registers=128),
-    Row("refine",                 2,  ANY,  ANY,     8,     1,  (16, 64)),
+    Row("refine",               ANY,  ANY,  ANY,     8,     1,  (16, 64)),  # in 16 bits only
     # with four warps the gradients spill 1,960 bytes per thread
     Row("gradients",              4,   64,  ANY,     8,     1,  (16, 32)),
     Row("scan reverse gradients", 4,   64,  ANY,     4,     1,  (16, 32)),
@@ -115,15 +140,19 @@ TABLE = (
     Row("rms_norm",             ANY,  ANY, 4096,     8,     1,  (16, ANY), elements=2048, rows=1),
     Row("rms_norm",             ANY,  ANY,  ANY,    16,     1,  (16, ANY), elements=2048, rows=1),
 
-    #                                      (V): 16 elements per thread at most
-    Row("cross_entropy",        ANY,  ANY,  ANY,     8,     1,  (128, 4096)),
+    #                                      (V): 1 to 16 elements per thread: of fewer, several would hold
+    #                                      each, and some of them read z after the others wrote dz over it
+    Row("cross_entropy",        ANY,  ANY,  ANY,     8,     1,  (256, 4096)),
 )
 
-# itemsize and K at most -> tokens in a chunk, and Triton's input_precision, which only float32 operands heed
+# itemsize and K at most, and GPUs, as in TABLE -> tokens in a chunk, and Triton's input_precision, which only
+# float32 operands heed
 CHUNKS = (
-    (2, ANY, 64, "tf32"),
-    (4,  64, 32, "ieee"),
-    (4, ANY, 16, "ieee"),
+    (2, 128,    (), 64, "tf32"),
+    (2, ANY, WARPS, 32, "tf32"),  # the gradients of 64 would take 104 KB
+    (2, ANY,    (), 64, "tf32"),
+    (4,  64,    (), 32, "ieee"),
+    (4, ANY,    (), 16, "ieee"),
 )
 # fmt: on
 
@@ -152,7 +181,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Config:
-    """The launches of the four kernels over a sequence: C tokens in a chunk, `dot` for tiles.product."""
+    """The launches of the kernels over a sequence: C tokens in a chunk, `dot` for tiles.product.
+
+    processors of the GPU; refine is launched in 16 bits only.
+    """
 
     C: int
     dot: str
@@ -160,6 +192,8 @@ class Config:
     scan: Tile
     reverse: Tile
     gradients: Tile
+    refine: Tile
+    processors: int
 
 
 def power_of_two(size: int, least: int = 16) -> int:
@@ -178,7 +212,9 @@ def adds_pairs(H: int, HV: int, K: int, V: int, itemsize: int) -> bool:
 
 
 @lru_cache
-def tile(kernel: str, width: int, height: int | None = None, *, itemsize: int = 2, few: int = 0) -> Tile:
+def tile(
+    kernel: str, width: int, height: int | None = None, *, itemsize: int = 2, few: int = 0, major: int = 9
+) -> Tile:
     """Returns the launch of `kernel` on data whose last axis has length `width` and the one before `height`.
 
     >>> tile("step", 128)
@@ -192,6 +228,7 @@ def tile(kernel: str, width: int, height: int | None = None, *, itemsize: int = 
         and width <= row.width
         and (height or 0) <= row.height
         and (not row.few or 0 < few <= row.few)
+        and (not row.majors or major in row.majors)
     )
     least, most = row.columns
     columns = int(min(most, max(least, power_of_two(width, 1) // row.turns)))
@@ -243,18 +280,39 @@ def adjust(change: Callable[[Config], Config]) -> Iterator[None]:
         _change = outer
 
 
-def config(K: int, V: int, *, itemsize: int, heads: float = ANY) -> Config:
-    """Returns the launches for head sizes K and V and elements of `itemsize` bytes.
+# the GPU of calls whose tensors are on none
+_card = Card()
+
+
+@contextmanager
+def assume(card: Card) -> Iterator[None]:
+    """Within `with`, launches are those of `card` where no GPU is: to compile for it, or to emulate it."""
+    global _card
+    outer, _card = _card, card
+    try:
+        yield
+    finally:
+        _card = outer
+
+
+def config(K: int, V: int, *, itemsize: int, heads: float = ANY, card: Card | None = None) -> Config:
+    """Returns the launches for head sizes K and V and elements of `itemsize` bytes. card None: none is here.
 
     heads counts the value heads of all sequences. They are few where a GPU runs all programs of a scan of 64
     columns at once, one per processor, and fewer where that holds for 32 columns. But those whose scans of 32
     columns leave half the processors idle have sequences that may be cut, see `segments`, and 64 columns.
     """
     K, V = int(K), int(V)  # symbols under torch.compile, which no cache takes
-    few = 64 if heads * -(-V // 64) <= PROCESSORS else 0
-    if PROCESSORS < 2 * heads * -(-V // 32) <= 2 * PROCESSORS:
+    card = card or _card
+    few = 64 if heads * -(-V // 64) <= card.processors else 0
+    if card.processors < 2 * heads * -(-V // 32) <= 2 * card.processors:
         few = 32
-    C, dot = next((C, dot) for size, height, C, dot in CHUNKS if itemsize <= size and height >= K)
-    kernels = ("prepare", "scan", "reverse", "gradients")
-    row = Config(C, arithmetic(dot), *(tile(kernel, V, K, itemsize=itemsize, few=few) for kernel in kernels))
+    C, dot = next(
+        (C, dot)
+        for size, height, majors, C, dot in CHUNKS
+        if itemsize <= size and height >= K and (not majors or card.major in majors)
+    )
+    kernels = ("prepare", "scan", "reverse", "gradients", "refine")
+    tiles = (tile(kernel, V, K, itemsize=itemsize, few=few, major=card.major) for kernel in kernels)
+    row = Config(C, arithmetic(dot), *tiles, processors=card.processors)
     return row if _change is None else _change(row)

@@ -33,7 +33,7 @@ from torch import Tensor
 from delta_trn.backends import machine
 from delta_trn.backends.bench import figures
 from delta_trn.backends.bench.figures import passes
-from delta_trn.backends.bench.peers import PEERS, Run
+from delta_trn.backends.bench.peers import PEERS, Run, name_backends
 from delta_trn.backends.bench.roofline import Ceilings, ceilings, work
 from delta_trn.backends.bench.timing import Spread, modes, ratios, time_in_turns
 from delta_trn.backends.checks import BackendRefusal, dtype_name
@@ -53,6 +53,7 @@ IN_ONE = " in one"  # behind a backend's name: packed sequences as one
 #   ratio           its time over ours, round by round; None for ourselves
 #   floor_ms        the least time that the pass can take here; only with ours, and if nothing beats it
 #   memory_bytes    only with the pass forward+backward
+#   computed_by     what flash-linear-attention has handed its calls to; only with it
 #   worst_error     error over allowed in the parity before the timing; only with ours
 Row = dict[str, Any]
 
@@ -187,6 +188,7 @@ def bench(
                     "rounds": len(milliseconds),
                     "floor_ms": limits.floor_ms(least[phase]) if ours else None,
                     "memory_bytes": memories[name],
+                    "computed_by": name_backends() if name == "fla" else None,
                     "worst_error": worst if ours else None,
                     "flops_per_s": limits.flops_per_s,
                     "bytes_per_s": limits.bytes_per_s(least[phase]),
@@ -211,6 +213,8 @@ def describe(row: Row) -> str:
         text += f"  {row['ratio']} times ours"
     if row["floor_ms"] is not None:
         text += f"  floor {row['floor_ms']:.3g} ms, {row['floor_ms'] / row['ms'].p50:.0%}"
+    if row["computed_by"] is not None:
+        text += f"  by {row['computed_by']}"
     if row["memory_bytes"] is not None:
         text += f"  {row['memory_bytes'] / 2**20:.0f} MiB"
     return text

@@ -2,7 +2,9 @@
 
 hf      Hugging Face transformers' `torch_chunk_gated_delta_rule` (Qwen3-Next): PyTorch, what runs where no
         kernel is installed. Value heads share keys by repetition, as in its model; no packed sequences.
-fla     flash-linear-attention's `chunk_gated_delta_rule`: Triton, CUDA only.
+fla     flash-linear-attention's `chunk_gated_delta_rule`, CUDA only: Triton, or what its release 0.6.0 hands
+        the call to, FlashQLA or TileLang, where these are installed. FLA_DISABLE_BACKEND_DISPATCH=1 in the
+        environment times its Triton alone.
 
 For one token theirs are `torch_recurrent_gated_delta_rule` and `fused_recurrent_gated_delta_rule`.
 """
@@ -10,6 +12,7 @@ For one token theirs are `torch_recurrent_gated_delta_rule` and `fused_recurrent
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -73,6 +76,21 @@ class Peer:
     def label(self) -> str:
         """Name and version."""
         return f"{self.name} {version(self.distribution)}"
+
+
+def name_backends() -> str:
+    """Returns which backends flash-linear-attention has chosen in this process, such as 'flash_qla'.
+
+    From release 0.6.0 on it notes every function that it handed to another backend than Triton.
+    """
+    found = sys.modules.get("fla.backends")
+    registries = [
+        *getattr(found, "_operation_registries", {}).values(),
+        *getattr(found, "_function_registries", {}).values(),
+    ]
+    notes = {note for registry in registries for note in registry._logged if not note.endswith(":fail")}
+    chosen = [f"{note.split(':')[1]} by {note.split(':')[2]}" for note in sorted(notes)]
+    return ", ".join(chosen) or "Triton"
 
 
 def _apply_gates(

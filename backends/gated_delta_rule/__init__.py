@@ -54,6 +54,7 @@ def gated_delta_rule(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
     cp_context: object = None,
     *,
     use_gate_in_kernel: bool = False,
@@ -93,10 +94,10 @@ def gated_delta_rule(
     return_states_at replaces the final state by those after these numbers of tokens of each row, rising,
     from 1 to T: [B, P, HV, K, V], of packed sequences those of the one that the token belongs to.
 
-    Names and positions are those of flash-linear-attention 0.5.2. cu_seqlens_cpu and chunk_size change
-    nothing here; a cp_context is refused. backend names one ("chunked", "triton", ...); None takes the
-    default backend (`default_backend`), else the one for the tensors' device. Raises BackendRefusal, with
-    every reason, and never substitutes; TypeError and ValueError for arguments that do not fit.
+    Names and positions are those of flash-linear-attention 0.6.0; cu_seqlens_cpu, chunk_indices, chunk_size
+    change nothing, a cp_context is refused. backend names one ("chunked", "triton", ...); None takes the
+    default (`default_backend`), else the device's. Raises BackendRefusal, with every reason, and never
+    substitutes; TypeError and ValueError for arguments that do not fit.
 
         >>> import torch
         >>> from delta_trn import gated_delta_rule
@@ -112,11 +113,9 @@ def gated_delta_rule(
     )
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     name, save = OPERATOR.choose(tensors, _sizes(q, v), backend, *(() if cu_seqlens is None else ("packed",)))
-    call = Rule(
-        *tensors, None if cu_seqlens is None else cu_seqlens.long(),
-        scale=float(q.shape[-1]) ** -0.5 if scale is None else float(scale), beta_max=beta_max,
-        l2norm=use_qk_l2norm_in_kernel, output_final_state=output_final_state,
-    )  # fmt: skip
+    scale = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
+    options = scale, beta_max, use_qk_l2norm_in_kernel, output_final_state
+    call = Rule(*tensors, None if cu_seqlens is None else cu_seqlens.long(), *options)
     o, state = _compute(call, checks.positions(return_states_at, q.shape[1], output_final_state), save, name)
     return o, None if state is None else state.mT.contiguous() if state_v_first else state
 

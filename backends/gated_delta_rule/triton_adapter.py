@@ -29,9 +29,9 @@ from delta_trn.triton_kernels import (
     segments,
 )
 from delta_trn.triton_kernels.chunks import Chunks
+from delta_trn.triton_kernels.launch import Card, adds_pairs, config
 from delta_trn.triton_kernels.launch import Config as Config
 from delta_trn.triton_kernels.launch import Tile as Tile
-from delta_trn.triton_kernels.launch import adds_pairs, config
 from delta_trn.triton_kernels.launch import adjust as adjust
 
 MAKES_GATES = True  # of a layer's projections, in the kernels
@@ -79,7 +79,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     states = A = S = U = None
     units = _units_of_states(call, chunks)
     scanned, start, final = chunks, initial_state, final_state
-    split = segment_tables(chunks, HV, K, V, row, q.device)
+    split = segment_tables(chunks, HV, K, V, row)
     if split is not None:
         shapes = _segment_shapes(split.chunks.sequences, HV, K, V)
         states, A = (q.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
@@ -120,7 +120,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         q, k = q_scaled, k_scaled
     scanned, unit, units = chunks, _unit(call), _units_of_states(call, chunks, do, dstate)
     dinitial = dfirst = None if initial_state is None else torch.empty_like(initial_state)
-    split = None if _is_one_token(call) else segment_tables(chunks, HV, K, V, row, q.device)
+    split = None if _is_one_token(call) else segment_tables(chunks, HV, K, V, row)
     cut = 0 if split is None else split.chunks.sequences
     if states.shape[0] != cut:
         raise RuntimeError(
@@ -156,7 +156,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         unit=unit, units=units, chunks=scanned, config=row,
     )  # fmt: skip
     if q.dtype.itemsize == 2 and not _is_one_token(call):
-        gated_delta_rule_refine.refine(k, T, rows, dY=dY, scaled=_is_scaled(call), dot=row.dot, chunks=chunks)
+        gated_delta_rule_refine.refine(k, T, rows, dY=dY, scaled=_is_scaled(call), chunks=chunks, config=row)
     # value heads that share a key are summed in float32 and in a fixed order, unlike atomics: below, except
     # dq of pairs, to which the kernel adds the second value head in a launch of its own
     pairs = adds_pairs(H, HV, K, V, q.element_size())
@@ -206,7 +206,7 @@ def saved_shapes(call: Rule) -> Shapes:
     K = q.shape[3]
     row = _launches(call)
     chunks = chunk_counts(q, call.cu_seqlens, row.C)
-    count = 0 if _is_one_token(call) else segment_count(chunks, HV, K, V, row, q.device)
+    count = 0 if _is_one_token(call) else segment_count(chunks, HV, K, V, row)
     split = _segment_shapes(count, HV, K, V) if count else [((0,), q.dtype)] * 2
     kept = _state_shapes(chunks, HV, K, V, q.dtype) if _keeps_states(call, chunks) else [((0,), q.dtype)] * 2
     scaled = [(tuple(q.shape) if _is_scaled(call) else (0,), q.dtype)] * 2
@@ -217,7 +217,8 @@ def _launches(call: Rule) -> Config:
     """Returns the rows of the launch table for a call."""
     sequences = call.q.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
     K, (HV, V) = call.q.shape[3], call.v.shape[2:]
-    return config(K, V, itemsize=call.q.element_size(), heads=sequences * HV)
+    card = _card(call.q.device)
+    return config(K, V, itemsize=call.q.element_size(), heads=sequences * HV, card=card)
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Any]:
@@ -314,6 +315,15 @@ def _keeps_states(call: Rule, chunks: Chunks) -> bool:
     (HV, V), K = call.v.shape[2:], call.q.shape[3]
     most = _kept_bytes(call.q.device) if KEPT_BYTES is None else KEPT_BYTES
     return chunks.count * HV * V * (K + chunks.size) * call.q.dtype.itemsize <= most
+
+
+@lru_cache
+def _card(device: torch.device) -> Card | None:
+    """Returns what launches depend on of a GPU; None where the tensors are on none."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return Card(properties.major, properties.multi_processor_count)
 
 
 @lru_cache

@@ -7,13 +7,12 @@ so nothing waits for the device.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from delta_trn.triton_kernels.chunks import PROCESSORS, Chunks, Segments, chunks_per_segment
+from delta_trn.triton_kernels.chunks import Chunks, Segments, chunks_per_segment
 from delta_trn.triton_kernels.launch import Config
 
 # How many chunks make a segment; segments of a sequence are scanned side by side. "auto" cuts where the scans
@@ -51,17 +50,15 @@ def spread_over_chunks(x: Tensor, chunks: Chunks) -> Tensor:
     return x.repeat_interleave(chunks.per_sequence, 0)
 
 
-def segment_count(chunks: Chunks, HV: int, K: int, V: int, config: Config, device: torch.device) -> int:
+def segment_count(chunks: Chunks, HV: int, K: int, V: int, config: Config) -> int:
     """Returns how many segments there are, unused slots included; 0: sequences stay whole."""
-    length = _length(chunks, HV, K, V, config, device)
+    length = _length(chunks, HV, K, V, config)
     return length and _count(chunks, length)
 
 
-def segment_tables(
-    chunks: Chunks, HV: int, K: int, V: int, config: Config, device: torch.device
-) -> Segments | None:
+def segment_tables(chunks: Chunks, HV: int, K: int, V: int, config: Config) -> Segments | None:
     """Returns the segments of `chunks`, which has its tables; None: sequences stay whole."""
-    length = _length(chunks, HV, K, V, config, device)
+    length = _length(chunks, HV, K, V, config)
     if not length:
         return None
     count, span = _count(chunks, length), length * chunks.size
@@ -88,24 +85,17 @@ def _count(chunks: Chunks, length: int) -> int:
     return chunks.sequences * -(-chunks.per_sequence // length)
 
 
-def _length(chunks: Chunks, HV: int, K: int, V: int, config: Config, device: torch.device) -> int:
+def _length(chunks: Chunks, HV: int, K: int, V: int, config: Config) -> int:
     """Returns the chunks per segment; 0: sequences stay whole."""
     if SEGMENT != "auto":
         return SEGMENT or 0
     NV, NK = (-(-size // config.scan.columns) for size in (V, K))
     average = chunks.per_sequence // (chunks.sequences if chunks.packed else 1)
-    programs, processors = chunks.sequences * HV * NV, _processors(device)
+    programs, processors = chunks.sequences * HV * NV, config.processors
     # under torch.compile sizes may be symbols, which int() would fix: so it comes last
     if 2 * programs > processors or average < 8:
         return 0
     return chunks_per_segment(int(average), int(programs), (NV + NK) / NV, processors)
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    if device.type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return PROCESSORS
 
 
 def _first_of_each(counts: Tensor) -> Tensor:

@@ -33,6 +33,10 @@ NO_CACHE = (
     "packed sequences cannot fill or continue a cache: transformers' attention would mix them. "
     "Pass use_cache=False, or one sequence per row"
 )
+NO_ROWS = (
+    "under torch.compile, transformers' flash attention reads each of several rows as one sequence, though "
+    "position_ids may tell of more. Put sequences end to end in one row, or use another attention"
+)
 # families of layers with another recurrence, and which
 OTHER_RULES = dict.fromkeys(
     ("kimi_linear", "glm5_next", "bailing_hybrid"),
@@ -296,6 +300,8 @@ def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
         elif (found := packed_places(told, mask, shape)) is not None:
             # whether rows are packed is not known while torch.compile traces: one sequence is read alike
             places, is_packed = found
+            if shape[0] > 1 and "flash" in str(self.config._attn_implementation):
+                raise ValueError(NO_ROWS)
             if caches:
                 torch._assert_async(~is_packed, NO_CACHE)
             else:

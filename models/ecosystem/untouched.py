@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import metadata_load, metadata_save
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -54,7 +55,8 @@ def complete_weights(
         returns     the names of the tensors that were added, which are as in the source, bit for bit
 
     config.json becomes the source's, with what training changed, so that a vision-language model opens as one
-    again; settings of its image processor are copied. Raises ValueError where there are no weights.
+    again; settings of its image processor are copied. README.md names the source as base_model, and its
+    license, where it does not name them yet. Raises ValueError where there are no weights.
     """
     folder, source = Path(folder), Path(source)
     if folder.resolve() == source.resolve():
@@ -77,6 +79,7 @@ def complete_weights(
             if not (folder / file.name).exists():
                 shutil.copy(file, folder)
     _write_config(folder, source, given)
+    _write_card(folder / "README.md", source)
     return sorted(rest)
 
 
@@ -155,6 +158,17 @@ def _write_config(folder: Path, source: Path, dtype: torch.dtype | None) -> None
         ours = {**theirs, "text_config": text, "transformers_version": ours["transformers_version"]}
         ours.pop("torch_dtype", None)
     _write(folder / "config.json", ours | ({} if kind is None else {"dtype": kind}))
+
+
+def _write_card(card: Path, source: Path) -> None:
+    """Writes into a model card which model the weights come from: its name on the Hub, or its folder's."""
+    cached = re.search(r"models--([^/]+)/snapshots/", f"{source.resolve()}/")
+    base = cached[1].replace("--", "/") if cached else source.resolve().name
+    written, theirs = (metadata_load(x) or {} if x.is_file() else {} for x in (card, source / "README.md"))
+    license = {name: value for name, value in theirs.items() if name.startswith("license")}
+    if not card.exists():
+        card.write_text(f"# {card.parent.resolve().name}\n\nTrained from {base}.\n", encoding="utf-8")
+    metadata_save(card, {"library_name": "transformers", **license, "base_model": base, **written})
 
 
 def _write(path: Path, tree: dict[str, Any]) -> None:

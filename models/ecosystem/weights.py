@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.ecosystem import flash_linear_attention
@@ -40,7 +40,7 @@ def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> Pr
 
     Warns of dead heads by layer and head, and of tensors that the model leaves out, such as a vision tower:
     `save_model` and `complete_weights` carry them over. Raises ValueError for a folder without a model, and
-    for a model that has no equivalent here, naming what it is.
+    for a model that has no equivalent here, or whose code lies in the folder, naming what it is.
     """
     try:
         return _load(Path(folder), dtype)
@@ -62,6 +62,13 @@ def _load(folder: Path, dtype: torch.dtype | str | None) -> PreTrainedModel:
         model = DeltaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
     else:
         classes: Any = AutoModelForCausalLM._model_mapping
+        code = theirs.get("auto_map")
+        if code and theirs["model_type"] not in CONFIG_MAPPING:
+            raise ValueError(
+                f"{folder} is a {theirs['model_type']}, whose code lies in the folder and is not run: "
+                f"{', '.join(map(str, code.values()))}; look at it, and open it with "
+                "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)"
+            )
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if type(config) not in classes:
             raise ValueError(f"{folder} holds a {config.model_type}, which is no causal language model")

@@ -27,7 +27,10 @@ class _Anything:
 
 
 class _Collectives(ModuleType):
-    """Stands for nki.collectives, whose functions connect devices: they can be imported, not called."""
+    """Stands for nki.collectives. Groups of ranks can be made, but its functions connect devices."""
+
+    class ReplicaGroup(language.NKIObject):
+        groups: Any
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -19,9 +19,11 @@ from delta_trn.nki_kernels.simulator.core.cores import Pair, run_both
 from delta_trn.nki_kernels.simulator.core.errors import NkiValidationError, StrictError
 from delta_trn.nki_kernels.simulator.core.machine import EXACT, Machine, Numerics, Record, running
 from delta_trn.nki_kernels.simulator.core.memory import UNWRITTEN, MemoryRegion, NkiTensor
+from delta_trn.nki_kernels.simulator.core.precedents import without_precedent
 from delta_trn.nki_kernels.simulator.core.targets import Target, resolve
 
 RELEASE = "DELTA_TRN_NKI"
+STRICT = "DELTA_TRN_NKI_STRICT"
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Run:
     sbuf_peak: int
     psum_peak: int
     trace: tuple[Record, ...]
+    unprecedented: tuple[str, ...] = ()  # forms of instructions that no public kernel has; with a trace
 
 
 class Kernel:
@@ -60,9 +63,12 @@ class Kernel:
 
 
 def jit(
-    function: Callable[..., Any] | None = None, mode: str | None = None, platform_target: str | None = None
+    function: Callable[..., Any] | None = None, platform_target: str | None = None, **ignored: Any
 ) -> Any:
-    """Decorate a kernel. `mode` is ignored, as in NKI; runs without a target take `platform_target`."""
+    """Decorate a kernel. Other options (`mode`, ...) are ignored, as in NKI.
+
+    Runs without a target take `platform_target`.
+    """
     decorate = functools.partial(Kernel, target=platform_target)
     return decorate if function is None else decorate(function)
 
@@ -90,7 +96,7 @@ def record(
     kernel: Kernel | Callable[..., Any],
     *args: Any,
     target: str | None = None,
-    strict: bool = True,
+    strict: bool | None = None,
     check_source: bool = True,
     numerics: Numerics = EXACT,
     nki: str | None = None,
@@ -104,7 +110,8 @@ def record(
     target         trn1, trn2 or trn3
     nki            the release of NKI whose rules hold, "0.2.0" to "0.7.0"; without one, here or in the
                    environment variable DELTA_TRN_NKI, those of all of them
-    strict         False drops the checks that AWS's simulator does not make
+    strict         False drops the checks that AWS's simulator does not make; without it, here or as 0 in
+                   DELTA_TRN_NKI_STRICT, which reaches runs that a package starts itself, they are made
     check_source   False drops only the check of the compiler's Python subset
     numerics       makes the engines less exact
 
@@ -120,7 +127,9 @@ def record(
     if not isinstance(kernel, Kernel):
         kernel = Kernel(kernel)
     chip = resolve(target or kernel.target)
-    nki = nki or os.environ.get(RELEASE)
+    nki = nki or os.environ.get(RELEASE) or None
+    if strict is None:
+        strict = _is_strict()
     if kernel.cores == 2 and chip.generation == 2:
         raise NkiValidationError(f"LNC 2 is not supported on {chip.name}, only LNC 1")
     if strict and check_source:
@@ -141,7 +150,18 @@ def record(
             array[...] = tensor.array
     outputs = _outputs(machine, returned, nan_in)
     sbuf, psum = machine.peaks()
-    return Run(outputs, chip, machine.count, sbuf, psum, tuple(machine.trace or ()))
+    alone = tuple(without_precedent(machine.forms))
+    return Run(outputs, chip, machine.count, sbuf, psum, tuple(machine.trace or ()), alone)
+
+
+def _is_strict() -> bool:
+    """Return what the environment says about checks that AWS's simulator does not make."""
+    value = os.environ.get(STRICT) or "1"
+    if value not in ("0", "1"):
+        raise ValueError(
+            f"{STRICT}={value!r} is neither 1, every check, nor 0, those of AWS's simulator alone"
+        )
+    return value == "1"
 
 
 def _run(machines: list[Machine], function: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
@@ -211,7 +231,9 @@ def _output(machine: Machine, i: int, tensor: Any, nan_in: bool) -> Any:
         raise TypeError(f"kernel output {i} must be a tensor, got {type(tensor).__name__}")
     if not machine.strict:
         return tensor.array
-    if tensor.buffer is not MemoryRegion.shared_hbm:
+    if tensor.buffer is MemoryRegion.private_hbm:
+        machine.refuse("an output in private_hbm", f"kernel output {i} `{tensor.name}`")
+    elif tensor.buffer is not MemoryRegion.shared_hbm:
         raise StrictError(
             f"kernel output {i} `{tensor.name}` must be in shared_hbm, got {tensor.buffer.value}"
         )

@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401, F403 (a namespace: every imported name is part of nl)
 
+import builtins
 import contextlib
 import inspect
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from delta_trn.nki_kernels.simulator.core.memory import (
 from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS, PSUM_BANK, PSUM_BANKS
 from delta_trn.nki_kernels.simulator.isa import operators as _operators
 from delta_trn.nki_kernels.simulator.isa.dma import dma_copy
-from delta_trn.nki_kernels.simulator.isa.elementwise import memset
+from delta_trn.nki_kernels.simulator.isa.elementwise import memset, tensor_copy
 from delta_trn.nki_kernels.simulator.isa.operators import Operator
 from delta_trn.nki_kernels.simulator.isa.randomness import dropout as _isa_dropout
 from delta_trn.nki_kernels.simulator.isa.search import nc_n_gather
@@ -152,9 +153,28 @@ def shared_identity_matrix(n: int, dtype: Any = "uint8", dst: NkiTensor | None =
     return out
 
 
+def _assign(tensor: NkiTensor, key: object, value: Any) -> None:
+    """Write a tensor, or a number, to a part of a tensor by the instruction that can: tensor[key] = value."""
+    dst = tensor[key]
+    if not isinstance(value, NkiTensor):
+        memset(dst=dst, value=value)
+    elif dst.on_chip and value.on_chip:
+        tensor_copy(dst=dst, src=value)
+    else:
+        dma_copy(dst=dst, src=value)
+
+
+NkiTensor.__setitem__ = _assign  # not in memory, which knows no instructions
+
+
 def load(src: NkiTensor, dtype: Any = None) -> NkiTensor:
     """Copy a tensor in HBM to a new SBUF tile."""
     require(src.buffer in HBM, f"load reads HBM, got {src.buffer.value}")
+    if src.ndim == 1 and src.size > PARTITIONS and current().strict:
+        raise StrictError(
+            f"load of `{src.name}` {src.shape} takes a partition for each element on the chip, and "
+            f"{src.size} exceed {PARTITIONS}: give it as (1, {src.size})"
+        )
     shape = src.shape if src.ndim > 1 else (1, *src.shape)
     out = ndarray(shape, dtype or src.dtype, SBUF)
     dma_copy(dst=out, src=src)
@@ -171,7 +191,16 @@ def store(dst: NkiTensor, value: Any) -> NkiTensor:
 
 
 def load_transpose2d(src: NkiTensor, dtype: Any = None) -> NkiTensor:
-    return transpose(load(src), dtype or src.dtype)
+    """Copy a matrix in HBM, transposed, to a new SBUF tile, in blocks of at most 128 rows."""
+    rows = src.shape[0]
+    if rows <= PARTITIONS:
+        return transpose(load(src), dtype or src.dtype)
+    out = ndarray((src.size // rows, rows), dtype or src.dtype, SBUF)
+    for start in range(0, rows, PARTITIONS):
+        block = src[start : builtins.min(start + PARTITIONS, rows)]
+        block.form = src.form  # the kernel wrote no slice of a slice
+        tensor_copy(dst=out[:, start : start + block.shape[0]], src=transpose(load(block), out.dtype))
+    return out
 
 
 def gather_flattened(data: NkiTensor, indices: NkiTensor, axis: int = 0, dtype: Any = None) -> NkiTensor:
@@ -190,7 +219,7 @@ def dropout(x: NkiTensor, rate: Any, dtype: Any = None) -> NkiTensor:
 
 
 def expand_dims(x: NkiTensor, axis: int) -> NkiTensor:
-    return x.expand_dim(axis + x.ndim + 1 if axis < 0 else axis)
+    return x.insert_axis(axis + x.ndim + 1 if axis < 0 else axis)
 
 
 ds = DynamicSlice

@@ -54,6 +54,7 @@ def table(name: str, shape: str, run: Run, readings: Sequence[Estimate]) -> str:
         f"PSUM: {run.psum_peak} of 8 banks. "
         f"The Scalar engine loads {slow.loads} tables ({', '.join(slow.tables) or 'none'}), "
         f"{slow.loads * LOAD_US:.1f} us of its time.",
+        f"Forms that no public kernel has: {', '.join(run.unprecedented) or 'none'}.",
         "",
         "| instruction | count | | longest path | count | time, us |",
         "| --- | ---: | --- | --- | ---: | ---: |",

@@ -1,20 +1,21 @@
 """The Python subset of NKI's compiler, checked on the source of a kernel and of every helper that it reaches.
 
 A kernel runs here as ordinary Python, but the compilers of NKI 0.2 to 0.6 parse its source and accept less.
-`check` raises for what a release, or one of all releases, refuses. `core.releases` has the rules and their
-sources.
+`check` raises for what a release, or one of all releases, refuses, and warns of what AWS's text refuses and
+its own kernels do. `core.releases` has the rules and their sources.
 """
 
 import ast
 import builtins
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import Any
 
-from delta_trn.nki_kernels.simulator.core.errors import StrictError
+from delta_trn.nki_kernels.simulator.core.errors import NkiWarning, StrictError
 from delta_trn.nki_kernels.simulator.core.releases import rules_of, signature_problem
 
 
@@ -42,24 +43,22 @@ REFUSED: tuple[tuple[Any, str], ...] = (
     (ast.Match, "match is outside the compiler's subset; use if"),
     ((ast.AsyncFunctionDef, ast.Await), "async is outside the compiler's subset"),
 )
-VIEWS = (
-    "permute", "broadcast", "expand_dim", "squeeze_dim", "reshape_dim", "flatten_dims", "rearrange", "select",
-    "vector_select", "get_pattern", "is_contiguous",
-)  # fmt: skip
 ITERATIONS = ("enumerate", "zip", "map", "filter", "reversed", "sorted")
 SUBSET = "Python outside the compiler's subset"
 
 
 def check(kernel: Callable[..., Any], nki: str | None = None) -> None:
     """Raise SubsetError with every construct that the release `nki`, or without one some release, refuses."""
-    refused = findings(kernel, nki)
+    refused = [text for text, warns in _find(kernel, nki) if not warns]
+    for text, warns in _find(kernel, nki):
+        if warns:
+            warnings.warn(text, NkiWarning, stacklevel=3)
     if refused:
         lines = "\n  ".join(refused)
         releases = f"nki {nki}" if nki else "one of the releases 0.2.0 to 0.7.0 (name yours by nki=)"
         raise SubsetError(f"kernel source has what {releases} does not take:\n  {lines}")
 
 
-@lru_cache(maxsize=512)
 def findings(kernel: Callable[..., Any], nki: str | None = None) -> tuple[str, ...]:
     """Return what in the kernel, or in a function that it reaches, a release or one of them does not take.
 
@@ -70,8 +69,14 @@ def findings(kernel: Callable[..., Any], nki: str | None = None) -> tuple[str, .
     >>> [finding.split(": ")[1] for finding in findings(total)]
     ["a comprehension is outside the compiler's subset; write a loop"]
     """
+    return tuple(text for text, _ in _find(kernel, nki))
+
+
+@lru_cache(maxsize=512)
+def _find(kernel: Callable[..., Any], nki: str | None) -> tuple[tuple[str, bool], ...]:
+    """Return the findings, and of each whether it is only warned of."""
     root = getattr(kernel, "function", kernel)
-    result: list[str] = []
+    result: list[tuple[str, bool]] = []
     pending, seen = [root], set()
     while pending:
         function = pending.pop()
@@ -85,10 +90,11 @@ def findings(kernel: Callable[..., Any], nki: str | None = None) -> tuple[str, .
         tree: Any = ast.parse(textwrap.dedent("".join(lines))).body[0]
         closure = inspect.getclosurevars(function)
         scope = {**closure.globals, **closure.nonlocals}
-        problems = [*_find_outside(tree, function is root)] if SUBSET in rules_of(nki) else []
-        problems += _find_refused(tree, scope, nki)
+        outside = _find_outside(tree, function is root) if SUBSET in rules_of(nki) else ()
+        problems = [(node, what, False) for node, what in outside]
+        problems += _find_refused(tree, scope, closure.nonlocals, nki)
         file = function.__code__.co_filename.rpartition("/")[2]
-        result += [f"{file}:{first + node.lineno - 1}: {what}" for node, what in problems]
+        result += [(f"{file}:{first + node.lineno - 1}: {what}", warns) for node, what, warns in problems]
         pending += _list_reached(tree, scope)
     return tuple(result)
 
@@ -142,18 +148,27 @@ def _identity(node: ast.Compare, *, with_none: bool) -> bool:
     return any(none == with_none for none in tests)
 
 
-def _find_refused(tree: Any, scope: dict[str, Any], nki: str | None) -> Iterator[tuple[Any, str]]:
-    """Yield each node that the rules of the release refuse, and what to write instead."""
+def _find_refused(
+    tree: Any, scope: dict[str, Any], outer: Mapping[str, Any], nki: str | None
+) -> Iterator[tuple[Any, str, bool]]:
+    """Yield each node that the rules of the release refuse, what to write instead, and whether they warn.
+
+    `outer` are the variables of enclosing functions that the source reads.
+    """
     rules = rules_of(nki)
     for node in _body(tree):
-        for name in _forms(node, scope):
+        forms = [(name, name) for name in _forms(node, scope)]
+        if isinstance(node, ast.Name) and node.id in outer:
+            name = "a variable of an enclosing function"
+            forms.append((name, f"`{node.id}`: {name}"))
+        for name, what in forms:
             if name in rules:
-                yield node, f"{name} {rules[name]}"
+                yield node, f"{what} {rules[name]}", rules[name].only_warns(nki)
         if isinstance(node, ast.Call) and _owner(node.func) in ("nisa", "nl"):
             name = ast.unparse(node.func).partition(".")[2]
             problem = signature_problem(nki, name, tuple(k.arg or "" for k in node.keywords))
             if problem:
-                yield node, problem
+                yield node, problem, False
 
 
 def _owner(node: ast.AST) -> str:
@@ -169,6 +184,11 @@ def _forms(node: ast.AST, scope: dict[str, Any]) -> Iterator[str]:
         yield "`is` with None"
     if isinstance(node, ast.For) and isinstance(node.target, (ast.Tuple, ast.List)):
         yield "a tuple as a loop's target"
+    if isinstance(node, ast.FunctionDef):
+        yield "a function inside a function"
+    targets = node.targets[0] if isinstance(node, ast.Assign) else None
+    if isinstance(targets, ast.Tuple) and any(isinstance(t, ast.Subscript) for t in targets.elts):
+        yield "an element as one of several targets"
     if isinstance(node, ast.Starred):
         yield "a starred value"
     if isinstance(node, ast.Attribute) and node.attr == "dynamic_range":
@@ -177,12 +197,6 @@ def _forms(node: ast.AST, scope: dict[str, Any]) -> Iterator[str]:
         return
     if isinstance(node.func, ast.Name) and node.func.id in ITERATIONS:
         yield "enumerate, zip, map and their like"
-    owner = _owner(node.func)
-    if owner == "nisa" and node.args:
-        yield "an instruction's positional arguments"
-    module = isinstance(scope.get(owner), ModuleType)
-    if isinstance(node.func, ast.Attribute) and node.func.attr in VIEWS and not module:
-        yield "a view method"
 
 
 def _list_reached(tree: Any, scope: dict[str, Any]) -> list[Any]:

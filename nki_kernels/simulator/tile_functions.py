@@ -113,7 +113,7 @@ def stretch(x: NkiTensor, shape: Any) -> NkiTensor:
     )
     for axis in range(1, len(shape)):
         if x.shape[axis] != shape[axis]:
-            x = x.broadcast(axis, shape[axis])
+            x = x.repeat(axis, shape[axis])
     return x
 
 

@@ -1,7 +1,9 @@
 """bench times nothing whose parity fails, gives contenders alternate turns, and says what it did not run."""
 
 import json
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from delta_trn.backends import machine
 from delta_trn.backends.bench import __main__ as bench
 from delta_trn.backends.bench import roofline, timing
-from delta_trn.backends.bench.peers import PEERS
+from delta_trn.backends.bench.peers import PEERS, name_backends
 from delta_trn.backends.bench.roofline import Ceilings, Work, ceilings, work
 from delta_trn.backends.bench.timing import time_in_turns
 from delta_trn.backends.gated_delta_rule.chunked import note
@@ -52,6 +54,16 @@ def test_a_case_of_the_rule_is_timed_beside_its_peer(tmp_path, capsys, monkeypat
     output = capsys.readouterr().out
     assert "peer fla: not yet run, " in output and "times ours" in output
     assert output.startswith(f"chunked ({note()}) on ")
+
+
+def test_what_flash_linear_attention_hands_its_calls_to_is_named(monkeypatch):
+    """Its release 0.6.0 notes every function that another backend than Triton has computed, or refused."""
+    assert name_backends() == "Triton"
+    notes = {"gated_delta_rule:chunk_gated_delta_rule:flash_qla", "common:chunk_bwd_dqkwg:tilelang:fail"}
+    registry = SimpleNamespace(_logged=notes)
+    fla = SimpleNamespace(_operation_registries={"gated_delta_rule": registry}, _function_registries={})
+    monkeypatch.setitem(sys.modules, "fla.backends", fla)
+    assert name_backends() == "chunk_gated_delta_rule by flash_qla"
 
 
 def test_packed_sequences_are_timed_beside_one_of_as_many_tokens(tmp_path, monkeypatch, quick):

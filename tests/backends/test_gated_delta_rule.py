@@ -208,13 +208,13 @@ def test_the_backend_asked_for_is_the_one_that_runs(backend, spy):
 
 
 class TestFlashLinearAttention:
-    """Calls written for chunk_gated_delta_rule of flash-linear-attention 0.5.2 run as they are."""
+    """Calls written for chunk_gated_delta_rule of flash-linear-attention 0.6.0 run as they are."""
 
     def test_names_and_positions_are_those_of_its_release(self):
         positions = [
             *("q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state"),
             *("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first"),
-            *("cu_seqlens", "cu_seqlens_cpu", "cp_context"),
+            *("cu_seqlens", "cu_seqlens_cpu", "chunk_indices", "cp_context"),
         ]
         parameters = inspect.signature(gated_delta_rule).parameters.values()
         assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == positions
@@ -241,7 +241,8 @@ class TestFlashLinearAttention:
         tensors = {name: x[:1] for name, x in arguments().items()}
         o, _ = gated_delta_rule(**tensors, cu_seqlens=packed(0, 1, T))
         bounds = packed(0, 1, T).int()
-        again, _ = gated_delta_rule(**tensors, cu_seqlens=bounds, cu_seqlens_cpu=bounds, chunk_size=64)
+        ignored = {"cu_seqlens_cpu": bounds, "chunk_indices": torch.zeros(2, 2).long(), "chunk_size": 64}
+        again, _ = gated_delta_rule(**tensors, cu_seqlens=bounds, **ignored)
         assert torch.equal(o, again)
 
     def test_states_with_values_first_are_the_transposed_ones_and_their_gradients_too(self):

@@ -1,5 +1,8 @@
 """What holds for every NKI kernel: its source compiles under every release, later chips compute the same."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -24,6 +27,7 @@ from delta_trn.nki_kernels.simulator.subset import findings
 from tests.support.nki_judge import record_run, run
 from tools import first_hour_trn1
 
+DOCS = Path(__file__).parents[2] / "docs" / "trainium.md"
 RULE = {"B": 1, "T": 40, "H": 1, "HV": 2, "K": 48, "V": 96, "C": 32, "dtype": "bfloat16"}
 RESIDUAL = {"M": 3, "D": 96, "dtype": "bfloat16"}
 NORM = {"M": 300, "V": 96, "dtype": "bfloat16"}
@@ -77,10 +81,13 @@ def test_every_release_takes_the_kernel(kernel, arguments, monkeypatch):
     """Without the name of a release, the rules of all hold; nor does a kernel do what has failed on Trn1."""
     assert findings(kernel) == ()
     made, indexed = watch(monkeypatch)
-    outputs = record_run(kernel, *arguments, trace=False, check_source=False).outputs
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    run = record_run(kernel, *arguments, check_source=False)
+    outputs = run.outputs if isinstance(run.outputs, tuple) else (run.outputs,)
     assert all(any(x is y for y in outputs) for x in made), "HBM that is no output (aws-neuron-sdk 1311)"
     assert not indexed, f"copies to or from {indexed} with an integer index (aws-neuron-sdk 1281)"
+    rows = re.findall(r"^\| `(\w+ \w+=\w+)` \| (.*) \|$", DOCS.read_text(), re.MULTILINE)
+    listed = {form for form, kernels in rows if kernel.__name__ in kernels.split(", ")}
+    assert set(run.unprecedented) == listed, "docs/trainium.md lists them"
 
 
 def watch(monkeypatch):

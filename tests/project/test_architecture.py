@@ -50,7 +50,7 @@ LEAF_FOLDERS = tuple(leaf.replace(".", "/") + "/" for leaf in LEAVES)
 WORKSHOP = ("tools", "tests")  # they may import everything
 
 TOP_LEVEL = {
-    *("README.md", "pyproject.toml", "Makefile", "LICENSE"),
+    *("README.md", "pyproject.toml", "setup.py", "Makefile", "LICENSE"),
     *(
         "delta_trn",
         "backends",

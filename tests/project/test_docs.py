@@ -204,6 +204,14 @@ def test_the_table_of_families_names_tests_that_are_there():
     assert {cell.strip() for row in cells.values() for cell in row} <= known
 
 
+def test_the_readme_says_how_to_reach_the_command_before_it_calls_it():
+    ours = [block.text for block in BLOCKS if block.page.name == "README.md" and "delta-trn " in block.text]
+    lines = ours[0].splitlines()
+    assert lines.index(". .venv/bin/activate") < next(
+        i for i, x in enumerate(lines) if x.startswith("delta-trn ")
+    )
+
+
 def test_the_readme_takes_five_minutes():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 

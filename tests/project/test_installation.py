@@ -1,6 +1,7 @@
 """The built wheel, installed beside a user's own files of our folders' names."""
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -84,6 +85,26 @@ def test_the_wheel_holds_launch_scripts_and_kernel_sources_and_nothing_at_the_to
     assert expected <= {path.name for path in kernels}
     top = {path.name for path in packages.iterdir() if "dist-info" not in path.name}
     assert top == {"delta_trn"}
+
+
+def test_the_description_of_the_wheel_is_the_readme_without_what_only_a_checkout_shows(installed):
+    """A package index shows neither pictures of a checkout nor its files."""
+    (found,) = (installed.parent / "lib").glob("python*/site-packages/delta_trn-*.dist-info/METADATA")
+    head, _, text = found.read_text().partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in head and "Requires-Dist: peft>=" in head
+    assert text.startswith("# delta-trn\n") and "make train" in text and "![" not in text
+    assert re.findall(r"\]\((?!https://)", text) == [] and text.count("](https://") >= 2
+
+
+def test_every_installation_says_first_what_it_installs_and_how_long_that_takes():
+    """pip is told to be quiet, which for minutes looks like a command that hangs."""
+    rules = re.findall(
+        r"^\$\((\w+)\)(?:/\.ready)?:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    installing = {name: lines.splitlines() for name, lines in rules if "pip install" in lines}
+    assert installing.keys() == {"READY", "XLA", "NEURON", "EVAL", "TRL", "FRESH"}
+    for name, lines in installing.items():
+        assert re.match(r"\t@echo \"installing .* [GM]B, .*minute", lines[0]), name
 
 
 def test_importing_delta_trn_loads_neither_torch_nor_transformers(installed, elsewhere):

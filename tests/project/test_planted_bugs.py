@@ -39,6 +39,7 @@ from tests.backends.cpu_kernel import test_states
 from tests.models import test_ddl, test_ddl_options, test_language_model, test_lazy_product, test_loss
 from tests.models.ecosystem import test_fully_sharded, test_packing, test_weights, test_widths
 from tests.nki_kernels import test_gated_delta_layer
+from tests.nki_kernels.simulator import test_movement, test_releases
 from tests.support import families, tiny_models
 from tests.support.planted_bugs import BUGS, RULE, planted
 from tests.support.simulator_harness import attempt, ones, product, psum
@@ -144,6 +145,16 @@ def products_are_checked():
         except StrictError:
             refused += 1
     return refused == 2
+
+
+def releases_differ():
+    """Returns whether the simulator knows places that a release names, repeats and blocks of rows."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("DELTA_TRN_NKI", "0.7.0")
+        test_releases.test_positional_operands_have_the_order_of_the_release(patched)
+    test_releases.test_a_place_that_repeats_is_written_alone()
+    test_movement.test_a_matrix_of_any_number_of_rows_is_loaded_transposed(300)
+    return True
 
 
 def values_come_first():
@@ -305,6 +316,13 @@ def separate_numbers_pass():
         return holds(test, "ours", Path(folder))
 
 
+def flash_attention_passes():
+    with pytest.MonkeyPatch.context() as patched:
+        test_packing.replace_flash_attention(patched)
+        test = test_packing.test_compiled_flash_attention_keeps_a_packed_row_apart_and_refuses_several
+        return holds(test, None, 2)
+
+
 CHECKS = {
     "chunked": lambda: judged("chunked", WHOLE),
     "gates": lambda: judged("chunked", replace(WHOLE, gates="plain")),
@@ -377,6 +395,7 @@ CHECKS = {
         for verdict in rule.verdicts(replace(WHOLE, T=20, scale=1e-40), torch.float32, "nki-simulator")
     ),
     "simulator's products": products_are_checked,
+    "simulator's releases": releases_differ,
     "values first": values_come_first,
     "nki, K = 256": lambda: judged("nki-simulator", BY_NAME["k256_short"]),
     "nki, layer": mixer_passes,
@@ -427,6 +446,7 @@ CHECKS = {
     "packed rows and a cache": lambda: holds(
         test_packing.test_packed_sequences_cannot_fill_or_continue_a_cache, families.make("qwen3_next"), 2
     ),
+    "compiled flash attention": flash_attention_passes,
     "rates": rates_pass,
     "decay steps": lambda: holds(
         test_optimizers.TestSchedule().test_decay_steps_replaces_steps_as_the_end_of_the_cosine

@@ -73,6 +73,7 @@ def keys(data: Path, out: Path, **changes: object) -> list[str]:
         "steps": 12,
         "model.width": 16,
         "batch.length": 16,
+        "optimizer.lr": 0.01,
         "checkpoint.every": 4,
         "evaluation.every": 6,
         "sample.tokens": 4,

@@ -3,7 +3,9 @@
 Nothing is compiled here: `make compile` estimates every kernel.
 """
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +15,7 @@ from delta_trn.backends.compiler import NotCompiled
 from delta_trn.backends.gated_delta_rule import triton_adapter
 from delta_trn.triton_kernels.sass import Code, Instruction, count_unfenced, is_followed, loops, parse
 from tools.estimate import __main__ as command
-from tools.estimate import calibration, layers, machine, peer, simulate, work
+from tools.estimate import calibration, layers, machine, peer, published, simulate, work
 from tools.estimate.estimates import PARALLEL, SERIAL, factor
 
 NONE = 7
@@ -197,15 +199,33 @@ def test_a_program_that_no_sm_holds_is_an_error():
         cycles(resident_registers=255, warps=16)
 
 
-def test_forward_keeps_what_the_adapter_keeps_on_an_h200(monkeypatch):
-    class H200:
-        total_memory = 143771 * 2**20
-
+@pytest.mark.parametrize(("device", "keeps"), [("h200", True), ("h100", False)])
+def test_forward_keeps_what_the_adapter_keeps_on_that_device(device, keeps, monkeypatch):
+    shape = work.SHAPES["qwen3_next_4x8192"]
+    monkeypatch.setattr(machine, "MEBIBYTES", machine.DEVICES[device][2])
+    found = SimpleNamespace(total_memory=machine.MEBIBYTES * 2**20)
     monkeypatch.setattr(triton_adapter.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(triton_adapter.torch.cuda, "get_device_properties", lambda device: H200)
-    kept_bytes = triton_adapter._kept_bytes.__wrapped__
-    assert kept_bytes(triton_adapter.torch.device("cuda")) == work.KEPT_BYTES
-    assert kept_bytes(triton_adapter.torch.device("cpu")) < work.KEPT_BYTES
+    monkeypatch.setattr(triton_adapter.torch.cuda, "get_device_properties", lambda device: found)
+    most = triton_adapter._kept_bytes.__wrapped__(triton_adapter.torch.device("cuda"))
+    states = 4 * 128 * shape.HV * shape.V * (shape.K + 64) * 2
+    assert work.keeps_states(shape) is keeps is (states <= most)
+
+
+def test_published_times_stand_beside_an_estimate():
+    assert published.compare("paper_512", 1.0, 1.0) == []
+    qla, infer = published.compare("qwen3_next_4x8192", 800.0, 2000.0)
+    assert "FlashQLA" in qla and "forward 0.611 ms, 0.76 of ours; backward 2.978 ms, 1.49 of ours" in qla
+    assert "FlashInfer" in infer and "backward" not in infer
+    assert published.PUBLISHED.keys() <= work.SHAPES.keys()
+
+
+def test_a_record_of_some_shapes_keeps_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "RECORDED", tmp_path / "recorded.json")
+    before = {"triton": command.triton.__version__, "microseconds": {"paper_256": {"scan": 1.0}}}
+    command.RECORDED.write_text(json.dumps(before))
+    command.record([row("scan", 100.0)])
+    after = json.loads(command.RECORDED.read_text())["microseconds"]
+    assert after == {"paper_256": {"scan": 1.0}, "paper_512": {"scan": 100.0}}
 
 
 def test_every_shape_has_its_launches():

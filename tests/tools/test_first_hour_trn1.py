@@ -7,6 +7,7 @@ import pytest
 from delta_trn.nki_kernels.simulator import Numerics, record
 from delta_trn.nki_kernels.simulator.core.tables import LOAD_US
 from delta_trn.nki_kernels.simulator.cost import ISSUE
+from tools import first_hour_chain as chain
 from tools import first_hour_trn1 as hour
 
 
@@ -14,7 +15,8 @@ def test_every_stage_runs_dry_and_writes_what_it_decides(tmp_path):
     lines = tmp_path / "trn1.jsonl"
     assert hour.main(["--dry", "--json", str(lines)]) == 0
     rows = {row["stage"]: row for row in map(json.loads, lines.read_text().splitlines())}
-    assert list(rows) == ["precision", "rate", "tables", "kernel", "layer", "step"]
+    assert set(rows["chain"].values()) >= {"right", "graphs of several kernels can run"}
+    assert list(rows) == ["chain", "precision", "rate", "tables", "kernel", "layer", "step"]
     assert all(row["decides"] for row in rows.values())
     assert rows["precision"]["products"] == "float32" and "can be green" in rows["precision"]["decides"]
     assert rows["rate"]["reading"] == "issue"
@@ -30,6 +32,23 @@ def test_loads_of_tables_that_take_no_time_decide_otherwise():
     assert free["load_us"] == 0 and "go back to the Scalar engine" in free["decides"]
 
 
+def test_a_form_that_fails_names_what_follows_and_the_others_go_on(monkeypatch, capsys):
+    def refuse(x):
+        raise RuntimeError("[XTP003] too many\nand more")
+
+    forms = dict(chain.FORMS)
+    kept = {name: forms[name] for name in ("one kernel", "one tensor passed twice")}
+    monkeypatch.setattr(chain, "FORMS", {"refused": (refuse, 2, "go on"), **kept})
+    monkeypatch.setattr(chain, "summed", chain.doubled_through_scratch)
+    monkeypatch.setattr(chain, "doubled", chain.doubled_through_scratch)
+    found = hour.chain(lambda *_: 0.0, True)
+    assert found["refused"] == "FAILED: go on ([XTP003] too many)" and found["one kernel"] == "right"
+    assert found["one tensor passed twice"].startswith("FAILED: a kernel needs two tensors")
+    assert found["decides"] == "look at refused first" and "chain: refused ..." in capsys.readouterr().out
+    monkeypatch.setattr(chain, "FORMS", {"one kernel": (lambda x: 3 * x, 2, "stop")})
+    assert hour.chain(lambda *_: 0.0, True)["one kernel"] == "WRONG numbers: stop"
+
+
 @pytest.mark.parametrize("precision", ["float32", "tfloat32", "bfloat16"])
 def test_the_precision_of_products_is_named(precision):
     results = record(hour.products, *hour.operands(), numerics=Numerics(matmul=precision)).outputs
@@ -39,5 +58,5 @@ def test_the_precision_of_products_is_named(precision):
 def test_without_a_chip_the_command_says_how_to_go_on():
     with pytest.raises(SystemExit, match="torch_xla is not installed"):
         hour.main([])
-    with pytest.raises(SystemExit, match="'speed' is not one of precision, rate, tables, kernel"):
+    with pytest.raises(SystemExit, match="'speed' is not one of chain, precision, rate, tables, kernel"):
         hour.main(["speed", "--dry"])

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from delta_trn import load_model
 from delta_trn.train.__main__ import COMMANDS, WAITING, main, set_waiting
@@ -39,6 +41,8 @@ def run_python(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProc
 class TestOverview:
     def test_the_whole_overview_lists_every_command_and_recipe_in_short_lines(self):
         output = train("--help-all")
+        parameters = sum(math.prod(row.shape) for row in list_scaled(recipe("tiny")))
+        assert f"{round(parameters / 1000)} thousand parameters" in output
         for name in (*COMMANDS, *RECIPES):
             assert any(line.strip().startswith(name) for line in output.splitlines()), name
         assert max(map(len, output.splitlines())) < 140
@@ -190,6 +194,14 @@ class TestFolders:
         (out / "loss.png").unlink()
         assert train("plot", out) == f"{out / 'loss.png'}\n"
         assert (out / "loss.png").read_bytes() == picture
+
+    def test_a_picture_that_may_not_be_written_needs_permission_and_no_space(self, finished, monkeypatch):
+        def refuse(*arguments: object, **options: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Figure, "savefig", refuse)
+        status, _, err = run_command("plot", finished)
+        assert status == 2 and "may not write" in err and "get write permission" in err and "space" not in err
 
 
 class TestProcess:

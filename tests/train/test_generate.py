@@ -73,6 +73,17 @@ class TestBesideARunningRun:
 
 
 class TestText:
+    def test_what_tiny_writes_after_the_eight_steps_of_the_docs_can_be_read(self, tmp_path):
+        """At a tenth of the rate it draws bytes that are no text, and a new user thinks that it is broken."""
+        data, texts = tiny_run.prepare_data(tmp_path), []
+        for rate in ("", "optimizer.lr=0.01"):
+            out = tmp_path / f"run{rate}"
+            words = [f"data.source={data}", "device=cpu", "steps=8", f"out={out}"]
+            train("run", "tiny", *filter(None, [*words, rate]))
+            texts.append(train("generate", out, "--prompt", "def "))
+        strange = [sum(not c.isascii() or not (c.isprintable() or c == "\n") for c in x) for x in texts]
+        assert strange[0] <= 0.02 * len(texts[0]) and strange[1] >= 0.2 * len(texts[1]), texts
+
     def test_greedy_text_is_the_most_probable_token_of_the_uncached_model(self, run, loaded):
         model, tokenizer = loaded
         ids = tokenizer.encode(PROMPT)
@@ -133,7 +144,7 @@ class TestText:
 
     def test_text_is_streamed_in_whole_characters(self, loaded):
         model, _ = loaded
-        tokenizer, pieces, text = plain_bytes(), [], "naïve — 𝛿 end"
+        tokenizer, pieces, text = plain_bytes(), [], "naïve\n— 𝛿 end"
         written = iter([*text.encode(), tokenizer.eos])
 
         class Scripted(type(model)):

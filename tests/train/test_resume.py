@@ -229,8 +229,8 @@ class TestContinuing:
         assert "checkpoint.every changes from 4 to 5" in output
 
     def test_or_resume_refuses_another_run_and_names_the_changed_keys(self, data, finished):
-        words = ["run", "--or-resume", "tiny", *keys(data, finished)]
-        status, _, err = tiny_run.run_command(*words, "optimizer.lr=0.5", "model.layers=3")
+        words = keys(data, finished, optimizer__lr=0.5, model__layers=3)
+        status, _, err = tiny_run.run_command("run", "--or-resume", "tiny", *words)
         assert status == 2 and "another run" in err
         assert "optimizer.lr from 0.01 to 0.5" in err and "model.layers from 2 to 3" in err
         status, _, err = tiny_run.run_command("run", "--or-resume", "transfer", f"out={finished}")

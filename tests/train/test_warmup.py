@@ -144,4 +144,8 @@ class TestLaunchScripts:
         assert keys and listed == f"python -m train warmup tiny {keys} --list --processes={processes}"
         launcher = trained.partition(" -m train")[0]
         assert loaded == f"{launcher} -m train warmup tiny {keys} --processes={processes}"
-        assert compiled == f"neuron_parallel_compile {loaded}"
+        alone = " --num_parallel 1" if script == "trn1.2xlarge.sh" else ""  # 32 GB
+        assert compiled == f"neuron_parallel_compile{alone} {loaded}"
+        assert variables["XLA_DISABLE_FUNCTIONALIZATION"] == "1", "AWS's own default"
+        ((_, asked),) = launch(script, "tiny", XLA_DISABLE_FUNCTIONALIZATION="0")
+        assert asked["XLA_DISABLE_FUNCTIONALIZATION"] == "0"

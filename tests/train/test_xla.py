@@ -145,7 +145,9 @@ class TestReduction:
 
         monkeypatch.setenv("XLA_ALWAYS_ALLREDUCE", "1")
         monkeypatch.setattr(whole, "DistributedDataParallel", None)
-        config = apply(recipe("tiny"), {"model.layers": "1", "optimizer.clip": "0.01"})
+        config = apply(
+            recipe("tiny"), {"model.layers": "1", "optimizer.lr": "0.01", "optimizer.clip": "0.01"}
+        )
         tokens = torch.arange(32).reshape(2, 16) % 7
         gradients = []
         for device in (machine.pick("xla"), torch.device("cpu")):

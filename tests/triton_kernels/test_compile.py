@@ -58,6 +58,22 @@ def test_all_configurations_compile_within_their_bounds(tmp_path):
     assert {row["dtype"] for row in rows} == {"bf16", "fp16", "fp32"}
 
 
+OTHERS = """
+from delta_trn.triton_kernels.compile_only import compile_variant, variants
+for architecture in (80, 120):
+    some = variants(quick=True, architecture=architecture)
+    scan = next(x for x in some if x[:2] == (128, 128) and x[3].kernel == "scan")
+    row = compile_variant(*scan, architecture)
+    print(architecture, row.broken(), row.shared < 99 * 1024, row.hgmma)
+"""
+
+
+def test_a_scan_compiles_for_other_gpus_within_their_bounds(tmp_path):
+    """`make compile` compiles the other kernels, too."""
+    result = compiler("-c", OTHERS, cache=tmp_path / "cache", check=True)
+    assert result.stdout.splitlines() == [f"{architecture} [] True 0" for architecture in (80, 120)]
+
+
 UNFENCED = """
 from dataclasses import replace
 import triton
@@ -107,6 +123,7 @@ def test_the_goals_logit_is_read_before_any_warp_writes_its_gradient(tmp_path):
 
 
 BROKEN = """
+from dataclasses import replace
 import triton
 from delta_trn.triton_kernels import compile_only
 from delta_trn.triton_kernels.compile_only import Row, SHARED_BYTES
@@ -114,6 +131,9 @@ good = Row("scan", 64, 128, "bf16", "dense", 4, 2, 200, 0, 70000, 8, 0, 0)
 print(good.broken())
 bad = Row("scan", 64, 128, "bf16", "dense", 4, 2, 255, 5000, SHARED_BYTES + 1, 8, 3, 2)
 print(bad.broken())
+for architecture in (80, 89):
+    print([text for text, _ in replace(good, shared=110000, stack=900, architecture=architecture).broken()])
+print([text for text, _ in replace(good, architecture=100, tensor=576).broken()])
 for triton.__version__ in ("3.7.1", "3.9.0"):
     print([error for _, error in bad.broken()])
 """
@@ -121,9 +141,11 @@ for triton.__version__ in ("3.7.1", "3.9.0"):
 
 def test_a_row_beyond_its_bounds_names_each_bound(tmp_path):
     result = compiler("-c", BROKEN, cache=tmp_path / "cache", check=True)
-    good, bad, *errors = result.stdout.splitlines()
+    good, bad, a100, l40s, b200, *errors = result.stdout.splitlines()
     assert good == "[]"
     assert all(word in bad for word in ("shared memory 232449", "stack 5000", "3 matrix", "2 reads"))
+    assert (a100, l40s) == ("[]", "['shared memory 110000 exceeds 101376']")
+    assert b200 == "['tensor memory 576 exceeds 512']"
     # of shared memory, stack, fences and barriers, with Triton 3.7.1 and 3.9.0
     assert errors == ["[True, True, True, True]", "[True, False, True, True]"]
 

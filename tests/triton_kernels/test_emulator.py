@@ -226,6 +226,14 @@ def test_softmax_without_its_barrier_is_reported():
     assert not torch.allclose(loss, right)
 
 
+@pytest.mark.parametrize("order", [0, 1])
+def test_no_warp_reads_a_logit_of_a_small_vocabulary_after_another_wrote_its_gradient(order):
+    z = normal(4, 50)
+    with driver.options(check=1, order=order) as reports:
+        cross_entropy.softmax_(z, torch.arange(4), torch.ones(4), torch.empty(4), gradient=True)
+    assert not reports
+
+
 @triton.jit
 def wild_kernel(x, o, offset):
     i = tl.arange(0, 128)

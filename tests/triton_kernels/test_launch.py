@@ -6,13 +6,19 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
-from delta_trn.triton_kernels.launch import TABLE, Tile, adjust, config
+from types import SimpleNamespace
+
+import torch
+
+from delta_trn.backends.gated_delta_rule import triton_adapter
+from delta_trn.triton_kernels.launch import TABLE, Card, Tile, adjust, assume, config
 
 
+@pytest.mark.parametrize("major", [8, 9, 10, 12])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_every_head_size_has_a_launch(itemsize):
+def test_every_head_size_has_a_launch(itemsize, major):
     for K in range(1, 257):
-        row = config(K, 512, itemsize=itemsize)
+        row = config(K, 512, itemsize=itemsize, card=Card(major))
         assert row.C in (16, 32, 64)
         assert min(x.columns for x in (row.scan, row.reverse, row.gradients)) >= 16
 
@@ -44,6 +50,7 @@ def test_no_row_of_the_table_is_unreachable():
             hides = set(row.kernels.split()) <= set(other.kernels.split())
             hides &= other.itemsize >= row.itemsize and other.height >= row.height
             hides &= not other.few or 0 < row.few <= other.few
+            hides &= not other.majors or (bool(row.majors) and set(row.majors) <= set(other.majors))
             assert not (hides and other.width >= row.width), f"{row} comes after {other}"
 
 
@@ -52,3 +59,27 @@ def test_adjusted_launches_hold_within_the_block_alone():
     with adjust(lambda row: replace(row, C=16)):
         assert config(64, 64, itemsize=2) == replace(row, C=16)
     assert config(64, 64, itemsize=2) == row
+
+
+def test_a_gpu_with_fewer_processors_has_few_heads_sooner():
+    for processors, heads in ((132, 66), (114, 57), (78, 39)):
+        card = Card(9, processors)
+        assert config(128, 128, itemsize=2, heads=heads, card=card).scan.columns == 64
+        assert config(128, 128, itemsize=2, heads=heads + 1, card=card).scan.columns == 128
+        assert config(128, 128, itemsize=2, card=card).processors == processors
+
+
+def test_launches_are_those_of_the_tensors_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    l40s = SimpleNamespace(major=8, multi_processor_count=142)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: l40s)
+    find = triton_adapter._card.__wrapped__
+    assert find(torch.device("cuda", 1)) == Card(8, 142)
+    assert find(torch.device("cpu")) is None
+
+
+def test_where_no_gpu_is_launches_are_those_of_the_one_assumed():
+    hopper = config(128, 128, itemsize=2)
+    with assume(Card(8, 108)):
+        assert config(128, 128, itemsize=2) == config(128, 128, itemsize=2, card=Card(8, 108)) != hopper
+    assert config(128, 128, itemsize=2) == hopper

@@ -1,8 +1,8 @@
-"""Estimates what every kernel of the gated delta rule and of a layer takes on an H200, without one.
+"""Estimates what every kernel of the gated delta rule and of a layer takes on an H200 or H100, without one.
 
-    python -m tools.estimate [SHAPE ...] [--peer fla] [--json FILE] [--jobs N]
+    python -m tools.estimate [SHAPE ...] [--peer fla] [--device h100] [--json FILE] [--jobs N]
     python -m tools.estimate --check       fails where a kernel has become slower than recorded
-    python -m tools.estimate --record      records the estimates that --check compares with
+    python -m tools.estimate --record [SHAPE ...]      records the estimates that --check compares with
     python -m tools.estimate --launches scan [SHAPE ...]       tries other launches of a kernel
 
 Every number is an estimate: kernels are compiled for sm_90 and their machine code runs on a model of one SM
@@ -26,8 +26,9 @@ import triton
 from triton import knobs
 
 from delta_trn.backends.compiler import NotCompiled
-from tools.estimate import choices, layer_peers, layers, peer
+from tools.estimate import choices, layer_peers, layers, machine, peer
 from tools.estimate.estimates import UNCERTAINTY, Estimate, Estimator
+from tools.estimate.published import compare
 from tools.estimate.simulate import simulator
 from tools.estimate.work import SHAPES, launches
 
@@ -84,9 +85,9 @@ def rows_of(shape: str, *, with_peer: bool = False) -> list[Row]:
     return rows
 
 
-def table(rows: list[Row]) -> Iterator[str]:
-    """Yields the lines of a shape's table, its sums and the ratio."""
-    yield f"\n## {rows[0].shape}, bfloat16: estimated for an H200, not measured\n"
+def table(rows: list[Row], device: str = "h200") -> Iterator[str]:
+    """Yields the lines of a shape's table, its sums and the ratios."""
+    yield f"\n## {rows[0].shape}, bfloat16: estimated for an {device.upper()}, not measured\n"
     yield "| of | kernel | launch | registers | stack | shared KB | programs per SM | waits | estimated us |"
     yield "|" + " --- |" * 9
     for x in rows:
@@ -116,9 +117,11 @@ def table(rows: list[Row]) -> Iterator[str]:
     elif len(sums) == 2:
         ours, other = sums.values()
         ratios = [theirs / our for our, theirs in zip(ours, other, strict=True)]
-        yield "{} over ours: forward {:.2f}, backward {:.2f}, together {:.2f} (estimated, ± 15%)".format(
+        yield "{} over ours: forward {:.2f}, backward {:.2f}, together {:.2f} (estimated)".format(
             list(sums)[1], *ratios
         )
+    if device == "h200":
+        yield from compare(rows[0].shape, *sums["ours"][:2])
 
 
 def kernel_by_kernel(rows: list[Row]) -> Iterator[str]:
@@ -148,11 +151,13 @@ def slower(rows: list[Row], recorded: dict) -> list[str]:
 
 
 def record(rows: list[Row]) -> None:
-    """Writes the estimates that --check compares with."""
-    times: dict[str, dict[str, float]] = {}
+    """Writes the estimates that --check compares with; shapes that were not estimated keep theirs."""
+    recorded = json.loads(RECORDED.read_text())
+    times = recorded["microseconds"] if recorded["triton"] == triton.__version__ else {}
+    times |= {x.shape: {} for x in rows}
     for x in rows:
         if x.waits:
-            times.setdefault(x.shape, {})[x.kernel] = x.microseconds
+            times[x.shape][x.kernel] = x.microseconds
     RECORDED.write_text(json.dumps({"triton": triton.__version__, "microseconds": times}, indent=1) + "\n")
 
 
@@ -171,11 +176,12 @@ def check(rows: list[Row]) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Prints the estimates that the command line selects; returns 1 where a kernel has become slower."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.estimate", description="estimate the kernels on an H200, without one"
+        prog="python -m tools.estimate", description="estimate the kernels on an H200 or H100, without one"
     )
     names = (*SHAPES, *layers.NAMES)
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(names)} (default: all)")
     parser.add_argument("--peer", choices=["fla"], help="flash-linear-attention's kernels beside ours")
+    parser.add_argument("--device", choices=list(machine.DEVICES), default="h200", help="(default: h200)")
     parser.add_argument("--check", action="store_true", help="fail where a kernel is slower than recorded")
     parser.add_argument(
         "--record", action="store_true", help="record the estimates that --check compares with"
@@ -188,8 +194,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no shape is named {unknown[0]!r}; choose from: {', '.join(names)}")
     if options.launches and (layer := set(options.shapes) & set(layers.NAMES)):
         parser.error(f"--launches is of the gated delta rule's shapes, not of {min(layer)}")
-    if options.record and options.shapes:
-        parser.error("--record takes every shape; leave the shapes out")
+    if options.device != "h200" and (options.record or options.check):
+        parser.error("what is recorded is of an H200; leave --device out")
     if knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set, so the kernels are Python functions; unset it to compile them")
     try:
@@ -198,16 +204,17 @@ def main(arguments: list[str] | None = None) -> int:
             peer.version()
     except (NotCompiled, peer.NotInstalled) as failure:
         parser.error(str(failure))
+    machine.choose(options.device)
     if options.launches:
         for shape in options.shapes or SHAPES:
             for line in choices.table(options.launches, shape):
                 print(line, flush=True)
         return 0
     rows = []
-    with ProcessPoolExecutor(options.jobs) as pool:
+    with ProcessPoolExecutor(options.jobs, initializer=machine.choose, initargs=(options.device,)) as pool:
         for found in pool.map(partial(rows_of, with_peer=bool(options.peer)), options.shapes or names):
             rows += found
-            print(*table(found), sep="\n", flush=True)
+            print(*table(found, options.device), sep="\n", flush=True)
     if options.json:
         options.json.write_text("".join(json.dumps(asdict(x)) + "\n" for x in rows))
     if options.record:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from triton.runtime.errors import PTXASError
+
 from delta_trn.triton_kernels.launch import Tile, adjust, config
 from tools.estimate.estimates import Estimator
 from tools.estimate.work import ITEM, SHAPES, launches
@@ -36,8 +38,8 @@ def table(kernel: str, shape: str) -> Iterator[str]:
         with adjust(lambda row, tile=tile: replace(row, **{kernel: tile})):
             try:
                 estimates = [estimator.estimate(launch) for launch in launches(sizes)]
-            except ValueError as failure:
-                results.append((float("inf"), tile, str(failure)))
+            except (ValueError, PTXASError) as failure:  # it exceeds an SM, or has too few registers
+                results.append((float("inf"), tile, str(failure).strip().splitlines()[-1]))
                 continue
         own = next(x for x in estimates if x.name.removesuffix(" scan") == kernel)
         assert own.code is not None and own.simulation is not None

@@ -5,8 +5,8 @@ run 132 programs backward, one per processor. Where it has two kernels for one o
 ours: its convolution runs forward again, without SiLU, before backward, and its cross-entropy has a kernel
 for the gradient. Left out are the sums of weight gradients over programs, ours and its.
 
-Source: https://github.com/fla-org/flash-linear-attention (MIT), release 0.5.2: modules/convolution.py,
-fused_norm_gate.py, layernorm.py and fused_cross_entropy.py, ops/gated_delta_rule/fused_recurrent.py.
+Source: https://github.com/fla-org/flash-linear-attention (MIT), release 0.6.0: modules/causal_conv1d,
+norm and fused_cross_entropy, ops/gated_delta_rule/fused_recurrent.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,16 +36,16 @@ from tools.estimate.work import ITEM, Launch
 
 # integers that are multiples of 16 here
 MULTIPLES = (
-    "T", "n_cols", "total_classes", "logits_row_stride", "dlogits_row_stride",
+    "T", "s_logits", "s_dlogits",
     *(f"stride_{name}_{axis}" for name in ("x", "dx", "dy") for axis in "nt"),
 )  # fmt: skip
 TYPES = {
-    "*bf16": "x y g w b weight dy dx dg res res_out dres logits_ptr dlogits_ptr q k v beta o",
-    "*fp32": "rstd dw A_log dt_bias h0 ht loss_ptr lse_ptr z_loss_ptr dloss_ptr",
-    "*i64": "labels_ptr",
-    "fp32": "eps scale label_smoothing logit_scale lse_square_scale",
-    "i32": "B T BS stride_x_n stride_x_t stride_dx_n stride_dx_t stride_dy_n stride_dy_t ignore_index"
-    " total_classes class_start_idx n_cols n_rows logits_row_stride dlogits_row_stride",
+    "*bf16": "x y g w b weight dy dx dg res res_out dres logits dlogits q k v beta o",
+    "*fp32": "rstd dw A_log dt_bias h0 ht loss lse z_loss dloss",
+    "*i64": "target",
+    "fp32": "eps scale",
+    "i32": "B T BS N stride_x_n stride_x_t stride_dx_n stride_dx_t stride_dy_n stride_dy_t s_logits"
+    " s_dlogits",
 }
 BLOCK = 64  # tokens of a program of its convolution
 
@@ -56,8 +56,8 @@ def peers(name: str) -> Iterator[tuple[Launch, ...]]:
         yield _step(SEQUENCES[name])
         return
     yield from _convolution()
-    yield from _norm("gated norm", "modules.fused_norm_gate", "layer_norm_gated_{}_kernel", B * T * H, V)
-    yield from _norm("norm of the stream", "modules.layernorm", "layer_norm_{}_kernel1", B * T, D)
+    yield from _norm("gated norm", "modules.norm.fused_norm_gate", "layer_norm_gated_{}_kernel", B * T * H, V)
+    yield from _norm("norm of the stream", "modules.norm.layernorm", "layer_norm_{}_kernel_row", B * T, D)
     yield from _softmax()
 
 
@@ -82,7 +82,7 @@ def _launches(
 
 
 def _convolution() -> Iterator[tuple[Launch, ...]]:
-    module, size = load("modules.conv.triton.kernels"), B * T * CHANNELS * ITEM
+    module, size = load("modules.causal_conv1d.ops"), B * T * CHANNELS * ITEM
     absent = ("bias", "residual", "cu_seqlens", "initial_state", "chunk_indices", "dht", "db")
     values = dict.fromkeys(absent) | {
         "D": CHANNELS, "W": W, "BT": BLOCK, "BW": power_of_two(W), "NB": -(-B * T // 1024), "stride_x_d": 1,
@@ -122,10 +122,11 @@ def _norm(name: str, module: str, kernel: str, M: int, N: int) -> Iterator[tuple
 
 
 def _softmax() -> Iterator[tuple[Launch, ...]]:
-    module, size = load("modules.fused_cross_entropy"), TARGETS * VOCABULARY * ITEM
-    values = {"logit_softcapping": None, "SPLIT": False, "dloss_row_stride": 1}
+    module, size = load("modules.fused_cross_entropy.ops"), TARGETS * VOCABULARY * ITEM
+    values = {"label_smoothing": 0.0, "logit_scale": 1.0, "lse_square_scale": 0.0, "logit_softcapping": None}
+    values |= {"ignore_index": -100, "V": VOCABULARY, "V_TOTAL": VOCABULARY, "V_START": 0, "SPLIT": False}
     name, whole, part = "cross-entropy and its gradient", min(power_of_two(VOCABULARY), 65536), 4096
-    forward, backward = (values | {"BLOCK_SIZE": columns} for columns in (whole, part))
+    forward, backward = (values | {"s_dloss": 1, "BV": columns} for columns in (whole, part))
     works = Work(TARGETS, size), Work(TARGETS * VOCABULARY // part, size)
     yield _launches(name, True, module.cross_entropy_fwd_kernel, forward, lambda own: works[0], warps=16)
     yield _launches(name, True, module.cross_entropy_bwd_kernel, backward, lambda own: works[1], warps=8)

@@ -1,4 +1,4 @@
-"""What the estimate knows of an H200: its rates, its latencies, and what each instruction costs.
+"""What the estimate knows of an H200 and an H100: rates, latencies, and what each instruction costs.
 
 Sources, by line of MACHINE and `cost`:
 
@@ -19,8 +19,9 @@ from delta_trn.triton_kernels.sass import Code, Instruction
 
 CLOCK = 1.755e9
 PROCESSORS = 132
-MEMORY_BYTES = 4.3e12  # per second, all processors
-L2_BYTES = 6.5e12
+# bytes per second that a copy reaches, from memory (an H100's has 3.35 TB/s) and from L2; the device's MiB
+DEVICES = {"h200": (4.3e12, 6.5e12, 143771), "h100": (3.0e12, 5.5e12, 81559)}
+MEMORY_BYTES, L2_BYTES, MEBIBYTES = DEVICES["h200"]
 LAUNCH_SECONDS = 2.5e-6  # of a kernel after another, as in a CUDA graph
 
 # cycles, bytes per cycle, bytes
@@ -53,6 +54,12 @@ CAUSES = (
     "matrix products", "barriers", "constants", "operand reads", "fences", "busy units",
 )  # fmt: skip
 _PIPES = {name: float(i) for i, name in enumerate(("alu", "fma", "heavy", "fp64", "special", "uniform"))}
+
+
+def choose(device: str) -> None:
+    """Lets all estimates of this process be of one of DEVICES."""
+    global MEMORY_BYTES, L2_BYTES, MEBIBYTES
+    MEMORY_BYTES, L2_BYTES, MEBIBYTES = DEVICES[device]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ estimate counts. The modules are loaded without their packages' __init__ files, 
 for a GPU; `fla.utils` is replaced by a module that describes a Hopper.
 
 Source: https://github.com/fla-org/flash-linear-attention (MIT): the functions chunk_gated_delta_rule_fwd and
-_bwd call these kernels in this order, from release 0.5.1 to 0.5.2 at least.
+_bwd call these kernels in this order in release 0.6.0, and from 0.5.1 on. That is its Triton code: where
+FlashQLA or TileLang are installed, 0.6.0 hands some calls to those by itself.
 """
 
 import sys
@@ -32,7 +33,8 @@ TYPES = {
     "i32": "T",
 }
 PACKAGES = (
-    "fla fla.ops fla.ops.gated_delta_rule fla.ops.common fla.modules fla.modules.conv fla.modules.conv.triton"
+    "fla fla.ops fla.ops.gated_delta_rule fla.ops.common fla.modules fla.modules.causal_conv1d "
+    "fla.modules.norm fla.modules.fused_cross_entropy"
 )
 ABSENT = "gk g_gamma h0 ht dht dh0 cu_seqlens chunk_indices chunk_offsets"
 
@@ -58,8 +60,8 @@ def version() -> str:
         return distribution("fla-core").version
     except PackageNotFoundError:
         raise NotInstalled(
-            "flash-linear-attention is not installed; pip install --no-deps flash-linear-attention==0.5.2 "
-            "fla-core==0.5.2 einops"
+            "flash-linear-attention is not installed; pip install --no-deps flash-linear-attention==0.6.0 "
+            "fla-core==0.6.0 einops"
         ) from None
 
 
@@ -76,6 +78,7 @@ def load(module: str) -> ModuleType:
         utils.__dict__.update(
             check_shared_mem=lambda *_: True, IS_NVIDIA=True, IS_NVIDIA_HOPPER=True, IS_TF32_SUPPORTED=True,
             TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_7_1=True, autotune_cache_kwargs={},
+            has_usable_nvcc=lambda *_: False, find_spec_cached=lambda *_: None,
         )  # fmt: skip
         sys.modules["fla.utils"] = utils
     return import_module(f"fla.{module}")

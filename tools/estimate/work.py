@@ -2,6 +2,7 @@
 
     paper_256 ... paper_2048    the widths of arXiv:2412.06464's models: 30 sequences of 1,024 tokens, 6 heads
     qwen3_next_*                Qwen3-Next's layer: 16 heads of queries and keys, 32 of values
+    qwen3_5_*                   Qwen3.5's larger layers, 16 and 48 or 64, and the last on 8 GPUs: 2 and 8
 
 All are in bfloat16, with gates made in the kernels, normalized queries and keys, and no initial or final
 state, as in training.
@@ -20,10 +21,9 @@ from delta_trn.triton_kernels import (
 from delta_trn.triton_kernels.chunks import PROCESSORS, chunks_per_segment
 from delta_trn.triton_kernels.launch import adds_pairs, config, power_of_two
 from delta_trn.triton_kernels.variants import Variant, by_heads, of_pair
+from tools.estimate import machine
 from tools.estimate.simulate import Work
 
-# what forward may keep for backward on an H200, by KEPT_BYTES of backends/gated_delta_rule/triton_adapter.py
-KEPT_BYTES = 143771 * 2**20 // 128
 ITEM = 2
 
 
@@ -48,6 +48,10 @@ SHAPES = {
     "qwen3_next_1x8192": Shape(1, 8192, 16, 32, 128, 128),
     "qwen3_next_4x8192": Shape(4, 8192, 16, 32, 128, 128),
     "qwen3_next_1x32768": Shape(1, 32768, 16, 32, 128, 128),
+    "qwen3_5_48_1x8192": Shape(1, 8192, 16, 48, 128, 128),
+    "qwen3_5_64_1x8192": Shape(1, 8192, 16, 64, 128, 128),
+    "qwen3_5_64_4x8192": Shape(4, 8192, 16, 64, 128, 128),
+    "qwen3_5_8_1x32768": Shape(1, 32768, 2, 8, 128, 128),
 }
 
 
@@ -66,9 +70,9 @@ class Launch:
 
 
 def keeps_states(shape: Shape) -> bool:
-    """Returns whether forward keeps S and U for backward."""
-    chunks = shape.sequences * -(-shape.tokens // 64)
-    return chunks * shape.HV * shape.V * (shape.K + 64) * ITEM <= KEPT_BYTES
+    """Returns whether forward keeps S and U for backward, as KEPT_BYTES of the Triton adapter says."""
+    chunks, most = shape.sequences * -(-shape.tokens // 64), machine.MEBIBYTES * 2**20 // 128
+    return chunks * shape.HV * shape.V * (shape.K + 64) * ITEM <= most
 
 
 def launches(shape: Shape) -> Iterator[Launch]:

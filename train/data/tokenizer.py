@@ -64,9 +64,13 @@ class TextTokenizer:
         encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array([self.bos, *encoding.ids, self.eos], dtype=np.uint32) for encoding in encodings]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of the ids. Bytes that do not form UTF-8, as at a cut, become U+FFFD."""
-        return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+    def decode(self, ids: int | Iterable[int]) -> str:
+        """Returns the text of the ids. Bytes that do not form UTF-8, as at a cut, become U+FFFD.
+
+        One id may come alone: transformers' streamer, from 5.24 on, asks so for the end of a line.
+        """
+        several = [ids] if isinstance(ids, int) else ids
+        return self.tokenizer.decode([int(i) for i in several], skip_special_tokens=True)
 
     def save(self, directory: Path) -> None:
         """Writes what `transformers.AutoTokenizer.from_pretrained(directory)` and `load_tokenizer` read."""

@@ -18,12 +18,14 @@ class DType(str):
     itemsize: int
     integer: bool
     limits: tuple[int, int] | None
+    packed: bool  # four values in one element, which only nc_matmul_mx (gen4) takes apart
 
     def __new__(cls, name: str, numpy: object) -> "DType":
         self = super().__new__(cls, name)
         self.numpy = np.dtype(numpy)  # pyright: ignore[reportArgumentType, reportCallIssue]
         self.itemsize = self.numpy.itemsize
         self.integer = self.numpy.kind in "iu"
+        self.packed = name.endswith("_x4")
         self.limits = (int(np.iinfo(self.numpy).min), int(np.iinfo(self.numpy).max)) if self.integer else None
         return self
 
@@ -50,13 +52,17 @@ float8_e4m3fn = DType("float8_e4m3fn", ml_dtypes.float8_e4m3fn)
 float8_e5m2 = DType("float8_e5m2", ml_dtypes.float8_e5m2)
 float8_e8m0fnu = DType("float8_e8m0fnu", ml_dtypes.float8_e8m0fnu)
 bool_ = DType("bool_", np.uint8)
+float8_e4m3fn_x4 = DType("float8_e4m3fn_x4", np.uint32)
+float8_e5m2_x4 = DType("float8_e5m2_x4", np.uint32)
+float4_e2m1fn_x4 = DType("float4_e2m1fn_x4", np.uint16)
 
 ALL = (
     uint8, int8, uint16, int16, uint32, int32, float16, bfloat16, float32, tfloat32,
     float8_e4m3, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, bool_,
+    float8_e4m3fn_x4, float8_e5m2_x4, float4_e2m1fn_x4,
 )  # fmt: skip
 BY_NAME = {str(t): t for t in ALL} | {"bool": bool_}
-BY_NUMPY = {t.numpy: t for t in ALL if t not in (tfloat32, bool_)}
+BY_NUMPY = {t.numpy: t for t in ALL if t not in (tfloat32, bool_) and not t.packed}
 FLOAT8 = (float8_e4m3, float8_e4m3fn, float8_e5m2)
 MATMUL = (*FLOAT8, bfloat16, float16, tfloat32, float32)
 

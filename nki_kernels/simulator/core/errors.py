@@ -3,6 +3,7 @@
 ConstraintError      AWS's simulator raises it too, there as here a subclass of AssertionError
 StrictError          breaks a rule of the hardware or of the compiler that AWS's simulator does not check
 NkiValidationError   asks for a launch that the target does not have; the name is AWS's
+NkiWarning           is not raised but warned of: AWS's text refuses it, and AWS's kernels or others do it
 """
 
 
@@ -12,6 +13,10 @@ class ConstraintError(AssertionError):
 
 class StrictError(ConstraintError):
     """A kernel broke a rule that only the compiler or the chip would have caught."""
+
+
+class NkiWarning(UserWarning):
+    """A kernel does what a text of AWS refuses and kernels that ran on chips do."""
 
 
 class NkiValidationError(Exception):

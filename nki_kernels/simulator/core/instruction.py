@@ -13,6 +13,7 @@ the trace behind its last line.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
@@ -29,6 +30,8 @@ from delta_trn.nki_kernels.simulator.core.memory import (
     MemoryRegion,
     NkiTensor,
 )
+from delta_trn.nki_kernels.simulator.core.precedents import OPTIONS
+from delta_trn.nki_kernels.simulator.core.releases import orders_of
 from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS
 
 # These cannot write where they read: they carry state from element to element, or move elements.
@@ -78,7 +81,8 @@ class Instruction:
         t = self._operand(role, tensor, regions)
         if 0 in t.array.strides and t.indirection is None:
             repeats = any(s == 0 and n > 1 for s, n in zip(t.array.strides, t.shape, strict=True))
-            self.require(not repeats, f"{role} writes through a broadcast view of `{t.name}`")
+            if repeats:
+                self.machine.refuse("a destination that repeats", f"{self.op} {role} `{t.name}` {t.shape}")
         self._writes.append((role, t))
         return t
 
@@ -112,6 +116,24 @@ class Instruction:
             writes = tuple(_operand(role, t) for role, t in self._writes)
             trace.append(Record(self.index, self.op, self.engine, reads, writes, flags))
         return HANDLE
+
+    def name_operands(self, newest: tuple[str, ...], operands: tuple[Any, ...]) -> dict[str, Any]:
+        """Return positional operands under the names that their places have in the run's release.
+
+        Without a release, places must mean the same in all of them.
+        """
+        orders = orders_of(self.machine.nki, self.op, newest)
+        release, order = next(iter(orders.items()))
+        if len(operands) > len(order):
+            raise TypeError(f"{self.op} takes {len(order)} operands, got {len(operands)}")
+        for other, names in orders.items() if self.strict else ():
+            for place, (name, instead) in enumerate(zip(order[: len(operands)], names, strict=False)):
+                self.forbid(
+                    name != instead,
+                    f"positional operand {place + 1} is {name} in nki {release} and {instead} in {other}: "
+                    "use keywords, or name your release by nki= or DELTA_TRN_NKI",
+                )
+        return dict(zip(order, operands, strict=False))
 
     # Checks that instructions share
 
@@ -191,6 +213,10 @@ class Instruction:
         if tensor.buffer not in regions:
             allowed = [r.value for r in regions]
             raise ConstraintError(f"{self.op} {role} must be in {allowed}, got {tensor.buffer.value}")
+        if tensor.dtype.packed:
+            self.require(
+                self.op == "dma_copy", f"{role} has dtype {tensor.dtype}, which is copied by DMA alone"
+            )
         if tensor.form:
             self.machine.refuse(tensor.form, f"{self.op} {role} `{tensor.name}` {tensor.shape}")
         if tensor.on_chip:
@@ -208,6 +234,9 @@ class Instruction:
     def _check_in_place(self, dst: NkiTensor, role: str, source: NkiTensor) -> None:
         a, b = dst.array, source.array
         same = a.strides == b.strides and a.shape == b.shape and dst.offset == source.offset
+        if self.op == "nc_stream_shuffle":  # all lanes read a column before any writes it
+            same = a.strides == b.strides and a.shape[1:] == b.shape[1:]
+            same = same and (dst.offset - source.offset) % (a.strides[0] // a.itemsize) == 0
         if same and self.op not in NOT_IN_PLACE:
             return
         if dst.indirection is None and source.indirection is None and np.shares_memory(a, b):
@@ -271,11 +300,25 @@ def instruction(
     def decorate(
         body: Callable[Concatenate[Instruction, P], dict[str, Any] | None],
     ) -> Callable[P, Handle]:
+        parameters = inspect.signature(body).parameters.values()
+        order = (*(p.name for p in list(parameters)[1:] if p.kind is p.POSITIONAL_OR_KEYWORD), "name")
+
         @functools.wraps(body)
         def issue(*operands: P.args, **options: P.kwargs) -> Handle:
-            options.pop("name", None)
             run = Instruction(body.__name__, engine)
-            return run.done(body(run, *operands, **options) or {})
+            given: Any = options
+            if operands and len(order) > 1:
+                given = run.name_operands(order, operands)
+                if twice := given.keys() & options.keys():
+                    raise TypeError(f"{run.op} got {min(twice)} by its place and by its name")
+                given |= options
+            given.pop("name", None)
+            if run.machine.trace is not None:
+                run.machine.forms.add((run.op, "", ""))
+                for option in OPTIONS:
+                    if (value := given.get(option)) is not None:
+                        run.machine.forms.add((run.op, option, getattr(value, "name", str(value))))
+            return run.done(body(run, **given) or {})  # pyright: ignore[reportCallIssue]
 
         return issue
 

@@ -1,6 +1,7 @@
 """The state of one run of a kernel: its memory, its trace, and what may be in use at once."""
 
 import threading
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,7 +12,7 @@ import numpy as np
 
 from delta_trn.nki_kernels.simulator.core.cores import Pair
 from delta_trn.nki_kernels.simulator.core.dtypes import DType, dtype_of
-from delta_trn.nki_kernels.simulator.core.errors import StrictError, require
+from delta_trn.nki_kernels.simulator.core.errors import NkiWarning, StrictError, require
 from delta_trn.nki_kernels.simulator.core.memory import (
     ON_CHIP,
     PSUM,
@@ -103,11 +104,13 @@ class Machine:
     ) -> None:
         self.target = target
         self.strict = strict
+        self.nki = nki
         self.rules = rules_of(nki) if strict else {}
         self.numerics = numerics
         self.count = 0
         self.lives: list[Life] = []
         self.trace: list[Record] | None = [] if trace else None
+        self.forms: set[tuple[str, str, str]] = set()  # of instructions, as `precedents` has them
         self.tables = Tables()
         self.scalar_registers = np.zeros((PARTITIONS, 1), np.float32)
         self.vector_registers = np.zeros((PARTITIONS, 1), np.float32)
@@ -163,9 +166,13 @@ class Machine:
         return tensor
 
     def refuse(self, rule: str, where: str) -> None:
-        """Raise StrictError if the rule holds in the run's releases; `where` says what breaks it."""
-        if rule in self.rules:
-            raise StrictError(f"{where}: {rule} {self.rules[rule]}")
+        """Raise StrictError, or warn, if the rule holds in the run's releases; `where` is what breaks it."""
+        if rule not in self.rules:
+            return
+        message = f"{where}: {rule} {self.rules[rule]}"
+        if not self.rules[rule].only_warns(self.nki):
+            raise StrictError(message)
+        warnings.warn(message, NkiWarning, stacklevel=2)
 
     def argument(self, array: np.ndarray, name: str) -> NkiTensor:
         """Return `array`, not copied, as a written tensor in shared HBM."""

@@ -6,6 +6,7 @@ of indexing: on chip, axis 0 is the partition axis and never disappears; a slice
 nothing copies.
 """
 
+import functools
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -107,7 +108,7 @@ class Storage:
         """Remember who wrote the elements of `view`."""
         if self.writer is code:
             return
-        if view.size == self.base.size:
+        if view.size == self.base.size and 0 not in view.strides:
             self.writer = code
             return
         if isinstance(self.writer, int):
@@ -123,6 +124,18 @@ class Storage:
         unit = self.dtype.itemsize
         start = (view.__array_interface__["data"][0] - self.pointer) // unit
         return as_strided(self.writer[start:], view.shape, [step // unit for step in view.strides])
+
+
+def _view_method(make):
+    """Note on the view that `make` returns that releases before 0.5.0 have no such method."""
+
+    @functools.wraps(make)
+    def view(self, *args, **options):
+        made = make(self, *args, **options)
+        made.form = made.form or "a view method"
+        return made
+
+    return view
 
 
 class NkiTensor:
@@ -235,7 +248,7 @@ class NkiTensor:
         return slice(start, stop, step)
 
     def __setitem__(self, key: object, value: object) -> None:
-        raise TypeError("tensors are not assigned to; write with an instruction whose dst is the slice")
+        raise TypeError("nki.language, which is not imported, has the instructions that assign to a tensor")
 
     # Views
 
@@ -299,6 +312,7 @@ class NkiTensor:
         )
         return self._like(view, sliced=self.sliced)
 
+    @_view_method
     def permute(self, dims) -> "NkiTensor":
         known = sorted(dims) == list(range(self.ndim))
         require(known, f"permute needs a permutation of {self.ndim} axes, got {dims}")
@@ -313,18 +327,24 @@ class NkiTensor:
             size = self.shape[dim]
             require(size == 1, f"{word} needs an axis of size 1, axis {dim} has size {size}")
 
-    def broadcast(self, dim: int, size: int) -> "NkiTensor":
+    def repeat(self, dim: int, size: int) -> "NkiTensor":
+        """View an axis of size 1 as one of `size`. No kernel calls it; that is what `broadcast` is for."""
         self._free_axis(dim, "broadcast of the partition axis is not a view; use a ones matmul", one=True)
         return self._like(np.broadcast_to(self.array, (*self.shape[:dim], size, *self.shape[dim + 1 :])))
 
-    def expand_dim(self, dim: int) -> "NkiTensor":
+    def insert_axis(self, dim: int) -> "NkiTensor":
+        """View the tensor with one more axis. No kernel calls it; that is what `expand_dim` is for."""
         self._free_axis(dim, "expand_dim cannot insert before the partition axis")
         return self._like(np.expand_dims(self.array, dim))
 
+    broadcast, expand_dim = _view_method(repeat), _view_method(insert_axis)
+
+    @_view_method
     def squeeze_dim(self, dim: int) -> "NkiTensor":
         self._free_axis(dim, "squeeze_dim cannot remove the partition axis", one=True)
         return self._like(self.array.squeeze(axis=dim))
 
+    @_view_method
     def reshape_dim(self, dim: int, shape) -> "NkiTensor":
         shape = list(shape)
         if -1 in shape:
@@ -334,14 +354,17 @@ class NkiTensor:
         require(prod(shape) == size, f"reshape_dim of axis {dim} with size {size} into {shape}")
         return self.reshape((*self.shape[:dim], *shape, *self.shape[dim + 1 :]))
 
+    @_view_method
     def flatten_dims(self, start_dim: int, end_dim: int) -> "NkiTensor":
         require(not self.on_chip or start_dim > 0, "flatten_dims cannot merge the partition axis on chip")
         merged = prod(self.shape[start_dim : end_dim + 1])
         return self.reshape((*self.shape[:start_dim], merged, *self.shape[end_dim + 1 :]))
 
+    @_view_method
     def slice(self, dim: int, start: int, end: int, step: int = 1) -> "NkiTensor":
         return self[(slice(None),) * dim + (slice(start, end, step),)]
 
+    @_view_method
     def select(self, dim: int, index) -> "NkiTensor":
         if isinstance(index, (int, np.integer)):
             return self[(slice(None),) * dim + (int(index),)]
@@ -349,12 +372,14 @@ class NkiTensor:
         dropped = [pair for axis, pair in enumerate(pattern) if axis != dim]
         return self.ap(pattern=dropped, scalar_offset=index, indirect_dim=dim)
 
+    @_view_method
     def vector_select(self, dim: int, vector_offset: "NkiTensor") -> "NkiTensor":
         require(dim == 0 and not self.on_chip, "vector_select works on axis 0 of HBM tensors")
         pattern = self.get_pattern()
         pattern[0][1] = vector_offset.shape[0]
         return self.ap(pattern=pattern, vector_offset=vector_offset, indirect_dim=0)
 
+    @_view_method
     def rearrange(self, src_pattern, dst_pattern, fixed_sizes=None) -> "NkiTensor":
         """Split, permute and merge axes as einops does, with tuples: ('b', ('h', 'w')) -> ('b', 'w', 'h')."""
         sizes = dict(fixed_sizes or {})

@@ -2,7 +2,8 @@
 
 A rule names a form, the releases that refuse it or get it wrong, and where that is written. Without a release
 every rule holds, so that what runs here runs under all of them. A rule that is `doubtful` stands in no text:
-no kernel of AWS's own library has the form (258 files of nki-library 2.28 and 350 of 2.29 were searched).
+no kernel of AWS's own library has the form (258 files of nki-library 2.28 and 350 of 2.29 were searched). A
+rule that `warns` stands in a text, and kernels that ran on chips break it: it is no error.
 
 Sources: aws-neuron-sdk at the tag of each release (SDK), nki-library at 2.28 and 2.29.
 """
@@ -24,13 +25,20 @@ class Rule:
     instead: str
     source: str
     doubtful: bool = False
+    warns: str = ""  # from this release on it is no error
 
     def holds(self, release: str) -> bool:
         return RELEASES.index(self.first) <= RELEASES.index(release) <= RELEASES.index(self.last)
 
+    def only_warns(self, nki: str | None) -> bool:
+        """Return whether none of the releases whose rules hold takes it for an error."""
+        return bool(self.warns) and all(r >= self.warns for r in releases_of(nki) if self.holds(r))
+
     def __str__(self) -> str:
         span = f"nki {self.first}" if self.first == self.last else f"nki {self.first} to {self.last}"
         verb = "is doubtful in" if self.doubtful else "is refused, or wrong, in"
+        if self.warns:
+            verb = "is refused by AWS's text, and public kernels have it, in"
         return f"{verb} {span}; {self.instead} ({self.source})"
 
 
@@ -43,7 +51,8 @@ RULES = {
     ),
     "a view of a view": Rule(
         "0.2.0", "0.4.0", "index a tile, or its .reshape, once",
-        "NKI migration guide of SDK 2.28, 'Nested slicing is not available'; views compose from 0.5.0",
+        "NKI migration guide of SDK 2.28, 'Nested slicing is not available'; nki-library 2.29 slices "
+        "a slice of HBM; views compose from 0.5.0", warns="0.3.0",
     ),
     "an integer index of the partition axis": Rule(
         "0.2.0", "0.2.0", "0.2.0 drops the axis, later releases keep it: use a slice",
@@ -52,6 +61,21 @@ RULES = {
     "a matmul operand of three dimensions": Rule(
         "0.3.0", "0.3.0", "its simulator computes zeros: give [partitions, free]",
         "NKI release notes, 0.4.0, nki.simulate",
+    ),
+    "a view method": Rule(
+        "0.2.0", "0.4.0", "use a slice, .ap or .reshape", "NKI release notes, 0.5.0, view primitives"
+    ),
+    "accumulation onto zeros of another instruction": Rule(
+        "0.2.0", "0.7.0", "begin with accumulate=False", "stubs of nc_matmul; trnfft, trnblas do it",
+        warns="0.2.0",
+    ),
+    "a destination that repeats": Rule(
+        "0.2.0", "0.7.0", "give each element a place of its own",
+        "its last value stays; qkv of nki-library 2.29 does it where only the sum counts", warns="0.2.0",
+    ),
+    "an output in private_hbm": Rule(
+        "0.2.0", "0.7.0", "allocate it with buffer=nl.shared_hbm",
+        "NKI language guide; ltx2-video-audio of NxD Inference does it", warns="0.2.0",
     ),
     # seen in a kernel's source
     "a tuple as a loop's target": Rule(
@@ -62,17 +86,25 @@ RULES = {
         "0.2.0", "0.6.0", "loop over range(len(...))", LIBRARY, doubtful=True
     ),
     "`is` with None": Rule(
-        "0.3.0", "0.6.0", "use == or !=", "NKI 0.3.0 update guide, language restrictions"
+        "0.3.0", "0.6.0", "use == or !=",
+        "NKI 0.3.0 update guide, language restrictions; nki-library 2.29 does it", warns="0.3.0",
+    ),
+    "a function inside a function": Rule(
+        "0.2.0", "0.5.0", "define it at the top (0.6.0 has it for fori_loop)", "CHANGELOG of trnrand 0.5.0"
+    ),
+    "an element as one of several targets": Rule(
+        "0.2.0", "0.6.0", "assign the values one by one", "CHANGELOG of trnrand 0.5.0"
     ),
     "Python outside the compiler's subset": Rule(
         "0.2.0", "0.6.0", "0.7.0 traces ordinary Python", "NKI language guide of SDK 2.28 to 2.32"
     ),
-    "a mutable global": Rule("0.2.0", "0.7.0", "a kernel must be pure: use a tuple", "NKI language guide"),
-    "an instruction's positional arguments": Rule(
-        "0.2.0", "0.7.0", "their order differs by release: use keywords", "NKI 0.3.0 update guide"
+    "a mutable global": Rule(
+        "0.2.0", "0.7.0", "a kernel must be pure: use a tuple",
+        "NKI language guide; nki-library 2.29 does it", warns="0.2.0",
     ),
-    "a view method": Rule(
-        "0.2.0", "0.4.0", "use a slice, .ap or .reshape", "NKI release notes, 0.5.0, view primitives"
+    "a variable of an enclosing function": Rule(
+        "0.2.0", "0.6.0", "the parser finds it unbound: make it an argument or a global",
+        "CHANGELOG of trnblas 0.5.4",
     ),
     "dynamic_range": Rule("0.7.0", "0.7.0", "use range", "NKI release notes, 0.6.0, deprecated APIs"),
 }  # fmt: skip
@@ -96,6 +128,25 @@ NEW = {
     "0.5.0": ("get_nc_sub_version",),
     "0.6.0": ("topk", "fori_loop", "while_loop", "tensor_scalar_reduce reduce_res_negate"),
 }  # fmt: skip
+# Instructions whose parameters had another order up to a release, by the stubs of each tag.
+BEFORE = {
+    "affine_select": {
+        "0.2.0": "dst pattern offset channel_multiplier on_true_tile on_false_value cmp_op name"
+    },
+    "dma_compute": {
+        "0.2.0": "dst srcs scales reduce_op name",
+        "0.3.0": "dst srcs reduce_op scales unique_indices name",
+    },
+    "dma_copy": {
+        "0.2.0": "dst src dst_rmw_op oob_mode dge_mode unique_indices name",
+        "0.3.0": "dst src oob_mode dge_mode engine name",
+    },
+    "dma_transpose": {"0.3.0": "dst src axes dge_mode oob_mode name"},
+    "nc_matmul": {
+        "0.2.0": "dst stationary moving is_stationary_onezero is_moving_onezero is_transpose tile_position "
+        "tile_size perf_mode name"
+    },
+}
 # Parameters that a release before this one requires.
 REQUIRED_BEFORE = {"affine_select": ("offset", "0.3.0"), "iota": ("offset", "0.3.0")}
 
@@ -109,6 +160,19 @@ def releases_of(nki: str | None) -> tuple[str, ...]:
             f"nki {nki!r} is not a release with a table of rules: {', '.join(RELEASES)}, or None"
         )
     return (nki,)
+
+
+def orders_of(nki: str | None, name: str, newest: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Returns the order of an instruction's parameters in each release whose rules hold, newest first.
+
+    >>> orders_of("0.2.0", "dma_compute", ())
+    {'0.2.0': ('dst', 'srcs', 'scales', 'reduce_op', 'name')}
+    """
+    orders = {}
+    for release in reversed(releases_of(nki)):
+        older = [names for last, names in BEFORE.get(name, {}).items() if release <= last]
+        orders[release] = tuple(older[0].split()) if older else newest
+    return orders
 
 
 @lru_cache(maxsize=16)

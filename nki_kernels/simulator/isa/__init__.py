@@ -3,6 +3,7 @@
 # ruff: noqa: F401, F403 (a namespace: what its modules list in __all__ is part of nisa)
 
 from delta_trn.nki_kernels.simulator.core.errors import NkiValidationError
+from delta_trn.nki_kernels.simulator.core.instruction import Handle as NkiInstruction
 from delta_trn.nki_kernels.simulator.core.machine import current
 from delta_trn.nki_kernels.simulator.isa import enums as constants
 from delta_trn.nki_kernels.simulator.isa.activation import *

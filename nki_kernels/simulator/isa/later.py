@@ -112,7 +112,7 @@ def activate2(
 
 
 def _refuse(name: str, generation: int, instead: str) -> Callable[..., Handle]:
-    def refuse(run: Instruction, *operands: object, **options: object):
+    def refuse(run: Instruction, **options: object):
         run.needs_generation(generation, name)
         raise NotImplementedError(f"{name} is not simulated; {instead}")
 

@@ -177,14 +177,17 @@ def _accumulates(run: Instruction, out: NkiTensor, accumulate: bool | None) -> b
         return False
     if not run.strict:
         return accumulate is True or writers != {BY_OTHER}
+    zeros = writers == {BY_OTHER} and not out.array.any()
     if UNWRITTEN in writers:
         what = "uninitialized PSUM" if writers == {UNWRITTEN} else "PSUM that is only partly written"
         raise StrictError(
             f"nc_matmul accumulates onto {what} in `{out.name}` {out.shape}; start with accumulate=False"
         )
-    if accumulate is None and writers == {BY_OTHER} and not out.array.any():
+    if accumulate is None and zeros:
         return False  # on zeros of a memset, overwriting and adding give the same
-    if BY_OTHER in writers and run.target.generation < 4:
+    if zeros and run.target.generation < 4:
+        run.machine.refuse("accumulation onto zeros of another instruction", f"nc_matmul dst `{out.name}`")
+    elif BY_OTHER in writers and run.target.generation < 4:
         raise StrictError(
             f"nc_matmul accumulates onto PSUM `{out.name}` that a non-matmul instruction wrote last; on "
             f"gen{run.target.generation} that is undefined, pass accumulate=False or add on the Vector engine"

@@ -157,6 +157,7 @@ mish = _scalar("mish", lambda x: x * np.tanh(_softplus(x)))
 erf = _scalar("erf", _erf)
 erf_dx = _scalar("erf_dx", lambda x: _F32(2 / math.sqrt(pi)) * np.exp(-x * x))
 sign = _scalar("sign", np.sign)
+prelu = Operator("prelu", arity=1)  # activate2 alone knows its slope, relu_param
 # fmt: on
 
 OPERATORS = tuple(value for value in vars().values() if isinstance(value, Operator))

@@ -7,7 +7,9 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -15,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainingArguments
 
 from delta_trn import (
     DeltaConfig,
@@ -114,6 +118,58 @@ def shard_on_two(arguments, log):
         check(*case.split())
     sys.stdout.flush()
     os._exit(0)
+
+
+def train_as(family, folder, fsdp, rate):
+    """Returns the losses of two steps by transformers' Trainer on two processes: of replicas, or FSDP2.
+
+    accelerate shards on accelerators alone: on CPUs it would take replicas without a word. What it is told
+    of the machine is all that differs here.
+    """
+    AcceleratorState._reset_state()
+    model = in_bfloat16(family).train()
+    separate_numbers(model)
+    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in tokens(4, 12)]
+    arguments = TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=2, max_steps=2, learning_rate=rate, optim="sgd",
+        lr_scheduler_type="constant", logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
+        disable_tqdm=True, seed=0, fsdp=fsdp is not None, fsdp_config=fsdp,
+    )  # fmt: skip
+    assert arguments.world_size == 2
+    if fsdp is not None:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    if fsdp is not None:
+        parameters = dict(trainer.model_wrapped.named_parameters())
+        assert all(isinstance(p, DTensor) for p in parameters.values())
+        floats = {name for name, p in parameters.items() if p.dtype == torch.float32}
+        assert floats == {name for name in parameters if name.endswith(NUMBERS)} != set()
+    return torch.tensor([line["loss"] for line in trainer.state.log_history if "loss" in line])
+
+
+def compare_trainers(arguments, log):
+    """Compares what Trainer logs with FSDP2, on one of two processes, with what it logs with replicas."""
+    tiny_run.redirect_output(log)
+    torch.set_num_threads(1)
+    family, classes = arguments[0], arguments[1:]
+    fsdp = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    fsdp |= {"transformer_layer_cls_to_wrap": classes} if classes else {}
+    still, replicas, sharded = (
+        train_as(family, os.path.dirname(log) + "-out", options, rate)
+        for options, rate in ((None, 0.0), (None, 0.1), (fsdp, 0.1))
+    )
+    moved = (still - replicas).abs().max()
+    assert sharded[0] == replicas[0] and moved > 0.1
+    assert (sharded - replicas).abs().max() <= 0.05 * moved, (still, replicas, sharded)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["qwen3_next"], ["qwen3_5", "Qwen3_5DecoderLayer", "HeadNumbers"]])
+def test_transformers_trainer_shards_a_model_in_bfloat16(words, tmp_path):
+    team_run.train(2, words, tmp_path / "logs", compare_trainers)
 
 
 QUICK = ["2 ours", "1 qwen3_5"]

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import modeling_flash_attention_utils as flash
 
 from delta_trn import DeltaConfig, DeltaForCausalLM, check_packing, patch_transformers
 from delta_trn.backends.parity.judge import error
@@ -47,6 +49,73 @@ def test_a_packed_row_beside_a_padded_one_and_padding_on_either_side_are_kept_ap
         packed = model(ids, position_ids=places, attention_mask=mask).logits
         for row, cut in ((0, slice(7)), (0, slice(7, 20)), (1, slice(2, 16))):
             assert error(packed[row, cut], model(ids[row : row + 1, cut]).logits[0]) < 2**-16
+
+
+def attend(q, k, v, causal=False, softmax_scale=None, dropout_p=0.0):
+    """Stands in for flash_attn_func: rows [B, T, H, D], each of one sequence."""
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    causal = causal and q.shape[1] > 1
+    o = scaled_dot_product_attention(*heads, is_causal=causal, scale=softmax_scale, enable_gqa=True)
+    return o.transpose(1, 2)
+
+
+def attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+    """Stands in for flash_attn_varlen_func: [tokens, H, D], sequences end to end between the bounds."""
+    lengths = cu_seqlens_q.diff().tolist()
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k) and cu_seqlens_q.dtype == torch.int32
+    assert sum(lengths) == len(q) and max(lengths) <= min(max_seqlen_q, max_seqlen_k)
+    parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    return torch.cat([attend(*(x[None] for x in part), **options)[0] for part in parts])
+
+
+def replace_flash_attention(monkeypatch):
+    """Gives transformers' own code for flash attention, which reads what a model is told, two stand-ins."""
+    functions = attend, attend_packed, None, flash._pad_input, flash._unpad_input
+    monkeypatch.setattr(flash, "_lazy_imports", lambda *words, **options: functions)
+    monkeypatch.setattr(flash, "_loaded_implementation", None)
+    monkeypatch.setattr(flash.logger, "warning_once", lambda *words: None)
+
+
+@pytest.fixture
+def flash_attention(monkeypatch):
+    replace_flash_attention(monkeypatch)
+
+
+def compute(model, attention, ids, **options):
+    model.config._attn_implementation = attention
+    with torch.no_grad():
+        return model(ids, use_cache=False, **options).logits
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"])
+def test_flash_attention_is_told_of_packed_sequences_as_other_attention_is(family, flash_attention):
+    """Qwen4-exp's sparse attention is its own, which transformers does not run with flash attention."""
+    model, ids = make(family), tokens(2, 20)
+    places = torch.tensor([[*range(7), *range(13)], [*range(12), *range(8)]])
+    with patch_transformers(model, backend="chunked"):
+        expected = compute(model, "sdpa", ids, position_ids=places)
+        found = compute(model, "flash_attention_2", ids, position_ids=places)
+        assert error(found, expected) < 2**-16 < error(found, compute(model, "flash_attention_2", ids))
+        report = check_packing(model, lengths=(5, 64, 1, 20))
+    assert report and not report.refused, str(report)
+
+
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_compiled_flash_attention_keeps_a_packed_row_apart_and_refuses_several(flash_attention, rows):
+    """transformers, which cannot look at positions then, took each of several rows for one sequence."""
+    model, ids, places = make("qwen3_5"), tokens(rows, 20), torch.tensor([[*range(7), *range(13)]] * rows)
+    with patch_transformers(model, backend="chunked"):
+        expected = compute(model, "sdpa", ids, position_ids=places)
+        try:
+            model.compile(backend="eager", fullgraph=rows == 2)
+            if rows == 2:
+                with pytest.raises(Exception, match="flash attention reads each of several rows"):
+                    compute(model, "flash_attention_2", ids, position_ids=places)
+            else:
+                found = compute(model, "flash_attention_2", ids, position_ids=places)
+                assert error(found, expected) < 2**-16
+        finally:
+            torch.compiler.reset()
 
 
 @pytest.mark.parametrize("rows", [1, 2])

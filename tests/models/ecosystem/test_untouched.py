@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers
+from huggingface_hub import metadata_load
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
@@ -86,6 +87,25 @@ def test_a_family_that_is_loaded_whole_is_written_in_the_dtypes_of_its_source(fa
     assert {(x.dtype, name.endswith(NUMBERS)) for name, x in after.items()} == {
         (torch.bfloat16, False), (torch.float32, True),
     }  # fmt: skip
+
+
+def test_the_card_names_the_base_model_and_its_license_and_keeps_what_it_has(tmp_path):
+    source = tmp_path / "models--Qwen--Qwen4-exp" / "snapshots" / "0123"
+    make("qwen4_exp").save_pretrained(source)
+    (source / "README.md").write_text(
+        "---\nlicense: apache-2.0\nlicense_link: there\ntags: [a]\n---\n# Theirs\n"
+    )
+    save_model(load_model(source), tmp_path / "out")
+    first = metadata_load(tmp_path / "out" / "README.md")
+    assert first["base_model"] == "Qwen/Qwen4-exp" and "tags" not in first
+    assert (first["license"], first["license_link"]) == ("apache-2.0", "there")
+    (tmp_path / "out" / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n")
+    complete_weights(tmp_path / "out", source)
+    assert metadata_load(tmp_path / "out" / "README.md") == first | {"license": "mit"}
+    assert (tmp_path / "out" / "README.md").read_text().endswith("# Mine\n")
+    save_model(load_model(tmp_path / "out"), tmp_path / "next")
+    card = (tmp_path / "next" / "README.md").read_text()
+    assert "base_model: out\n" in card and str(tmp_path) not in card
 
 
 class TestRefusals:

@@ -127,6 +127,23 @@ def test_a_file_that_would_run_code_is_refused_in_our_words_and_runs_nothing(for
     assert "weights_only" not in capsys.readouterr().err and not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("kind", ["no_such_family", "delta_trn"])
+def test_code_beside_the_weights_is_never_run_nor_asked_about(kind, tmp_path, monkeypatch):
+    """On a terminal transformers asks whether it may run the code."""
+    save_model(ours(), tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    config |= {"model_type": kind, "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "a" / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("it asks"))
+    if kind == "delta_trn":
+        assert type(load_model(tmp_path / "a")).__name__ == "DeltaForCausalLM"
+    else:
+        with pytest.raises(ValueError, match=r"a is a no_such_family, whose code .*: code.C, code.M;"):
+            load_model(tmp_path / "a")
+    assert not (tmp_path / "ran").exists()
+
+
 class TestFoldersThatDoNotFit:
     @pytest.fixture
     def folder(self, tmp_path):

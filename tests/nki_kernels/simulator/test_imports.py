@@ -53,6 +53,9 @@ def test_platform_target_is_the_target_where_a_run_names_none():
     kernel = nki.jit(platform_target="trn2")(identity_of_generation)
     assert kernel().item() == 3 and kernel[1]().item() == 3
     assert nki.simulate(kernel, target="trn1")().item() == 2
+    assert nki.jit(mode="torchxla", debug_kernel=True)(identity_of_generation)().item() == 2, (
+        "they are ignored"
+    )
     with pytest.raises(ValueError, match="'trn9' is not one of"):
         nki.jit(platform_target="trn9")(identity_of_generation)()
 
@@ -69,6 +72,7 @@ def test_collectives_can_be_imported_and_are_refused():
         collectives = importlib.import_module("nki.collectives")
         constants = importlib.import_module("nki.isa.constants")
     assert constants.dge_mode is nisa.dge_mode
+    assert collectives.ReplicaGroup([[0, 1]]).groups == [[0, 1]]
     with pytest.raises(NotImplementedError, match=r"nki\.collectives\.all_reduce is not simulated; run the"):
         _ = collectives.all_reduce
 
@@ -110,7 +114,7 @@ def test_the_simulator_imports_neither_torch_nor_transformers():
     assert printed.strip() == "set()"
 
 
-@pytest.mark.parametrize("module", ["kernel", "cost", "subset"])
+@pytest.mark.parametrize("module", ["kernel", "cost", "subset", "core.releases", "core.precedents"])
 def test_examples_in_docstrings_run(module):
     results = doctest.testmod(importlib.import_module(f"delta_trn.nki_kernels.simulator.{module}"))
     assert results.attempted and not results.failed

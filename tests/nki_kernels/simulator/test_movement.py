@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from delta_trn.nki_kernels.simulator import ConstraintError, nisa, nki, nl, record
+from delta_trn.nki_kernels.simulator import ConstraintError, StrictError, nisa, nki, nl, record
 from tests.support.simulator_harness import F32, R, execute, normal, on_chip
 
 
@@ -21,6 +21,55 @@ def test_stream_shuffle_works_in_each_quadrant():
     expected = x[rows - rows % 32 + (rows + 1) % 32]
     expected[5::32] = 0
     assert (execute(body, x, shape=(64, 3)) == expected).all()
+
+
+def test_a_shuffle_may_read_a_lane_of_the_tile_that_it_writes():
+    x = normal(32, 4)
+
+    def body(out, tile):
+        nisa.nc_stream_shuffle(dst=tile, src=tile[0:1], shuffle_mask=[0] * 32)
+        nisa.tensor_copy(dst=out, src=tile)
+
+    assert (execute(body, x, shape=(32, 4)) == x[0]).all()
+
+    def shifted(out, tile):
+        nisa.nc_stream_shuffle(dst=tile[:, 1:3], src=tile[:, 0:2], shuffle_mask=list(range(32)))
+
+    with pytest.raises(StrictError, match=r"nc_stream_shuffle dst overlaps src .* at another position"):
+        execute(shifted, x, shape=(32, 4))
+
+
+@pytest.mark.parametrize("rows", [1, 128, 129, 300])
+def test_a_matrix_of_any_number_of_rows_is_loaded_transposed(rows):
+    x = normal(rows + 2, 7)
+
+    def kernel(x):
+        out = nl.ndarray((5, rows), F32, nl.shared_hbm)
+        nl.store(out, nl.load_transpose2d(x[2:, 1:6]))
+        return out
+
+    for release in ("0.3.0", "0.7.0"):
+        assert (record(kernel, x, nki=release, check_source=False).outputs == x[2:, 1:6].T).all()
+
+
+def test_assignment_writes_by_the_instruction_that_can():
+    x = normal(4, 6)
+
+    def kernel(x):
+        tile, sums = nl.ndarray((4, 6), F32, nl.sbuf), nl.ndarray((4, 1), F32, nl.sbuf)
+        tile[...] = x
+        tile[:, 1:2] = 2.0
+        sums[...] = nl.sum(tile, axis=1)
+        out = nl.ndarray((4, 7), F32, nl.shared_hbm)
+        out[:, 0:6] = tile
+        out[:, 6] = sums
+        return out
+
+    run = record(kernel, x)
+    x[:, 1] = 2
+    np.testing.assert_allclose(run.outputs, np.c_[x, x.sum(1)], rtol=1e-6)
+    copies = ["dma_copy", "memset", "tensor_reduce", "tensor_copy", "dma_copy", "dma_copy"]
+    assert [r.op for r in run.trace] == copies
 
 
 def test_search_finds_the_eight_largest_and_where_they_are():

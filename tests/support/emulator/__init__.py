@@ -12,5 +12,6 @@ nobody wrote, a use of a product's registers before its end. Always reported are
 tensor, misaligned ones, and barriers, shuffles and products in divergent code.
 
 Not modelled: ptxas (what it moves, contracts, allots), time, the order of lanes inside a warp, single bytes
-(races are seen in pairs). What our kernels do not use raises Unsupported: TMA, mbarrier, atomics, calls.
+(races are seen in pairs); accumulators set behind wgmma.fence pass where the product does not read them. What
+our kernels do not use raises Unsupported: TMA, mbarrier, atomics, calls.
 """

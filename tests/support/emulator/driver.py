@@ -1,8 +1,12 @@
-"""A Triton driver whose GPU is the emulator: kernels are compiled to PTX for sm_90 and run on CPU tensors."""
+"""A Triton driver whose GPU is the emulator: kernels are compiled to PTX and run on CPU tensors.
+
+They are compiled for sm_90; for another one where the environment says so: DELTA_TRN_EMULATED=89.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import struct
 from collections.abc import Iterator, Sequence
@@ -21,9 +25,11 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 
 from delta_trn.backends import compiler, dispatch
+from delta_trn.triton_kernels import launch
+from delta_trn.triton_kernels.compile_only import SHARED
 from tests.support.emulator.decode import decode
 
-SHARED_BYTES = 232448  # of a block, at most, as on an H100
+ARCHITECTURE = int(os.environ.get("DELTA_TRN_EMULATED", "90"))
 FLOATS = {"fp16": "<e", "fp32": "<f", "fp64": "<d"}
 
 
@@ -149,12 +155,12 @@ DEVICE = SimpleNamespace(
     launcher_cls=_Launcher,
     utils=SimpleNamespace(
         load_binary=lambda name, text, shared, device: (None, Function(text.decode(), shared), 0, 0, 1024),
-        get_device_properties=lambda device: {"max_shared_mem": SHARED_BYTES},
+        get_device_properties=lambda device: {"max_shared_mem": SHARED[ARCHITECTURE]},
     ),
     get_current_device=lambda: 0,
     get_current_stream=lambda device: 0,
     set_current_device=lambda device: None,
-    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    get_current_target=lambda: GPUTarget("cuda", ARCHITECTURE, 32),
     get_active_torch_device=lambda: torch.device("cpu"),
     map_python_to_cpp_type=lambda kind: kind,
 )
@@ -180,4 +186,5 @@ def install() -> None:
     assert not knobs.runtime.interpret, "TRITON_INTERPRET=1 makes kernels Python functions"
     backends["nvidia"] = replace(backends["nvidia"], compiler=_Backend)
     driver.set_active(DEVICE)
+    launch._card = launch.Card(ARCHITECTURE // 10)
     dispatch.TRITON_DEVICES.add("cpu")

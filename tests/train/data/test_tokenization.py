@@ -63,6 +63,7 @@ def test_any_text_survives_tokenizing(bpe, kind):
         assert ids[0] == tokenizer.bos and ids[-1] == tokenizer.eos
         assert not {tokenizer.bos, tokenizer.eos, tokenizer.pad} & set(ids[1:-1].tolist())
         assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(10) == tokenizer.decode([10])
         assert tokenizer.encode(text) == ids[:-1].tolist()
 
 

@@ -56,7 +56,7 @@ def test_a_recipe_may_have_settings_without_effect(name):
 
 
 def test_a_floor_above_the_learning_rate_is_refused_whichever_of_the_two_is_given():
-    for changes in ({"schedule.min_lr": "0.02"}, {"optimizer.lr": "0.0005"}):
+    for changes in ({"schedule.min_lr": "0.2"}, {"optimizer.lr": "0.0005"}):
         with pytest.raises(ConfigError, match=r"schedule.min_lr=.* is above optimizer.lr=.*give schedule"):
             apply(recipe("tiny"), changes)
     assert apply(recipe("tiny"), {"optimizer.lr": "0.0005", "schedule.min_lr": "0.0005"})
