@@ -8,7 +8,7 @@ from delta_trn.models.layers import LazyProduct
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3), (4, 3)])
-def test_the_product_of_lazy_tensors_is_that_of_pytorch(shape):
+def test_it_is_that_of_pytorch(shape):
     x, weight = torch.randn(shape, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
     results = []
     for compute in (linear, lambda *leaves: LazyProduct.apply(*leaves, torch.float64)):

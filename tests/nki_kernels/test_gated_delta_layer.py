@@ -209,7 +209,7 @@ def test_long_sequences_take_one_kernel_only_with_few_value_heads(HV, T, at_once
 
 
 @pytest.mark.parametrize(("T", "HV", "most"), [(1024, 3, 6), (1025, 1, 5), (1025, 3, 3), (1025, 5, 5)])
-def test_fewer_lanes_of_long_sequences_are_in_a_wave(T, HV, most):
+def test_long_waves_are_narrow(T, HV, most):
     how = plan.choose_layer(8, T, HV, HV, 128, 256, 8)
     waves = plan.list_waves(8, HV, HV, how.width, how.lanes)
     assert max(sum(bundle["lanes"] for bundle in wave) for wave in waves) == most
