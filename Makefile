@@ -114,8 +114,8 @@ test-transformers: $(READY)
 
 compile: $(READY)
 	$(RUN) -m triton_kernels.compile_only
-	$(RUN) -m triton_kernels.compile_only --quick --architecture 80 86 89 120
 	$(RUN) -m tools.estimate --check
+	$(RUN) -m triton_kernels.compile_only --quick --architecture 80 86 89 120
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -17,6 +17,7 @@ recipe `tiny` runs on the CPU.
 import argparse
 import json
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -29,7 +30,7 @@ import torch
 from delta_trn.backends import machine
 from delta_trn.backends.nki_runtime_adapter import run, to_tensor
 from delta_trn.nki_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd
-from delta_trn.nki_kernels.language import nisa, nki, nl
+from delta_trn.nki_kernels.language import RUNTIME, nisa, nki, nl
 from delta_trn.nki_kernels.simulator import TARGETS, record
 from delta_trn.nki_kernels.simulator.core.tables import LOAD_US
 from delta_trn.nki_kernels.simulator.cost import READINGS, estimate
@@ -245,16 +246,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(f"stage {unknown[0]!r} is not one of {', '.join(stages)}")
     if not options.dry and "xla" not in machine.platforms():
         raise SystemExit("torch_xla is not installed: run in AWS's environment on a Trn1, or with --dry")
-    clock = model_clock if options.dry else wall_clock
+    if not options.dry and RUNTIME != "neuron":
+        raise SystemExit("nki is not installed: docs/trainium.md says how; or run with --dry")
+    clock, failed = model_clock if options.dry else wall_clock, False
     for name in options.stages or stages:
-        found = stages[name](clock, options.dry)
+        try:
+            found = stages[name](clock, options.dry)
+        except Exception as error:  # the next stages may still tell something
+            traceback.print_exc()
+            found, failed = (
+                {"decides": f"FAILED, look at it first: {type(error).__name__}: {error}"[:400]},
+                True,
+            )
         print(f"{name}{' (dry: by the model, or a CPU: not measured)' if options.dry else ''}")
         print(*(f"  {key}: {x}" for key, x in found.items()), sep="\n", flush=True)
         if options.json:
             with options.json.open("a") as lines:
                 row = {"stage": name, "dry": options.dry, "torch": torch.__version__, **found}
                 print(json.dumps(row), file=lines)
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":

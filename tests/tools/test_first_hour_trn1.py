@@ -37,14 +37,18 @@ def test_a_form_that_fails_names_what_follows_and_the_others_go_on(monkeypatch, 
         raise RuntimeError("[XTP003] too many\nand more")
 
     forms = dict(chain.FORMS)
-    kept = {name: forms[name] for name in ("one kernel", "one tensor passed twice")}
-    monkeypatch.setattr(chain, "FORMS", {"refused": (refuse, 2, "go on"), **kept})
+    names = ("one kernel", "refused", "one tensor passed twice")
+    kept = {name: forms.get(name, (refuse, 2, "go on")) for name in names}
+    monkeypatch.setattr(chain, "FORMS", kept)
     monkeypatch.setattr(chain, "summed", chain.doubled_through_scratch)
-    monkeypatch.setattr(chain, "doubled", chain.doubled_through_scratch)
     found = hour.chain(lambda *_: 0.0, True)
     assert found["refused"] == "FAILED: go on ([XTP003] too many)" and found["one kernel"] == "right"
     assert found["one tensor passed twice"].startswith("FAILED: a kernel needs two tensors")
     assert found["decides"] == "look at refused first" and "chain: refused ..." in capsys.readouterr().out
+    monkeypatch.setattr(chain, "FORMS", {"refused": kept["refused"], **kept})
+    assert list(hour.chain(lambda *_: 0.0, True)) == ["refused", "decides"], (
+        "nothing runs, so nothing else is said"
+    )
     monkeypatch.setattr(chain, "FORMS", {"one kernel": (lambda x: 3 * x, 2, "stop")})
     assert hour.chain(lambda *_: 0.0, True)["one kernel"] == "WRONG numbers: stop"
 
@@ -55,8 +59,20 @@ def test_the_precision_of_products_is_named(precision):
     assert hour.verdict(results)[0] == precision
 
 
+def test_a_stage_that_fails_lets_the_next_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(hour, "operands", lambda: 1 / 0)
+    lines = tmp_path / "trn1.jsonl"
+    assert hour.main(["precision", "tables", "--dry", "--json", str(lines)]) == 1
+    first, second = map(json.loads, lines.read_text().splitlines())
+    assert first["decides"].startswith("FAILED, look at it first: ZeroDivisionError")
+    assert "loads count" in second["decides"]
+
+
 def test_without_a_chip_the_command_says_how_to_go_on():
     with pytest.raises(SystemExit, match="torch_xla is not installed"):
+        hour.main([])
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit, match="nki is not installed"):
+        patched.setattr(hour.machine, "platforms", lambda: ("xla",))
         hour.main([])
     with pytest.raises(SystemExit, match="'speed' is not one of chain, precision, rate, tables, kernel"):
         hour.main(["speed", "--dry"])
