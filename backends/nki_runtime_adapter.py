@@ -43,12 +43,24 @@ _counts: list[list[int]] = []  # instructions of kernels, while somebody counts 
 
 
 def run(kernel: Any, *args: Any) -> Any:
-    """Returns a kernel's output, or its outputs, on the device of its first tensor."""
+    """Returns a kernel's output, or its outputs, on the device of its first tensor.
+
+    None stands for a tensor that a call does not have and its kernel does not read. The kernel gets a tensor
+    of one number there: with None it would be compiled again at every call (nki 0.2 and 0.3), and no public
+    kernel takes one tensor in two places.
+    """
+    args = tuple(stand_in(i, args[0].device) if x is None else x for i, x in enumerate(args))
     if args[0].device.type != "cpu":
         dense = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
         return launch(kernel, dense) if args[0].device.type == "neuron" else kernel(*dense)
     outputs = simulate(kernel, *(to_array(x) if isinstance(x, Tensor) else x for x in args))
     return tuple(map(to_tensor, outputs)) if isinstance(outputs, tuple) else to_tensor(outputs)
+
+
+@cache
+def stand_in(place: int, device: torch.device) -> Tensor:
+    """Returns a tensor of one number, another one for each place: on XLA a parameter of the graph."""
+    return torch.zeros(1).to(device)
 
 
 def simulate(kernel: Any, *args: Any) -> Any:

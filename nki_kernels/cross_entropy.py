@@ -7,10 +7,11 @@
 Layout: x [N, d], also as x_t [d, N]; W [V, d], also as w_t [d, V]; goal [N, 1] float32, negative in rows that
 do not count; l [N, 1]. The caller has z[goal], and adds the losses.
 
-A call takes up to 1,024 tokens. A block of 512 words (256 where d > 512) is loaded once for all of them in
+Up to 1,024 tokens are on chip at once. A block of 512 words (256 where d > 512) is loaded once for these in
 each of two passes: the first finds l, from the largest logit and the sum of each block; the second computes
-the logits again, which costs less than moving them. dW of a block adds up in PSUM over the tokens and is
-written once, dx adds up in SBUF. dz is rounded to the dtype of x, which is that of the operation's products.
+the logits again, which costs less than moving them. dW of a block adds up in PSUM over 1,024 tokens, and then
+in HBM over all; dx adds up in SBUF. dz is rounded to the dtype of x, which is that of the operation's
+products.
 """
 
 from delta_trn.nki_kernels.language import nisa, nki, nl
@@ -39,9 +40,10 @@ def cross_entropy_fwd(x_t, w_t):
     """Computes l [N, 1], float32."""
     check(x_t)
     lse = nl.ndarray((x_t.shape[1], 1), dtype=nl.float32, buffer=nl.shared_hbm)
-    rows, x_t_sb = split(x_t.shape[1], PARTITIONS), load_tiles(x_t, (0, x_t.shape[0]), (0, x_t.shape[1]))
-    lows = compute_logsumexp(x_t_sb, w_t, rows)
-    store_logsumexp(lse, lows, rows)
+    for span in split(x_t.shape[1], MOST_TOKENS):
+        first, stop = span
+        rows, x_t_sb = split(stop - first, PARTITIONS), load_tiles(x_t, (0, x_t.shape[0]), span)
+        store_logsumexp(lse, compute_logsumexp(x_t_sb, w_t, rows), first, rows)
     return lse
 
 
@@ -54,10 +56,11 @@ def cross_entropy_bwd(x_t, x, w_t, w, goal):
         so that the Tensor engine does not wait for exp and the one-hot.
 
     Pseudocode:
-        l                                                   the first pass
-        for block of words, for tile of tokens:
-            LOGITS        z;  p = exp(z - l);  dz
-            GRADIENTS     dz^T;  dW += dz^T x;  dx += dz W
+        for 1,024 tokens:
+            l                                               the first pass
+            for block of words, for tile of tokens:
+                LOGITS        z;  p = exp(z - l);  dz
+                GRADIENTS     dz^T;  dW += dz^T x;  dx += dz W
     """
     check(x_t)
     d, N = x_t.shape
@@ -65,18 +68,26 @@ def cross_entropy_bwd(x_t, x, w_t, w, goal):
     lse = nl.ndarray((N, 1), dtype=nl.float32, buffer=nl.shared_hbm)
     dx = nl.ndarray((N, d), dtype=x.dtype, buffer=nl.shared_hbm)
     dw = nl.ndarray((V, d), dtype=nl.float32, buffer=nl.shared_hbm)
-    rows, blocks, columns = split(N, PARTITIONS), cut_words(V, d), split(d, BANK)
-    x_t_sb = load_tiles(x_t, (0, d), (0, N))
-    lows = compute_logsumexp(x_t_sb, w_t, rows)
-    store_logsumexp(lse, lows, rows)
     identity_sb = build_identity(PARTITIONS, x.dtype)
     places_sb = sbuf((PARTITIONS, BANK))
     nisa.iota(dst=places_sb, pattern=[[1, BANK]], offset=0, channel_multiplier=0)
+    for span in split(N, MOST_TOKENS):
+        differentiate_tokens(x_t, x, w_t, w, goal, lse, dx, dw, span, identity_sb, places_sb)
+    return lse, dx, dw
+
+
+def differentiate_tokens(x_t, x, w_t, w, goal, lse, dx, dw, span, identity_sb, places_sb):
+    """Computes l and dx of the tokens of `span`, and adds their part of dW."""
+    d, V, first = x_t.shape[0], w.shape[0], span[0]
+    rows, blocks, columns = split(span[1] - first, PARTITIONS), cut_words(V, d), split(d, BANK)
+    x_t_sb = load_tiles(x_t, (0, d), span)
+    lows = compute_logsumexp(x_t_sb, w_t, rows)
+    store_logsumexp(lse, lows, first, rows)
     x_sb, goals, dx_sb = [], [], []
     for i in range(len(rows)):
         start, stop = rows[i]
-        x_sb.append(load(x[start:stop, :], x.dtype))
-        goals.append(load(goal[start:stop, :], nl.float32))
+        x_sb.append(load(x[first + start : first + stop, :], x.dtype))
+        goals.append(load(goal[first + start : first + stop, :], nl.float32))
         dx_sb.append(sbuf((stop - start, d)))
         silence(lows[i], goals[i])
     ahead_t, ahead = load_tiles(w_t, (0, d), blocks[0]), load_tiles(w, blocks[0], (0, d))
@@ -100,20 +111,18 @@ def cross_entropy_bwd(x_t, x, w_t, w, goal):
             add_dweight(dw_ps, dz_before, x_sb[j], columns)
             add_dx(dx_sb[j], dz_t_sb, before_sb, columns, c == 0)
             if j == len(rows) - 1:
-                store_dweight(dw, dw_ps, blocks[c][0], words, columns)
+                store_dweight(dw, dw_ps, blocks[c][0], words, columns, first == 0)
     for i in range(len(rows)):
         start, stop = rows[i]
         out_sb = sbuf((stop - start, d), x.dtype)
         copy_scaled(out_sb, dx_sb[i])
-        nisa.dma_copy(dst=dx[start:stop, :], src=out_sb)
-    return lse, dx, dw
+        nisa.dma_copy(dst=dx[first + start : first + stop, :], src=out_sb)
 
 
 def check(x_t):
-    """Refuses what does not fit SBUF or PSUM."""
-    d, N = x_t.shape
+    """Refuses what does not fit PSUM."""
+    d = x_t.shape[0]
     assert d <= MOST_D, f"d={d} exceeds {MOST_D}: dW of a block is summed in four banks of PSUM"
-    assert N <= MOST_TOKENS, f"{N} tokens exceed {MOST_TOKENS}, whose dx fits SBUF"
 
 
 def cut_words(V, d):
@@ -182,13 +191,13 @@ def join_blocks(low_sb, sum_sb):
     return out_sb
 
 
-def store_logsumexp(lse, lows, rows):
-    """Stores l [N, 1]."""
+def store_logsumexp(lse, lows, first, rows):
+    """Stores l of tiles of tokens, whose rows count from `first` on, in [N, 1]."""
     for i in range(len(rows)):
         start, stop = rows[i]
         out_sb = sbuf((stop - start, 1))
         nisa.tensor_scalar(dst=out_sb, data=lows[i], op0=nl.multiply, operand0=-1.0)
-        nisa.dma_copy(dst=lse[start:stop, :], src=out_sb)
+        nisa.dma_copy(dst=lse[first + start : first + stop, :], src=out_sb)
 
 
 def silence(low_sb, goal_sb):
@@ -255,15 +264,23 @@ def add_dx(dx_sb, dz_t_sb, w_sb, columns, first):
             nisa.tensor_tensor(dst=dx_sb[:, left:right], data1=sum_ps, data2=dx_sb[:, left:right], op=nl.add)
 
 
-def store_dweight(dw, dw_ps, start, words, columns):
-    """Stores dW of a block."""
+def store_dweight(dw, dw_ps, start, words, columns, first):
+    """Stores dW of a block, or adds it to what earlier tokens left there unless they are the first."""
     parts = split(words, PARTITIONS)
     for j in range(len(parts)):
         low, high = parts[j]
-        out_sb = sbuf((high - low, dw.shape[1]))
+        out_sb, before_sb = sbuf((high - low, dw.shape[1])), dw_ps[0]
+        if not first:
+            before_sb = load(dw[start + low : start + high, :], nl.float32)
         for n in range(len(columns)):
             left, right = columns[n]
-            copy_scaled(out_sb[:, left:right], dw_ps[j * len(columns) + n])
+            sum_ps = dw_ps[j * len(columns) + n]
+            if first:
+                copy_scaled(out_sb[:, left:right], sum_ps)
+            else:
+                nisa.tensor_tensor(
+                    dst=out_sb[:, left:right], data1=sum_ps, data2=before_sb[:, left:right], op=nl.add
+                )
         nisa.dma_copy(dst=dw[start + low : start + high, :], src=out_sb)
 
 

@@ -5,7 +5,7 @@
     m = dy SiLU(z)     n = m w     dw = sum over rows of m h     dz = dy h w SiLU'(z)
     dx = r (n - h mean(n h))
 
-Layout: x, z, y and their gradients [M, V]; w [V]. M rows: tokens times heads.
+Layout: x, z, y and their gradients [..., V], M rows: tokens times heads; w [V].
 
 A partition takes several rows, side by side on its free axis, so that a descriptor of DMA moves kilobytes at
 V = 64 too. h and the gate never go to HBM: 3 M V numbers travel forward, 5 backward. A product of two tensors
@@ -36,15 +36,18 @@ MOST_V = 8 * BANK
 
 @nki.jit
 def gated_rms_norm_fwd(x, z, weight, eps, gated):
-    """Computes y [M, V] in x's dtype; z is read only if `gated`, and may else be any tensor.
+    """Computes y [..., V] in x's dtype; z is read only if `gated`, and may else be any tensor.
 
     Notes:
         The sums of a tile's squares are one tile ahead of the rest, so that an engine, which runs its
         instructions in order, does not wait for the others.
     """
     check(eps)
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    x, y = flatten(x), flatten(out)
+    if gated:
+        z = flatten(z)
     M, V = x.shape
-    y = nl.ndarray((M, V), dtype=x.dtype, buffer=nl.shared_hbm)
     w_sb = load_everywhere(weight)
     norm = build_norm(eps)
     cuts = cut_rows(M, V, WIDTH)
@@ -65,7 +68,7 @@ def gated_rms_norm_fwd(x, z, weight, eps, gated):
             else:
                 scale_rows(y_sb, tiles[i - 1], r[i - 1], w_sb)
             store_rows(y, y_sb, start)
-    return y
+    return out
 
 
 @nki.jit
@@ -84,13 +87,16 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
             RESULTS     dx
     """
     check(eps)
-    M, V = x.shape
+    V = x.shape[len(x.shape) - 1]
     assert V <= MOST_V, f"V={V} exceeds {MOST_V}: dweight is summed in PSUM, one bank per {BANK}"
-    dx = nl.ndarray((M, V), dtype=x.dtype, buffer=nl.shared_hbm)
+    dx_out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
     dweight = nl.ndarray((V,), dtype=weight.dtype, buffer=nl.shared_hbm)
-    dz = dx
+    dz_out = dx_out
     if gated:
-        dz = nl.ndarray((M, V), dtype=z.dtype, buffer=nl.shared_hbm)
+        dz_out = nl.ndarray(z.shape, dtype=z.dtype, buffer=nl.shared_hbm)
+        z = flatten(z)
+    x, dy, dx, dz = flatten(x), flatten(dy), flatten(dx_out), flatten(dz_out)
+    M = x.shape[0]
     w_sb = load_everywhere(weight)
     norm = build_norm(eps)
     ones_sb = sbuf((PARTITIONS, 1))
@@ -139,8 +145,17 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
         nisa.tensor_copy(dst=dweight_sb[:, low:high], src=sum_ps)
     nisa.dma_copy(dst=dweight.reshape((1, V)), src=dweight_sb)
     if not gated:
-        return dx, dweight
-    return dx, dz, dweight
+        return dx_out, dweight
+    return dx_out, dz_out, dweight
+
+
+def flatten(x):
+    """Views x [..., V] in HBM as rows [M, V]."""
+    last = len(x.shape) - 1
+    M = 1
+    for i in range(last):
+        M = M * x.shape[i]
+    return x.reshape((M, x.shape[last]))
 
 
 def load_inputs(x, dy, z, gated, cut, norm, x_sb, dy_sb, r, m, slope):

@@ -1,7 +1,8 @@
 """Decides how the NKI kernels cut their work, in plain numbers; this module imports no NKI.
 
-The kernels are unrolled, so a kernel call has a bounded length; `LANE_CHUNKS`, `STEP_HEADS`, `TOKENS` and
-`ELEMENTS` are the bounds. Inside a call of the gated delta rule:
+A kernel call takes all sequences of a micro-batch, since a host records the calls of every layer one by one.
+The rule alone, decoding and the residual update are cut by `LANE_CHUNKS`, `STEP_HEADS` and `TOKENS`, as the
+kernels are unrolled. Inside a call of the gated delta rule:
 
     lane      one value head of one sequence
     bundle    up to four lanes of one sequence, whose small matrices lie side by side on the free axis, so
@@ -9,7 +10,7 @@ The kernels are unrolled, so a kernel call has a bounded length; `LANE_CHUNKS`, 
     wave      the bundles whose instructions are issued in turn, so that one waits while another computes
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PARTITIONS = 128
 BANK = 512  # float32 numbers in one PSUM bank of a partition, the most that one product writes
@@ -23,14 +24,13 @@ LANES = (
     (256, 512, 2),
 )  # most K, most V, lanes: at most 166 of SBUF's 176 KiB are live
 LAYER_LANES = 6  # of a whole layer in float32, where the convolution's tiles lie in SBUF, too
-# A call of a whole layer takes at most LONG_LANES lanes of sequences of more than LONG tokens: more of the
+# A wave of a whole layer takes at most LONG_LANES lanes of sequences of more than LONG tokens: more of the
 # convolution's results wait in SBUF then, and six lanes of 1,536 tokens do not fit.
 LONG, LONG_LANES = 1024, 5
 BACKWARD_BUNDLES = 2  # of a layer per wave backward: each has a bank of PSUM for sums over all tokens
-LANE_CHUNKS = 64  # chunks of one head per call of the rule: 9,000 instructions backward, 4,000 forward
+LANE_CHUNKS = 64  # of a sequence per call of the rule: 9,000 instructions backward, 4,000 forward
 STEP_HEADS = 256  # value heads per decode step: 1,500 to 2,600 instructions
 TOKENS = 8192  # per call of the residual update: 1,200 instructions forward, 4,400 backward, at four columns
-ELEMENTS = 2**21  # of x per call of the norm
 # The Scalar engine's rsqrt is right from here to 2^97. No range is published for GpSimd's, which kernels use.
 LEAST_RSQRT = 2.0**-87
 
@@ -52,10 +52,10 @@ def choose(N: int, H: int, HV: int, K: int, V: int, most: int = 8) -> Plan:
     return Plan(EVERY, CHUNK, lanes, width)
 
 
-def count_sequences(T: int, HV: int) -> int:
-    """Returns how many sequences one call of a whole layer takes."""
-    most = LANE_CHUNKS // (HV * -(-T // CHUNK))
-    return max(1, min(most, LONG_LANES // HV) if T > LONG else most)
+def choose_layer(N: int, T: int, H: int, HV: int, K: int, V: int, most: int) -> Plan:
+    """Chooses as `choose` does, for a call of a whole layer; a wave has one sequence of LONG_LANES heads."""
+    plan = choose(N, H, HV, K, V, most)
+    return replace(plan, lanes=min(plan.lanes, LONG_LANES)) if T > LONG and HV < LONG_LANES else plan
 
 
 def stretches(T: int) -> int:

@@ -1,8 +1,8 @@
 """Runs a layer's mixer in one NKI kernel forward and in another one backward.
 
-A kernel call takes as many sequences as `plan.count_sequences` says; `limits.nki` refuses a sequence that is
-too long for one call. Training keeps what backward reads: q, k, v and o in the dtype of x, and in float32 the
-convolution's results before SiLU and the state before each chunk.
+A kernel call takes all sequences; `limits.layer_nki` refuses those that are too long. Training keeps what
+backward reads: g in two parts, q, k, v and o in the dtype of x, and in float32 the convolution's results
+before SiLU and the state before each chunk.
 """
 
 from __future__ import annotations
@@ -31,35 +31,24 @@ def forward(call: Layer, *, save: bool) -> tuple[Tensor, Tensor | None, list[Ten
             f"nki and nki-simulator need |scale| >= {TINY:.3g} for a layer in one kernel; scale is "
             f"{call.scale}: call the three parts"
         )
-    g = _split_decays(call)
-    parts: list[tuple[Tensor, ...]] = []
-    for rows, how in _cut(call.sizes):
-        inputs = (call.x[rows], call.weight, g[rows], call.beta[rows], call.gate[rows], call.gain)
-        numbers = (call.K, call.scale, call.eps, save, how.C, how.lanes, how.width)
-        parts.append(run(gated_delta_layer_fwd, *inputs, *_kernel_options(call, rows), *numbers))
-    y, final_state, *saved = _join(parts)
-    return y, final_state if call.output_final_state else None, saved
+    g, how = _split_decays(call), _choose(call.sizes)
+    inputs = (call.x, call.weight, g, call.beta, call.gate, call.gain)
+    numbers = (call.K, call.scale, call.eps, save, how.C, how.lanes, how.width)
+    outputs = run(gated_delta_layer_fwd, *inputs, *_kernel_options(call), *numbers)
+    y, final_state, *saved = outputs
+    return y, final_state if call.output_final_state else None, [g, *saved] if save else []
 
 
 def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]) -> Gradients:
     """Returns the gradients."""
-    kept, states = saved[:5], saved[5:]  # q, k, v, o and u
-    g, weight_t = _split_decays(call), call.weight.float().t().contiguous()
-    parts: list[tuple[Tensor, ...]] = []
-    for rows, how in _cut(call.sizes):
-        options = _kernel_options(call, rows)
-        inputs = (dy[rows], call.x[rows], weight_t, *(tensor[rows] for tensor in kept), g[rows],
-                  call.beta[rows], call.gate[rows], call.gain)  # fmt: skip
-        dlast = call.gain if dstate is None else dstate[rows]
-        before = states[0][rows] if states else call.gain
-        numbers = (call.scale, call.eps, how.C, how.lanes, how.width)
-        parts.append(
-            run(
-                gated_delta_layer_bwd, *inputs, *options[:4], dlast, dstate is not None, *options[4:], before,
-                *numbers,
-            )
-        )  # fmt: skip
-    dx, dweight, dg, dbeta, dgate, dgain, dstate0, _, *dprefix = _join(parts)
+    g, *kept = saved[:6]  # g, then q, k, v, o and u
+    weight_t, how, options = call.weight.float().t().contiguous(), _choose(call.sizes), _kernel_options(call)
+    inputs = (dy, call.x, weight_t, *kept, g, call.beta, call.gate, call.gain)
+    states = saved[6] if len(saved) > 6 else None
+    dx, dweight, dg, dbeta, dgate, dgain, dstate0, _, *dprefix = run(
+        gated_delta_layer_bwd, *inputs, *options[:4], dstate, dstate is not None, *options[4:], states,
+        call.scale, call.eps, how.C, how.lanes, how.width,
+    )  # fmt: skip
     return Gradients(
         dx,
         dweight.sum(0).t().to(call.weight.dtype),  # of all sequences, [N, W, channels]
@@ -74,44 +63,26 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
 
 
 def saved_shapes(call: Layer) -> Shapes:
-    """Returns the shapes of q, k, v, o and u, and of the kept states."""
+    """Returns the shapes of the two parts of g, of q, k, v, o and u, and of the kept states."""
     (B, T, channels), (HV, V), dtype = call.x.shape, call.gate.shape[2:], call.x.dtype
     key, value = ((B, T, call.heads, call.K), dtype), ((B, T, HV, V), dtype)
-    shapes: Shapes = [key, key, value, value, ((B, channels, T), torch.float32)]
+    decays = ((B, T, HV, 2), call.g.dtype)
+    shapes: Shapes = [decays, key, key, value, value, ((B, channels, T), torch.float32)]
     many = -(-T // plan.CHUNK) - 1
     return [*shapes, ((B, many, call.K, HV, V), torch.float32)] if many > 0 else shapes
 
 
-def _cut(sizes: Sizes) -> list[tuple[slice, plan.Plan]]:
-    """Returns the sequences of each kernel call, and how it cuts its work."""
+def _choose(sizes: Sizes) -> plan.Plan:
+    """Returns how the kernels cut their work."""
     B, T, H, HV, K, V, dtype = sizes
-    together = plan.count_sequences(T, HV)
-    most = plan.LAYER_LANES if dtype == torch.float32 else 8
-    calls = []
-    for b in range(0, B, together):
-        rows = slice(b, min(b + together, B))
-        calls.append((rows, plan.choose(rows.stop - b, H, HV, K, V, most)))
-    return calls
+    return plan.choose_layer(B, T, H, HV, K, V, plan.LAYER_LANES if dtype == torch.float32 else 8)
 
 
-def _kernel_options(call: Layer, rows: slice) -> tuple[Tensor | bool, ...]:
-    """Returns the kernels' position, packed, prefix, continued, initial_state and has_state.
-
-    Where a call has none of these tensors, any other one stands for it.
-    """
-    return (
-        call.weight if call.position is None else call.position.to(torch.int32),
-        call.position is not None,
-        call.weight if call.prefix is None else call.prefix[rows],
-        call.prefix is not None,
-        call.gain if call.initial_state is None else call.initial_state[rows],
-        call.initial_state is not None,
-    )
-
-
-def _join(parts: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    """Returns the outputs of all calls, sequence behind sequence."""
-    return [x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True)]
+def _kernel_options(call: Layer) -> tuple[Tensor | bool | None, ...]:
+    """Returns the kernels' position, packed, prefix, continued, initial_state and has_state."""
+    place, prefix, state = call.position, call.prefix, call.initial_state
+    place = None if place is None else place.to(torch.int32)
+    return place, place is not None, prefix, prefix is not None, state, state is not None
 
 
 def _split_decays(call: Layer) -> Tensor:

@@ -1,8 +1,8 @@
 """Cuts a call of the gated delta rule into NKI kernel calls of bounded length, runs them, and joins results.
 
 The module serves two backends, `nki` and `nki-simulator`; `backends.nki_runtime_adapter` tells them apart by
-the device. Kernels are unrolled, so a kernel call takes at most `plan.LANE_CHUNKS` chunks of one head each.
-Longer calls are cut into groups of sequences first, then in time, where the state is handed on.
+the device. A kernel call takes all sequences. Kernels are unrolled, so it takes at most `plan.LANE_CHUNKS`
+chunks of a sequence, over all heads; longer sequences are cut in time, and the state is handed on.
 
 A g below RESET, -inf included, is raised to it: kernels multiply g by triangles of zeros and ones, and 0
 times -inf is NaN. Their sums leave out what they do not need, so tokens beside such a g keep their digits,
@@ -12,9 +12,6 @@ product, and cost 1 to 5% in order by the simulator's model.
 Lengths are constants of a kernel. Packed sequences without initial and final states, as in training, need no
 lengths: a decay that erases the state at each first token makes them one sequence.
 Otherwise they are cut by their lengths, read from cu_seqlens on the host.
-
-A kernel that gets None would be compiled again at every call (nki 0.2 and 0.3). So beta stands for a tensor
-that a call does not have and its kernel does not read.
 """
 
 from __future__ import annotations
@@ -60,8 +57,7 @@ def pieces(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[list[Piece]]
     """Returns the pieces of each group of sequences in the order of time; none for empty sequences."""
     B, T, HV = q.shape[0], q.shape[1], v.shape[2]
     if cu_seqlens is None:
-        together = max(1, min(B, plan.LANE_CHUNKS // max(1, HV * plan.stretches(T) * plan.EVERY)))
-        groups = [(slice(b, min(b + together, B)),) * 2 + (0, T, 0) for b in range(0, B, together)]
+        groups = [(slice(0, B), slice(0, B), 0, T, 0)]
     else:
         bounds = _bounds(cu_seqlens)
         groups, kept = [], 0
@@ -107,8 +103,8 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
             if save and S is not None and piece is not group[0]:
                 states.append((piece.rows, piece.handed_on, S.transpose(1, 2).unsqueeze(1)))
             how = (sizes.every if save else 0, sizes.C, sizes.lanes, sizes.width)
-            before, given = (call.beta, False) if S is None else (S, True)
-            o, S, *kept = run(gated_delta_rule_fwd, *inputs, before, call.scale, call.l2norm, given, *how)
+            given = S is not None
+            o, S, *kept = run(gated_delta_rule_fwd, *inputs, S, call.scale, call.l2norm, given, *how)
             outs.append((piece.rows, piece.tokens, o))
             states += [(piece.rows, piece.kept, x) for x in kept]
         if S is None:
@@ -148,11 +144,10 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
             S = None if call.initial_state is None else call.initial_state[sequences]
             if piece is not group[0]:
                 S = saved[0][piece.rows, piece.handed_on].squeeze(1).transpose(1, 2)
-            states = saved[0][piece.rows, piece.kept] if piece.kept.start < piece.kept.stop else call.beta
-            ends = (call.beta if x is None else x for x in (dS, S))
+            states = saved[0][piece.rows, piece.kept] if piece.kept.start < piece.kept.stop else None
             options = (call.scale, call.l2norm, dS is not None, S is not None)
             how = (sizes.every, sizes.C, sizes.lanes, sizes.width)
-            *gradients, dS = run(gated_delta_rule_bwd, *tensors, *ends, states, *options, *how)
+            *gradients, dS = run(gated_delta_rule_bwd, *tensors, dS, S, states, *options, *how)
             for part, gradient, x in zip(parts, gradients, inputs, strict=True):
                 part.append((piece.rows, piece.tokens, _sum_parts(gradient, x)))
         if dS is None:

@@ -1,8 +1,6 @@
 """NKI's side of the layers' operations that have a kernel: short convolution, gated RMS norm, cross-entropy.
 
-Kernels are unrolled, so the norm and the cross-entropy are cut into kernel calls of bounded length. Only the
-cross-entropy saves more than its inputs. The weight stands for tensors that a call does not have and its
-kernel does not read: None would be compiled again at every call.
+Only the cross-entropy saves more than its inputs.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_n
 from delta_trn.nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
 
 __all__ = ["linear_cross_entropy_backward", "linear_cross_entropy_saved_shapes"]
-
-READOUT_TOKENS = cross_entropy.MOST_TOKENS  # per kernel call
 
 
 def short_convolution_forward(call: Convolution, *, save: bool) -> tuple[Tensor, list[Tensor]]:
@@ -46,26 +42,16 @@ def gated_rms_norm_forward(call: GatedNorm, *, save: bool) -> tuple[Tensor, list
     """
     require_within_rsqrt("eps", call.eps, plan.LEAST_RSQRT)
     require_norms_within_rsqrt({"x": call.x}, call.eps)
-    gated = call.gate is not None
-    parts = [
-        run(gated_rms_norm_fwd, x, gate, call.weight, call.eps, gated)
-        for x, gate in zip(_pieces(call.x), _gate_pieces(call), strict=True)
-    ]
-    return torch.cat(parts).reshape(call.x.shape), []
+    return run(gated_rms_norm_fwd, call.x, call.gate, call.weight, call.eps, call.gate is not None), []
 
 
 def gated_rms_norm_backward(
     dy: Tensor, call: GatedNorm, saved: list[Tensor]
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns dx, dgate, dweight."""
-    parts = [
-        run(gated_rms_norm_bwd, dy_rows, x, gate, call.weight, call.eps, call.gate is not None)
-        for dy_rows, x, gate in zip(_pieces(dy), _pieces(call.x), _gate_pieces(call), strict=True)
-    ]
-    dx, *dgate, dweight = zip(*parts, strict=True)
-    shape = call.x.shape
-    dgate = None if call.gate is None else torch.cat(dgate[0]).reshape(shape)
-    return torch.cat(dx).reshape(shape), dgate, torch.stack(dweight).sum(0)
+    gated = call.gate is not None
+    dx, *dgate, dweight = run(gated_rms_norm_bwd, dy, call.x, call.gate, call.weight, call.eps, gated)
+    return dx, dgate[0] if gated else None, dweight
 
 
 def linear_cross_entropy_forward(call: Readout, *, save: bool) -> tuple[Tensor, list[Tensor]]:
@@ -81,27 +67,14 @@ def linear_cross_entropy_forward(call: Readout, *, save: bool) -> tuple[Tensor, 
     # the kernel compares goals with places as float32 numbers; a negative one does not count
     goals = targets.where(kept, -1).to(torch.float32)[:, None]
     named = w.index_select(0, targets.where(kept, 0))
-    total = torch.zeros((), device=hidden.device)
-    dhidden: list[Tensor] = []
-    dweight: Tensor | None = None
-    pieces = (y.split(READOUT_TOKENS) for y in (hidden, goals, named))
-    for x, goal, at_goal in zip(*pieces, strict=True):
-        if not x.shape[0]:
-            continue
-        x, x_t = x.contiguous(), x.t().contiguous()
-        if save:
-            lse, dx, dw = run(cross_entropy_bwd, x_t, x, w_t, w, goal)
-            dhidden.append(dx)
-            dweight = dw if dweight is None else dweight + dw
-        else:
-            lse = run(cross_entropy_fwd, x_t, w_t)
-        loss = lse - (x.to(torch.float32) * at_goal.to(torch.float32)).sum(1, keepdim=True)
-        total = total + (loss * (goal >= 0)).sum()
-    if not save:
-        return total / count, []
-    if dweight is None:
-        return total / count, [torch.zeros_like(hidden), w.to(torch.float32) * 0, count]
-    return total / count, [torch.cat(dhidden), dweight, count]
+    saved: list[Tensor] = []
+    if save:
+        lse, *saved = run(cross_entropy_bwd, hidden.t().contiguous(), hidden, w_t, w, goals)
+        saved.append(count)
+    else:
+        lse = run(cross_entropy_fwd, hidden.t().contiguous(), w_t)
+    loss = lse - (hidden.to(torch.float32) * named.to(torch.float32)).sum(1, keepdim=True)
+    return (loss * (goals >= 0)).sum() / count, saved
 
 
 def readout_block(width: int) -> int:
@@ -109,18 +82,8 @@ def readout_block(width: int) -> int:
     return cross_entropy.cut_words(2**24, width)[0][1]
 
 
-def _pieces(x: Tensor) -> tuple[Tensor, ...]:
-    """Returns x as rows [M, N], as many in a piece as a kernel call takes."""
-    N = x.shape[-1]
-    return x.reshape(-1, N).split(max(1, plan.ELEMENTS // N))
-
-
-def _gate_pieces(call: GatedNorm) -> tuple[Tensor, ...]:
-    return (call.weight,) * len(_pieces(call.x)) if call.gate is None else _pieces(call.gate)
-
-
-def _kernel_options(call: Convolution) -> tuple[Tensor | bool, ...]:
+def _kernel_options(call: Convolution) -> tuple[Tensor | bool | None, ...]:
     """Returns the kernels' position, packed, prefix, continued."""
-    places = call.weight if call.position is None else call.position.to(torch.int32)
+    places = None if call.position is None else call.position.to(torch.int32)
     prefix = call.prefix if call.weight.shape[1] > 1 else None  # one tap looks back at nothing
-    return places, call.position is not None, call.weight if prefix is None else prefix, prefix is not None
+    return places, places is not None, prefix, prefix is not None

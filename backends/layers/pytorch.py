@@ -85,10 +85,13 @@ def add_rms_norm_backward(
     if r:
         dx, _, dweight = cpu_kernel.norm_backward(dy, dtotal, total, None, call.weight, r[0])
         return dx, dweight
-    full = GatedNorm(total.to(_full(total.dtype)), None, call.weight, call.eps)
-    dx, dweight = _differentiate(_gated_norm, full, ("x", "weight"), [dy.to(full.x.dtype)])
-    assert dx is not None and dweight is not None
-    return (dtotal + dx).to(total.dtype), dweight
+    x = total.to(_full(total.dtype))
+    root = torch.rsqrt(x.square().mean(-1, keepdim=True) + call.eps)
+    h, dy = x * root, dy.to(x.dtype)
+    n = dy * call.weight
+    dx = (n - h * (n * h).mean(-1, keepdim=True)) * root
+    dweight = (dy * h).sum(tuple(range(x.dim() - 1)))
+    return (dtotal + dx).to(total.dtype), dweight.to(call.weight.dtype)
 
 
 def linear_cross_entropy_forward(call: Readout, *, save: bool) -> tuple[Tensor, list[Tensor]]:

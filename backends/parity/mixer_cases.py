@@ -96,7 +96,7 @@ CASES: tuple[MixerCase, ...] = (
     MixerCase("mixer_one",     8, 1,   2, 16,  24, "one token: three taps read zeros, no product of decays"),
     MixerCase("mixer_step",    8, 1,   2, 16,  24, "one token of decoding", before=True, loss=BOTH),
     MixerCase("mixer_short",   8, 2,   2, 16,  24, "fewer tokens than taps", before=True, loss=BOTH),
-    MixerCase("mixer_many",    33, 3,  2, 16,  8,  "more sequences than a kernel call takes", loss=BOTH),
+    MixerCase("mixer_many",    33, 3,  2, 16,  8,  "many sequences in one kernel call", loss=BOTH),
     MixerCase("mixer_ragged",  2, 70,  2, 16,  24, "no tile fits evenly"),
     MixerCase("mixer_127",     1, 127, 1, 16,  24, "one token less than a chunk", loss=BOTH),
     MixerCase("mixer_128",     1, 128, 1, 16,  24, "a chunk: nothing may be read behind it", loss=BOTH),

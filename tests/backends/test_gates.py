@@ -11,6 +11,7 @@ from torch.nn.functional import softplus
 
 from delta_trn.backends import checking, gated_delta_rule, gated_delta_rule_step, log_decay, write_strength
 from delta_trn.backends.dispatch import BACKENDS
+from delta_trn.backends.gated_delta_rule.contract import LazyDecay
 from delta_trn.backends.parity import rule
 from delta_trn.backends.parity.judge import error
 from delta_trn.backends.parity.rule_cases import Case, inputs
@@ -51,6 +52,25 @@ def test_gates_of_the_operation_follow_their_formulas(neg):
     expected, _ = gated_delta_rule(q, k, v, g, beta, backend="recurrent", use_qk_l2norm_in_kernel=True)
     assert error(o, expected) < 1e-14
     assert torch.equal(log_decay(a, A_log, dt_bias), g) and torch.equal(write_strength(z, 1 + neg), beta)
+
+
+def test_the_formulas_of_lazy_tensors_are_those_of_autograd():
+    """float32 keeps its digits, also where neither the rate nor softplus is a float32 alone."""
+    x, rate = torch.linspace(-170, 60, 2000)[:, None], torch.tensor([-60.0, -3.0, 0.3, 5.0, 79.0])
+    dg = torch.linspace(-2, 3, 2000)[:, None].expand(-1, 5)
+    results = []
+    for compute, dtype in (
+        (log_decay, torch.float64),
+        (LazyDecay.apply, torch.float64),
+        (LazyDecay.apply, torch.float32),
+    ):
+        leaves = [x.expand(-1, 5).to(dtype).requires_grad_(), rate.to(dtype).requires_grad_()]
+        g = compute(*leaves)
+        results.append([y.double() for y in (g, *torch.autograd.grad(g, leaves, dg.to(dtype)))])
+    for judge, exact, rounded in zip(*results, strict=True):
+        torch.testing.assert_close(exact, judge, rtol=1e-13, atol=1e-60)
+        known = (judge.abs() > 1e-30) & (judge.abs() < 1e30)
+        assert ((rounded - judge)[known].abs() <= 2.0**-20 * judge[known].abs()).all()
 
 
 @pytest.mark.parametrize("backend", ["chunked", IN_KERNELS])

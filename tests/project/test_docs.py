@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -158,6 +159,8 @@ def test_commands_that_need_more_are_well_formed(page):
             ours = our_words(words)
             if words[0] == "make":
                 assert words[1] in targets, f"{page.name}:{block.line}: make has no target {words[1]}"
+            elif words[0] == "python" and words[1].startswith("results/"):
+                runpy.run_path(str(ROOT / words[1]), run_name="not main")  # what it imports is there
             elif ours and ours[0] == "run":
                 recipe = [word for word in ours if word != "--or-resume"]
                 status, output = run([*recipe, "--keys"])

@@ -25,7 +25,7 @@ from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.layers import Linear, joint
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import scaled_parameters
-from delta_trn.nki_kernels import plan
+from delta_trn.nki_kernels import cross_entropy as nki_readout
 from delta_trn.nki_kernels.simulator import StrictError, nisa, nl
 from delta_trn.train.checkpoints.contents import random_states, set_random_states
 from delta_trn.train.data.loader import Loader
@@ -34,9 +34,11 @@ from delta_trn.train.settings.errors import PositionMismatch
 from delta_trn.triton_kernels import gated_delta_rule_refine as refine
 from delta_trn.triton_kernels import rms_norm, short_convolution
 from delta_trn.triton_kernels.launch import tile
+from tests.backends import test_gates
 from tests.backends.cpu_kernel import test_states
-from tests.models import test_ddl, test_ddl_options, test_language_model, test_loss
+from tests.models import test_ddl, test_ddl_options, test_language_model, test_lazy_product, test_loss
 from tests.models.ecosystem import test_fully_sharded, test_packing, test_weights, test_widths
+from tests.nki_kernels import test_gated_delta_layer
 from tests.nki_kernels.simulator import test_movement, test_releases
 from tests.support import families, tiny_models
 from tests.support.planted_bugs import BUGS, RULE, planted
@@ -367,14 +369,15 @@ CHECKS = {
     "nki, resets": lambda: judged("nki-simulator", replace(WHOLE, decay="reset")),
     "nki, ragged": lambda: judged("nki-simulator", BY_NAME["ragged"]),
     "nki, words": lambda: layer_passes(WORDS, "nki-simulator"),
+    "nki, tokens": lambda: judged_with(nki_readout, "MOST_TOKENS", 2, CHECKS["nki's ignored words"]),
+    "nki, long sequences": lambda: holds(test_gated_delta_layer.test_long_waves_are_narrow, 1025, 3, 3),
+    "lazy gates": lambda: holds(test_gates.test_the_formulas_of_lazy_tensors_are_those_of_autograd),
+    "lazy products": lambda: holds(test_lazy_product.test_it_is_that_of_pytorch, (2, 5, 3)),
     "nki's ignored words": lambda: layer_passes("loss_ignored", "nki-simulator"),
     "nki's convolution": lambda: all(
         layer_passes(f"conv_{name}", "nki-simulator") for name in ("packed_tiles", "cells", "prefix_tiles")
     ),
-    "nki's norm": lambda: (
-        layer_passes(WIDE_ROWS, "nki-simulator")
-        and judged_with(plan, "ELEMENTS", 30 * 96, lambda: layer_passes("norm_head", "nki-simulator"))
-    ),
+    "nki's norm": lambda: all(layer_passes(case, "nki-simulator") for case in (WIDE_ROWS, "norm_head")),
     "nki's residual": lambda: all(
         layer_passes(f"residual_{name}", "nki-simulator") for name in ("odd", "blocks")
     ),

@@ -10,7 +10,9 @@ set -euo pipefail
 export NEURON_PARALLEL_COMPILE_MAX_RETRIES=1
 # One graph at a time: the compiler has taken 30 to 40 GB for one that is unrolled (aws-neuron-sdk issue 1374)
 compile=(neuron_parallel_compile --num_parallel 1)
-keys=(device=xla sample.tokens=0 batch.micro=2 evaluation.batch=5)
+# Recording a micro-batch takes the host as long for three sequences as for one, and then less time than their
+# kernels take. A larger graph takes more memory to compile.
+keys=(device=xla sample.tokens=0 batch.micro=3 evaluation.batch=5)
 # not torchrun itself: that of AWS's environment would start AWS's python
 launch=(python -m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=3)
 if [ "${1:?name a recipe}" = warmup ]; then

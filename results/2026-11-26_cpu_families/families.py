@@ -1,6 +1,6 @@
 """Times whole training steps of transformers' families, with patch_transformers and without, in turns.
 
-    python results/2026-11-22_cpu_any-model/families.py [WIDTH LENGTH SECONDS]
+    python results/2026-11-26_cpu_families/families.py [WIDTH LENGTH SECONDS]
 
 A step is forward, backward and AdamW, whose rate is 0, so that both models keep their weights and their
 losses can be compared. Random models of four layers, three of them Gated DeltaNet with 128 channels in a
@@ -9,13 +9,14 @@ head; one row of tokens.
 
 import contextlib
 import io
+import os
 import sys
 
 import torch
 import transformers
 
 from delta_trn import patch_transformers
-from delta_trn.backends.bench.timing import Spread, interleaved, ratios
+from delta_trn.backends.bench.timing import Spread, ratios, time_in_turns
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 INDEXER = {
@@ -65,9 +66,10 @@ def main(width: int = 256, length: int = 1024, seconds: int = 60) -> None:
             optimizers[name].step()
 
         calls = {name: (lambda name=name, run=run: run(name)) for name in models}
-        times = interleaved(calls, torch.device("cpu"), seconds)
+        times = time_in_turns(calls, torch.device("cpu"), seconds)
         assert torch.allclose(losses["ours"], losses["transformers"], rtol=2**-14, atol=0), losses
-        print(f"{family}, transformers {transformers.__version__}: width {width}, length {length}")
+        load = f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
+        print(f"{family}, transformers {transformers.__version__}: width {width}, length {length}, {load}")
         for name, over in ratios(times, "ours").items():
             ms = Spread.of(times[name])
             print(
