@@ -33,7 +33,7 @@ from delta_trn.train.run.optimizer import learning_rate, set_learning_rate
 from delta_trn.train.settings.errors import PositionMismatch
 from delta_trn.triton_kernels import gated_delta_rule_refine as refine
 from delta_trn.triton_kernels import rms_norm, short_convolution
-from delta_trn.triton_kernels.launch import tile
+from delta_trn.triton_kernels.launch import adjust
 from tests.backends import test_gates
 from tests.backends.cpu_kernel import test_states
 from tests.models import test_ddl, test_ddl_options, test_language_model, test_lazy_product, test_loss
@@ -119,8 +119,8 @@ def refined_in_parts():
     """Returns whether heads that are refined one by one, 16 columns at a time, are what they are at once."""
     x = inputs(replace(ALIKE, T=40, H=2, V=32), torch.bfloat16)
     whole = rule.outcome(x, "triton")["dg"]
-    narrow = lambda *sizes: replace(tile(*sizes), columns=16)  # noqa: E731
-    with patch.object(refine, "HEADS", 1), patch.object(refine, "tile", narrow):
+    narrow = lambda row: replace(row, refine=replace(row.refine, columns=16))  # noqa: E731
+    with patch.object(refine, "HEADS", 1), adjust(narrow):
         parts = rule.outcome(x, "triton")["dg"]
     return (parts - whole).norm() < 0.01 * whole.norm()
 

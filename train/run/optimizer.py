@@ -59,8 +59,11 @@ def rows(model: DeltaForCausalLM, config: RunConfig) -> list[ScaledParameter]:
         weight_decay=o.weight_decay,
         independent_weight_decay=o.independent_weight_decay,
         memory=o.memory,
-        rates={role: getattr(o, f"{role.name.lower()}_lr", 1.0) for role in Role},
-    )
+        rates={
+            Role.EMBEDDING: o.embedding_lr, Role.READOUT: o.readout_lr, Role.GATE: o.gate_lr,
+            Role.SCALAR: o.scalar_lr, Role.VECTOR: o.vector_lr,
+        },
+    )  # fmt: skip
 
 
 def make_optimizer(sharding: Sharding, config: RunConfig) -> Optimizer:

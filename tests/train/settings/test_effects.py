@@ -21,6 +21,7 @@ IDLE: dict[str, dict[str, str]] = {
     "optimizer.name=adamw or muon": {"optimizer.name": "sgd"},
     "optimizer.name=sgd or muon": {"optimizer.name": "adamw"},
     "optimizer.name=sgd": {"optimizer.name": "adamw"},
+    "model.tie_word_embeddings=false": {"model.tie_word_embeddings": "true"},
     "a data.source that is text, not prepared shards": {"data.source": "PREPARED"},
     "model.attention_layers other than none": {"model.attention_layers": ""},
     "model.residual other than additive": ADDITIVE,
