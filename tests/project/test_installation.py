@@ -9,6 +9,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 # A user's own modules, which an installed delta_trn must neither take nor be taken for.
@@ -33,7 +34,8 @@ def installed(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT]
-    subprocess.run(build, check=True, capture_output=True, text=True)
+    with FileLock(tmp_path_factory.getbasetemp().parent / "wheel.lock"):  # builds share ROOT/build
+        subprocess.run(build, check=True, capture_output=True, text=True)
     venv.create(folder / "env", with_pip=False, symlinks=True)
     (wheel,) = folder.glob("*.whl")
     python = folder / "env" / "bin" / "python"
