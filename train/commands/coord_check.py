@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 EPILOG = """keys of its own
   widths=64,128,256,512             parametrizations=sp,mup     or mup_original
-  optimizers=adamw,sgd,muon         lr.adamw=2**-8  lr.sgd=2**-6  lr.muon=2**-8   at the base width
+  optimizers=adamw,sgd,muon         lr.adamw=2**-8  lr.sgd=2**-8  lr.muon=2**-8   at the base width
   steps=4  seeds=8                  out=runs/coord-check-RECIPE
 
 and any key of `run` of the model or the optimizer. One batch of random tokens is trained on over and over at
@@ -51,7 +51,7 @@ under the recipe's own parametrization; with --module, under any but plain.
 """
 OF_RECIPES = {
     "widths": "64,128,256,512", "parametrizations": "sp,mup", "optimizers": "adamw,sgd,muon",
-    "lr.adamw": "2**-8", "lr.sgd": "2**-6", "lr.muon": "2**-8", "steps": "4", "seeds": "8",
+    "lr.adamw": "2**-8", "lr.sgd": "2**-8", "lr.muon": "2**-8", "steps": "4", "seeds": "8",
 }  # fmt: skip
 OF_MODULES = {
     "widths": "64,128,256", "parametrizations": "plain,mup", "optimizers": "adamw", "lr.adamw": "2**-8",

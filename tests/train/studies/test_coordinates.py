@@ -36,8 +36,8 @@ def config(
     return apply(recipe("transfer"), changes)
 
 
-def fit(start: Start, seeds: int = 2, batch: MakeBatch | None = None) -> dict[str, Verdict]:
-    found = readings(start, "mup", "adamw", widths=(64, 128, 256), steps=2, seeds=seeds, batch=batch)
+def fit(start: Start, seeds: int = 2, steps: int = 2, batch: MakeBatch | None = None) -> dict[str, Verdict]:
+    found = readings(start, "mup", "adamw", widths=(64, 128, 256), steps=steps, seeds=seeds, batch=batch)
     return {v.tensor.removeprefix("model."): v for v in judge(list(found))}
 
 
@@ -66,7 +66,7 @@ MISTAKES = {
     "one gate's rate": ("blocks.0.mixer.a_proj", 1.0, "blocks.0.mixer.a_proj"),
     "matrices' initial size": (Role.HIDDEN, {"init_std": 0.0}, "blocks.0.mixer.q_proj"),
     "matrices' rate falls as the root": (Role.HIDDEN, {"lr_adamw": -0.5}, "blocks.0.mixer.v_proj"),
-    "o_proj's rate": ("blocks.1.mixer.o_proj", 1.0, "blocks.1.mlp"),
+    "o_proj's rate": ("blocks.1.mixer.o_proj", 1.0, "blocks.1.mixer.o_proj"),
     "k_proj's rate": ("blocks.1.mixer.k_proj", 1.0, "blocks.1.mixer.k_proj"),
     "down_proj's rate": ("mlp.down_proj", 1.0, "blocks.1.mlp"),
     "scalars' rate grows as the root": (Role.SCALAR, {"lr_adamw": 0.5}, "blocks.1.mixer.A_log"),
@@ -110,7 +110,8 @@ def test_a_planted_mistake_turns_its_row_red(mistake: str, monkeypatch: pytest.M
         monkeypatch.setitem(TABLES, "mup", table.but({what: replace(table[what], **change)}))
     else:
         start = misrate(start, what, change)
-    rows = fit(start, seeds=4)
+    # a rate that is wrong in one matrix of the last block shows after more steps, beside less scatter
+    rows = fit(start, seeds=4) if mistake in CHEAP else fit(start, seeds=8, steps=4)
     assert not rows[row].passes, rows[row]
 
 
