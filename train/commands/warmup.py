@@ -73,7 +73,7 @@ def _list_instructions(config: RunConfig, listed: list["Graph"]) -> None:
         trains = graph.name == "step"
         total = graph.rows * (counted.training if trains else counted.forward)
         key = "batch.micro" if trains else "evaluation.batch"
-        warning = f"  above {MOST:,}: neuronx-cc may refuse it, lower {key}" if total > MOST else ""
+        warning = f"  above {MOST:,}: neuronx-cc refuses it, lower {key}" if total > MOST else ""
         print(f"{graph.name:16}{total:>12,}{warning}")
 
 
