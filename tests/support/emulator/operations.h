@@ -92,6 +92,8 @@ template <class U, class S, class Wide> static void integers() {
     lanes("shr.u# shr.b#", [](U a, u32 b) { return U(b < BITS ? a >> b : 0); });
     lanes("shr.s#", [](S a, u32 b) { return S(a >> std::min<u32>(b, 8 * sizeof(U) - 1)); });
     lanes("div.s#", [](S a, S b) { return S(b == 0 ? -1 : b == -1 ? 0 - U(a) : a / b); });
+    lanes("div.u#", [](U a, U b) { return U(b ? a / b : ~U(0)); });
+    lanes("rem.u#", [](U a, U b) { return U(b ? a % b : a); });
     lanes("mov.u# mov.s# mov.b# mov.f#", [](U a) { return a; });
     lanes("selp.u# selp.s# selp.b# selp.f#", [](U a, U b, Predicate c) { return c ? a : b; });
     lanes("setp.eq.u# setp.eq.s# setp.eq.b#", [](U a, U b) { return Predicate(a == b); });
