@@ -72,8 +72,9 @@ def scaled_parameters(model: nn.Module, base: Base, roles: Roles | None = None) 
     """
     model, known = find_inside(model), describe(base, "meta")
     patterns = {pattern: _role(role) for pattern, role in (roles or {}).items()}
-    readout = None if is_tied(model) else getattr(find_readout(model), "weight", None)
-    if is_tied(model) and not isinstance(find_readout(model), TiedReadout):
+    head, tied, width = find_readout(model), is_tied(model), _width(model, known)
+    readout = None if tied else getattr(head, "weight", None)
+    if tied and not isinstance(head, TiedReadout):
         raise ValueError(
             "the readout is tied to the embedding, which needs a multiplier on the logits: call "
             "mup.scale_readout(model, base=...) first, or make the model with tie_word_embeddings=False"
@@ -97,14 +98,14 @@ def scaled_parameters(model: nn.Module, base: Base, roles: Roles | None = None) 
             continue
         if role is Role.GATE and named is None:
             gates.append(name)
-        rows.append(Scaled(name, parameter, role, _width(model, known) if role is Role.SCALAR else m, small))
+        rows.append(Scaled(name, parameter, role, width if role is Role.SCALAR else m, small))
     if unknown:
         lines = "\n  ".join(unknown)
         raise ValueError(f"no muP role for {len(unknown)} parameters; name them in roles={{...}}:\n  {lines}")
     unused = [pattern for pattern in patterns if not any(fnmatch(row.name, pattern) for row in rows)]
     if unused:
         raise ValueError(f"roles {unused} match no parameter; names are like {rows[0].name if rows else '-'}")
-    if gates and find_readout(model) is None and Role.READOUT not in patterns.values():
+    if gates and head is None and Role.READOUT not in patterns.values():
         raise ValueError(
             f"{', '.join(gates)}: read the width and write a size that does not grow, and no readout is "
             f"known; say which is one: roles={{{gates[-1]!r}: 'readout'}}, and 'gate' for the others"
@@ -176,7 +177,7 @@ def find_readout(model: nn.Module) -> nn.Module | None:
 
 
 def is_tied(model: nn.Module) -> bool:
-    """Whether the readout's weight is an embedding's."""
+    """Returns whether the readout's weight is an embedding's."""
     weight = getattr(find_readout(model), "weight", None)
     return any(weight is module.weight for module in model.modules() if isinstance(module, nn.Embedding))
 

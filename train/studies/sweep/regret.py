@@ -25,7 +25,7 @@ from delta_trn.train.studies.fits import parabola
 from delta_trn.train.studies.sweep.curves import Curve
 
 DRAWS = 2000
-# How a rate is chosen from one seed's curve; the last is what muP's papers do with the best rate tried.
+# How a rate is chosen from one seed's curve. The last was advice once, and stays to show what it costs.
 STRATEGIES: dict[str, Callable[[Curve], float | None]] = {
     "fitted": lambda curve: curve.optimum if curve.optimum is not None else curve.best,
     "best tried": lambda curve: curve.best,
