@@ -126,13 +126,18 @@ def describe(base: Base, device: str) -> dict[str, Sizes]:
             raise ValueError(f"base={str(base)!r}: {error}; expected a file of mup.save_base") from None
     if isinstance(base, Mapping):
         return {name: x if isinstance(x, Sizes) else Sizes(tuple(x), None) for name, x in base.items()}
-    if not isinstance(base, nn.Module):
-        with torch.random.fork_rng(devices=[]), torch.device(device):
-            base = base()
+    model = find_inside(make_model(base, device))
     return {
-        name: Sizes(tuple(p.shape), None if p.is_meta else rms(p))
-        for name, p, _ in name_parameters(find_inside(base))
+        name: Sizes(tuple(p.shape), None if p.is_meta else rms(p)) for name, p, _ in name_parameters(model)
     }
+
+
+def make_model(model: nn.Module | Callable[[], nn.Module], device: str) -> nn.Module:
+    """Returns the model, or what a function makes on a device; torch's random numbers stay as they are."""
+    if isinstance(model, nn.Module):
+        return model
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        return model()
 
 
 def save_base(model: Base, path: str | PathLike[str]) -> None:

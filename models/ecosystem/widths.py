@@ -29,6 +29,7 @@ from delta_trn.models.ecosystem.roles import (
     find_inside,
     find_readout,
     is_tied,
+    make_model,
     name_parameters,
     rms,
     scaled_parameters,
@@ -125,10 +126,8 @@ def _roles_at_base(
             "the model has the base's shapes, which do not tell the matrices that decay or are Muon's: pass "
             "wider=..., a function that makes the model at any larger width"
         )
-    if not isinstance(wider, nn.Module):
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            wider = wider()
-    return {**(roles or {}), **{row.name: row.role for row in scaled_parameters(wider, known, roles)}}
+    found = scaled_parameters(make_model(wider, "meta"), known, roles)
+    return {**(roles or {}), **{row.name: row.role for row in found}}
 
 
 def muon_factor(scaled: Scaled, adjust_lr_fn: Adjustment) -> float:
