@@ -29,9 +29,9 @@ HEADERS = (FOLDER / "chunked_head.h", FOLDER / "chunked_products.h", FOLDER.pare
 Arguments = c_int64 * (len(POINTERS) + 3 * len(STRIDED) + len(NUMBERS))
 
 
-def takes(x: Tensor) -> bool:
-    """Returns whether the kernel computes a call with this q."""
-    return refusal(x.dtype, x.device.type) is None
+def takes(call: Rule | Step) -> bool:
+    """Returns whether the kernel computes a call."""
+    return not call.has_channels and refusal(call.q.dtype, call.q.device.type) is None
 
 
 def refusal(dtype: torch.dtype, device: str) -> str | None:

@@ -20,7 +20,7 @@ from tests.support.fuzz.run import fuzz
 
 # cases of each operation in the default suite, and the operations of which it has some on the slow backends
 FEW, FEWER = 8, 2
-SLOW_ONES = ("gated_delta_rule", "gated_delta_rule_step", "delta_residual")
+SLOW_ONES = ("gated_delta_rule", "gated_delta_rule_step", "kimi_delta_attention", "delta_residual")
 
 
 def pytest_generate_tests(metafunc):
