@@ -152,7 +152,7 @@ class TestVerdict:
         for width, best in zip((64, 128, 256), optima, strict=True):
             points = [
                 (x, 3 + 0.1 * (x - best) ** 2 + noise * float(rng.normal()), seed)
-                for x in np.arange(-9.0, -3.0)
+                for x in map(float, range(-9, -3))
                 for seed in (0, 1)
             ]
             curves.append(Curve(width, points))
@@ -179,7 +179,7 @@ class TestVerdict:
 
     def test_a_seed_that_chose_does_not_pay(self):
         """Each of two seeds is lowest at a rate of its own by chance; to pay by it would cost nothing."""
-        rates = np.arange(-9.0, -3.0)
+        rates = [float(x) for x in range(-9, -3)]
         points = [
             (x, 3 + 0.1 * (x + 6) ** 2 - 0.2 * (x == -7 + 2 * seed), seed) for x in rates for seed in (0, 1)
         ]
