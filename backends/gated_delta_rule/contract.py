@@ -232,6 +232,8 @@ def make_gates(
 ) -> tuple[Tensor, Tensor]:
     """Returns g [..., HV] or [..., HV, K] and beta [..., HV] of a call; differentiable in all arguments."""
     with torch.autocast("cpu" if g.is_meta else g.device.type, enabled=False):
+        # first of all: the gradients of shorter ones, sums over pieces and channels, are rounded once then
+        A_log, dt_bias = (None if x is None else x.to(_full(g).dtype) for x in (A_log, dt_bias))
         if A_log is not None and g.dim() > beta.dim():
             g = _make_channels(g, A_log, dt_bias, lower_bound)
         elif A_log is not None:
