@@ -35,6 +35,7 @@ from torch import Tensor
 from delta_trn.backends import dispatch
 from delta_trn.backends.gated_delta_rule import checks
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Step, make_call_gates, state_dtype
+from delta_trn.backends.gated_delta_rule.once import once
 from delta_trn.backends.gated_delta_rule.states import compute_states
 from delta_trn.backends.operator import Operator, gradients_wanted
 
@@ -115,7 +116,7 @@ def gated_delta_rule(
     name, save = OPERATOR.choose(tensors, _sizes(q, v), backend, *(() if cu_seqlens is None else ("packed",)))
     scale = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
     options = scale, beta_max, use_qk_l2norm_in_kernel, output_final_state
-    call = Rule(*tensors, None if cu_seqlens is None else cu_seqlens.long(), *options)
+    call = Rule(*tensors, _bounds(cu_seqlens), *options)
     o, state = _compute(call, checks.positions(return_states_at, q.shape[1], output_final_state), save, name)
     return o, None if state is None else state.mT.contiguous() if state_v_first else state
 
@@ -215,6 +216,15 @@ def _first_state(state: Tensor | None, q: Tensor, v_first: bool) -> Tensor | Non
     state = state.mT if v_first else state
     same = isinstance(q, Tensor) and state.dtype == q.dtype
     return state.to(state_dtype(q.dtype)) if same else state
+
+
+def _bounds(cu_seqlens: Tensor | None) -> Tensor | None:
+    """Returns cu_seqlens as int64, the same tensor in every layer."""
+    if cu_seqlens is None or cu_seqlens.dtype == torch.int64:
+        return cu_seqlens
+    if torch.compiler.is_compiling() or cu_seqlens.is_meta:
+        return cu_seqlens.long()
+    return once(cu_seqlens, "int64", cu_seqlens.long)
 
 
 def _sizes(q: Tensor, v: Tensor) -> dict[str, int]:
