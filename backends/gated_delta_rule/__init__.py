@@ -114,9 +114,11 @@ def gated_delta_rule(
     )
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     name, save = OPERATOR.choose(tensors, _sizes(q, v), backend, *(() if cu_seqlens is None else ("packed",)))
-    scale = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
-    options = scale, beta_max, use_qk_l2norm_in_kernel, output_final_state
-    call = Rule(*tensors, _bounds(cu_seqlens), *options)
+    factor: float = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
+    call = Rule(
+        *tensors, _bounds(cu_seqlens), scale=factor, beta_max=beta_max, l2norm=use_qk_l2norm_in_kernel,
+        output_final_state=output_final_state,
+    )  # fmt: skip
     o, state = _compute(call, checks.positions(return_states_at, q.shape[1], output_final_state), save, name)
     return o, None if state is None else state.mT.contiguous() if state_v_first else state
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,10 +33,9 @@ def once(x: Tensor, key: Hashable, make: Callable[[], Made]) -> Made:
         stream = torch.cuda.current_stream(x.device).cuda_stream
     if x.is_inference():
         return make()
-    version, made = _MADE.get(x, (None, None))
-    if made is None or version != x._version:
-        made: dict[Any, Any] | None = {}
-        _MADE[x] = x._version, made
+    if x not in _MADE or _MADE[x][0] != x._version:
+        _MADE[x] = x._version, {}
+    made = _MADE[x][1]
     if (stream, key) not in made:
         made[stream, key] = make()
     return made[stream, key]

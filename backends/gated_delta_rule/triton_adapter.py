@@ -232,15 +232,16 @@ def _sum_group(x: Tensor, *, out: Tensor) -> None:
         torch.add(*x.unbind(3), out=out)
 
 
-def _sum_gates(call: Rule, dgates: Tensor | None) -> list[Tensor | None]:
+def _sum_gates(call: Rule, dgates: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Returns the gradients of A_log and dt_bias of dgates [NC, HV, 2], which is None where they are."""
     if dgates is None:
-        return [None, None]
+        return None, None
     # two sums, since gradients may not share memory
-    return [
+    dA_log, ddt_bias = (
         None if x is None else part.sum(0).to(x.dtype)
         for x, part in zip((call.A_log, call.dt_bias), dgates.unbind(2), strict=True)
-    ]
+    )
+    return dA_log, ddt_bias
 
 
 def _is_one_token(call: Rule) -> bool:
