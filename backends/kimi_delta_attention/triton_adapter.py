@@ -1,0 +1,107 @@
+"""Triton's side of Kimi Delta Attention: allocates, and launches the kernels of `triton_kernels`.
+
+Runs on CUDA tensors; on CPU tensors under TRITON_INTERPRET=1. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step
+from delta_trn.backends.gated_delta_rule.triton_adapter import _card, _contiguous
+from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_counts, chunk_tables
+from delta_trn.triton_kernels import kimi_delta_attention_bwd, kimi_delta_attention_fwd
+from delta_trn.triton_kernels.chunks import Chunks
+from delta_trn.triton_kernels.launch import Config, config
+
+MAKES_GATES = True  # of a layer's projections, in the kernels
+PREPARED = 7  # T, P, qg, kg, kl, last, rows: what `forward` saves first
+
+
+def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Returns o, final_state and what `backward` reads: T, P, qg, kg, kl, last, rows, S and U."""
+    q, k, v, g, beta, A_log, dt_bias, initial_state = _contiguous(
+        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state
+    )
+    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+    row = _launches(call)
+    chunks = chunk_tables(q, call.cu_seqlens, row.C)
+    o = torch.empty_like(v)
+    final_state = None
+    if call.output_final_state:
+        final_state = q.new_empty((chunks.sequences, HV, K, V), dtype=torch.float32)
+    *prepared, S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _shapes(call, chunks))
+    T, P, qg, kg, kl, last, rows = prepared
+    kimi_delta_attention_fwd.prepare(
+        q, k, g, beta, A_log, dt_bias, T=T, P=P, qg=qg, kg=kg, kl=kl, last=last, rows=rows, scale=call.scale,
+        l2norm=call.l2norm, beta_max=call.beta_max, lower_bound=call.lower_bound, chunks=chunks, config=row,
+    )  # fmt: skip
+    kept = (S, U) if save else (None, None)
+    kimi_delta_attention_fwd.scan(
+        v, prepared, initial_state, o=o, final_state=final_state, S=kept[0], U=kept[1], chunks=chunks,
+        config=row,
+    )  # fmt: skip
+    return o, final_state, [*prepared, S, U] if save else []
+
+
+def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
+    """Returns the gradients; those of A_log and dt_bias only where the kernels make the gates."""
+    q, k, v, g, beta, A_log, dt_bias, dstate, do = _contiguous(
+        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, dstate, do.to(call.q.dtype)
+    )
+    B, length, H, K = q.shape
+    HV = v.shape[2]
+    row = _launches(call)
+    chunks = chunk_tables(q, call.cu_seqlens, row.C)
+    prepared, (S, U) = saved[:PREPARED], saved[PREPARED:]
+    dinitial = None if call.initial_state is None else call.initial_state.new_empty(call.initial_state.shape)
+    dY, dS = torch.empty_like(U), torch.empty_like(S)
+    kimi_delta_attention_bwd.reverse_scan(
+        do, prepared, dstate, dY=dY, dS=dS, dinitial_state=dinitial, chunks=chunks, config=row
+    )
+    dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
+    combined = HV != H or call.l2norm
+    dq, dk = (q.new_empty((B, length, HV, K), dtype=torch.float32 if combined else q.dtype) for _ in range(2))
+    dgates = None
+    if A_log is not None:
+        dgates = q.new_empty((chunks.count, HV, K + 1), dtype=torch.float32)
+    kimi_delta_attention_bwd.gradients(
+        q, k, v, do, g, beta, A_log, dt_bias, prepared[-1], S, U, dY, dS, dq=dq, dk=dk, dv=dv, dg=dg,
+        dbeta=dbeta, dgates=dgates, scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max,
+        lower_bound=call.lower_bound, chunks=chunks, config=row,
+    )  # fmt: skip
+    if combined:
+        of_heads, dq, dk = (dq, dk), torch.empty_like(q), torch.empty_like(k)
+        for x, dy, dx in zip((q, k), of_heads, (dq, dk), strict=True):
+            kimi_delta_attention_bwd.combine(x, dy, dx=dx, l2norm=call.l2norm)
+    dA_log = ddt_bias = None
+    if dgates is not None and call.A_log is not None:
+        # two sums, since gradients may not share memory
+        dA_log = dgates[..., K].sum(0).to(call.A_log.dtype)
+        if call.dt_bias is not None:
+            ddt_bias = dgates[..., :K].sum(0).to(call.dt_bias.dtype)
+    return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
+
+
+def saved_shapes(call: Rule) -> Shapes:
+    """Returns shapes and dtypes of what `forward` saves, from shapes alone."""
+    return _shapes(call, chunk_counts(call.q, call.cu_seqlens, _launches(call).C))
+
+
+def _launches(call: Rule) -> Config:
+    """Returns the rows of the launch table for a call."""
+    K, (HV, V) = call.q.shape[3], call.v.shape[2:]
+    card = _card(call.q.device)
+    return config(
+        K, V, itemsize=call.q.element_size(), heads=call.sequences * HV, card=card, rule="kimi_"
+    )
+
+
+def _shapes(call: Rule, chunks: Chunks) -> Shapes:
+    """Returns the shapes of T, P, qg, kg, kl, last, rows, S and U."""
+    (HV, V), K, C, dtype = call.v.shape[2:], call.q.shape[3], chunks.size, call.q.dtype
+    head = (chunks.count, HV)
+    of_dtype = [((*head, *last), dtype) for last in ((C, C), (C, C), (C, K), (C, K), (C, K))]
+    of_float = [((*head, *last), torch.float32) for last in ((K,), (2, C))]
+    return [*of_dtype, *of_float, ((*head, K, V), dtype), ((*head, C, V), dtype)]

@@ -1,0 +1,311 @@
+"""Kimi Delta Attention, forward, chunkwise: a parallel preparation of every chunk, then a scan over the chunks.
+
+The gated delta rule with a decay for each channel of a key (arXiv:2510.26692). For one chunk of C tokens and
+one value head, S the state [K, V] at the chunk's start, q times scale:
+
+    b     = sums of g from the chunk's first token on                       [C, K]
+    gam   = exp(b),  lam_i = exp(b_C - b_i)                                 [C, K]
+    kk_ij = sum_c k_ic k_jc exp(b_ic - b_jc) for i > j, else 0              [C, C]
+    P_ij  = sum_c q_ic k_jc exp(b_ic - b_jc) for i >= j, else 0             [C, C]
+    T  = (I + L)^-1,  L = diag(beta) kk                                     [C, C]
+    U  = T Y,  Y = diag(beta) V - kg S,  kg = diag(beta) (gam . k)          [C, V]
+    O  = qg S + P U,  qg = gam . q                                          [C, V]
+    S' = Diag(gam_C) S + kl^T U,  kl = lam . k                              [K, V]
+
+No difference of sums is ever taken for kk and P, and nothing is divided by a decay, which would overflow.
+Blocks of 2 s tokens, s = 1, 2, ..., C / 2, each have a cut in their middle, and every pair i > j lies on the
+two sides of exactly one cut. With f_i the decay between the cut and the token i,
+
+    f_i = exp(sum of g from the cut to i, with it)          right of the cut
+    f_j = exp(sum of g behind j up to the cut)              left of it
+    kk_ij = <k_i . f_i, k_j . f_j>
+
+where both exponents are sums of g <= 0, so that neither factor underflows unless their product does. The sums
+are products with matrices of 0 and 1, of g in two words in 16 bits. Gates of g, with x = a + dt_bias:
+
+    g = -exp(A_log) softplus(x)         or, with a lower bound,         g = lower_bound sigmoid(exp(A_log) x)
+
+Layout, beyond that of gated_delta_rule_fwd:
+
+    g [B, tokens, HV, K]           dt_bias [HV, K]              last [NC, HV, K] float32, gam_C
+    qg, kg, kl [NC, HV, C, K]      rows [NC, HV, 2, C] float32: beta, sums of |L| over rows of it
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+import triton
+import triton.language as tl
+
+from delta_trn.triton_kernels.chunks import Chunks
+from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
+from delta_trn.triton_kernels.tiles import (
+    LOG2E,
+    RESET,
+    accumulate,
+    exp2_of_words,
+    invert_unit_lower,
+    locate_chunk,
+    locate_sequence,
+    multiply,
+    multiply_from_left,
+    round_to,
+    scale_by_exp,
+    softplus,
+)
+from delta_trn.triton_kernels.variants import Variant, layouts
+
+TYPES = {
+    "*x": "q k v o T P qg kg kl S U",
+    "*fp32": "g beta A_log dt_bias last rows initial_state final_state",
+    "*i64": "chunk_start chunk_length cu_seqlens chunk_offsets",
+    "fp32": "scale beta_max lower_bound",
+    "i32": "tokens NT",
+}
+CHANNELS = 32  # of a slice of K, for which the tiles of a chunk fit registers
+
+
+@triton.jit
+def find_rate(A_log, i_h):
+    """Returns A_log of head i_h, at most 80: beyond, a gate is at its end for all but tiny projections."""
+    return tl.minimum(tl.load(A_log + i_h).to(tl.float32), 80.0)
+
+
+@triton.jit
+def load_decays(g, A_log, dt_bias, lower_bound, p_g, o_bias, m_k, m, i_h):
+    """Returns g [C, BK] at p_g, 0 where the mask m is not, and what the gate makes it of, x, or g itself.
+
+    A reset counts as RESET: see tiles.
+    """
+    b_x = tl.load(g + p_g, mask=m, other=0.0).to(tl.float32)
+    b_g = b_x
+    if A_log is not None:
+        if dt_bias is not None:
+            b_x += tl.load(dt_bias + o_bias, mask=m_k, other=0.0).to(tl.float32)[None, :]
+        if lower_bound is not None:
+            b_g = lower_bound * tl.sigmoid(tl.exp(find_rate(A_log, i_h)) * b_x)
+        else:
+            b_g = -scale_by_exp(tl.load(A_log + i_h).to(tl.float32), softplus(b_x), b_x)
+        b_g = tl.where(m, b_g, 0.0)
+    return tl.where(b_g < RESET, RESET, b_g), b_x
+
+
+@triton.jit
+def find_factors(b_g, o_c, C: tl.constexpr):
+    """Returns gam and lam [C, BK], and gam_C [BK]: of float64 sums, since they multiply states."""
+    b_sum = tl.cumsum(b_g.to(tl.float64), axis=0) * LOG2E
+    b_last = tl.sum(tl.where((o_c == C - 1)[:, None], b_sum, 0.0), axis=0)
+    b_high = b_sum.to(tl.float32)
+    b_gam = exp2_of_words(b_high, (b_sum - b_high).to(tl.float32))
+    b_sum = b_last[None, :] - b_sum
+    b_high = b_sum.to(tl.float32)
+    b_lam = exp2_of_words(b_high, (b_sum - b_high).to(tl.float32))
+    b_high = b_last.to(tl.float32)
+    return b_gam, b_lam, exp2_of_words(b_high, (b_last - b_high).to(tl.float32))
+
+
+@triton.jit
+def lies_between(t, i, SIZE: tl.constexpr):
+    """Returns whether token t decays token i on its way to the cut of i's block, of twice SIZE tokens."""
+    half = i // SIZE
+    return (half == t // SIZE) & tl.where(half % 2 == 1, t <= i, t > i)
+
+
+@triton.jit
+def lie_apart(i, j, SIZE: tl.constexpr):
+    """Returns whether a cut of blocks of twice SIZE tokens lies between j and a later i."""
+    return (i // SIZE == j // SIZE + 1) & ((i // SIZE) % 2 == 1)
+
+
+@triton.jit
+def add_sums(acc, chosen, x, dtype: tl.constexpr, DOT: tl.constexpr):
+    """Returns acc + chosen x, for booleans [C, C] and float32 x; in 16 bits x has two words, 2^-16 of it."""
+    if dtype == tl.float32:
+        return accumulate(acc, chosen.to(tl.float32), x, DOT)
+    else:
+        b_high = round_to(x, tl.bfloat16, DOT)
+        b_low = round_to(x - b_high.to(tl.float32), tl.bfloat16, DOT)
+        b_ones = tl.where(chosen, 1.0, 0.0).to(tl.bfloat16)
+        return accumulate(accumulate(acc, b_ones, b_high, DOT), b_ones, b_low, DOT)
+
+
+@triton.jit
+def find_cut_factors(b_g, o_c, SIZE: tl.constexpr, dtype: tl.constexpr, DOT: tl.constexpr):
+    """Returns f [C, BK] for the cuts of blocks of twice SIZE tokens."""
+    b_sum = tl.zeros(b_g.shape, tl.float32)
+    return tl.exp(add_sums(b_sum, lies_between(o_c[None, :], o_c[:, None], SIZE), b_g, dtype, DOT))
+
+
+@triton.jit
+def find_norms(q, k, p_q, m_t, o_c, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """Returns r_q and r_k [C], the reciprocal norms of a chunk's rows."""
+    b_qq = tl.zeros(o_c.shape, tl.float32)
+    b_kk = tl.zeros(o_c.shape, tl.float32)
+    for i_k in range(0, (K + BK - 1) // BK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        p = p_q + o_c[:, None] * (H * K) + o_k[None, :]
+        m = m_t[:, None] & (o_k < K)[None, :]
+        b_q = tl.load(q + p, mask=m, other=0.0).to(tl.float32)
+        b_k = tl.load(k + p, mask=m, other=0.0).to(tl.float32)
+        b_qq += tl.sum(b_q * b_q, axis=1)
+        b_kk += tl.sum(b_k * b_k, axis=1)
+    return tl.rsqrt(b_qq + 1e-6), tl.rsqrt(b_kk + 1e-6)
+
+
+@triton.jit(do_not_specialize=["tokens", "NT"])
+def prepare_kernel(
+    q, k, g, beta, A_log, dt_bias, T, P, qg, kg, kl, last, rows, chunk_start, chunk_length, scale, beta_max,
+    lower_bound, tokens, NT,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    L2NORM: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Computes T, P, the scaled copies of q and k, last and the rows; one program per (chunk, value head)."""
+    pid = tl.program_id(0).to(tl.int64)
+    i_c, i_h = pid // HV, pid % HV
+    start, length = locate_chunk(i_c, tokens, NT, chunk_start, chunk_length, C)
+    if length <= 0:
+        return
+    o_c = tl.arange(0, C)
+    m_t = o_c < length
+    dtype = k.dtype.element_ty
+    tile = i_c * HV + i_h
+    p_q = (start * H + i_h // (HV // H)) * K
+    b_beta = tl.load(beta + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
+    if beta_max is not None:
+        b_beta = tl.where(m_t, beta_max * tl.sigmoid(b_beta), 0.0)
+    b_rq = tl.full([C], 1.0, tl.float32)
+    b_rk = tl.full([C], 1.0, tl.float32)
+    if L2NORM:
+        b_rq, b_rk = find_norms(q, k, p_q, m_t, o_c, H, K, BK)
+
+    b_kk = tl.zeros([C, C], tl.float32)
+    b_P = tl.zeros([C, C], tl.float32)
+    for i_k in range(0, (K + BK - 1) // BK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        m_k = o_k < K
+        m = m_t[:, None] & m_k[None, :]
+        p = p_q + o_c[:, None] * (H * K) + o_k[None, :]
+        b_q = tl.load(q + p, mask=m, other=0.0).to(tl.float32) * (scale * b_rq)[:, None]
+        b_k = tl.load(k + p, mask=m, other=0.0).to(tl.float32) * b_rk[:, None]
+        p_g = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
+        b_g, _ = load_decays(g, A_log, dt_bias, lower_bound, p_g, i_h * K + o_k, m_k, m, i_h)
+        b_gam, b_lam, b_last = find_factors(b_g, o_c, C)
+        p = tile * (C * K) + o_c[:, None] * K + o_k[None, :]
+        m = m_k[None, :]
+        tl.store(qg + p, round_to(b_q * b_gam, dtype, DOT), mask=m)
+        tl.store(kg + p, round_to(b_k * b_gam * b_beta[:, None], dtype, DOT), mask=m)
+        tl.store(kl + p, round_to(b_k * b_lam, dtype, DOT), mask=m)
+        tl.store(last + tile * K + o_k, b_last, mask=m_k)
+        b_P += tl.where(o_c[:, None] == o_c[None, :], tl.sum(b_q * b_k, axis=1)[:, None], 0.0)
+        for level in tl.static_range(6):
+            if 2**level < C:
+                b_f = find_cut_factors(b_g, o_c, 2**level, dtype, DOT)
+                b_kf = round_to(b_k * b_f, dtype, DOT)
+                b_qf = round_to(b_q * b_f, dtype, DOT)
+                apart = lie_apart(o_c[:, None], o_c[None, :], 2**level)
+                b_kk += tl.where(apart, multiply(b_kf, tl.trans(b_kf), DOT), 0.0)
+                b_P += tl.where(apart, multiply(b_qf, tl.trans(b_kf), DOT), 0.0)
+
+    o_cc = o_c[:, None] * C + o_c[None, :]
+    tl.store(P + tile * (C * C) + o_cc, round_to(b_P, dtype, DOT))
+    b_L = b_kk * b_beta[:, None]
+    p_rows = rows + tile * (2 * C) + o_c
+    tl.store(p_rows, b_beta)
+    tl.store(p_rows + C, tl.sum(tl.abs(b_L), axis=1))
+    tl.store(T + tile * (C * C) + o_cc, round_to(invert_unit_lower(b_L, C, dtype, DOT), dtype, DOT))
+
+
+@triton.jit(do_not_specialize=["tokens", "NT"])
+def scan_kernel(
+    v, T, P, qg, kg, kl, last, rows, initial_state, o, final_state, S, U, cu_seqlens, chunk_offsets, tokens,
+    NT,
+    HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    STAGES: tl.constexpr, ALONE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Walks over the chunks in order; one program per (sequence, value head, BV columns of V).
+
+    Writes o, and final_state, S and U unless those are None. ALONE: see tiles.accumulate_alone.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0).to(tl.int64)
+    i_v = (pid % NV).to(tl.int32)
+    i_h = (pid // NV) % HV
+    i_n = pid // (NV * HV)
+    start, length, first = locate_sequence(i_n, tokens, NT, 1, tokens, cu_seqlens, chunk_offsets, C)
+    o_c = tl.arange(0, C)
+    o_k = tl.arange(0, KP)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_k = o_k < K
+    m_v = o_v < V
+    m_kv = m_k[:, None] & m_v[None, :]
+    o_cc = o_c[:, None] * C + o_c[None, :]
+    o_ck = o_c[:, None] * K + o_k[None, :]
+    o_kv = o_k[:, None] * V + o_v[None, :]
+    dtype = v.dtype.element_ty
+    b_S = tl.zeros([KP, BV], dtype=tl.float32)
+    if initial_state is not None:
+        b_S = tl.load(initial_state + (i_n * HV + i_h) * (K * V) + o_kv, mask=m_kv, other=0.0)
+
+    for i in tl.range(0, tl.cdiv(length, C).to(tl.int32), num_stages=STAGES):
+        tile = (first + i) * HV + i_h
+        m_tv = (o_c < tl.minimum(length - i * C, C).to(tl.int32))[:, None] & m_v[None, :]
+        o_tv = ((start + i * C) * HV + i_h) * V + o_c[:, None] * (HV * V) + o_v[None, :]
+        b_kg = tl.load(kg + tile * (C * K) + o_ck, mask=m_k[None, :], other=0.0)
+        b_v = tl.load(v + o_tv, mask=m_tv, other=0.0)
+        b_T = tl.load(T + tile * (C * C) + o_cc)
+        b_beta = tl.load(rows + tile * (2 * C) + o_c)
+        b_Sd = round_to(b_S, dtype, DOT)
+        if S is not None:
+            tl.store(S + tile * (K * V) + o_kv, b_Sd, mask=m_kv)
+        b_Y = b_v.to(tl.float32) * b_beta[:, None]
+        b_Y -= multiply_from_left(b_kg, b_Sd, length > 0, True, ALONE, DOT)
+        b_U = multiply_from_left(b_T, round_to(b_Y, dtype, DOT), length > 0, True, ALONE, DOT)
+        b_U = round_to(b_U, dtype, DOT)
+        if U is not None:
+            tl.store(U + tile * (C * V) + o_c[:, None] * V + o_v[None, :], b_U, mask=m_v[None, :])
+        b_qg = tl.load(qg + tile * (C * K) + o_ck, mask=m_k[None, :], other=0.0)
+        b_P = tl.load(P + tile * (C * C) + o_cc)
+        b_O = multiply_from_left(b_qg, b_Sd, length > 0, True, ALONE, DOT)
+        b_O = accumulate(b_O, b_P, b_U, DOT)
+        tl.store(o + o_tv, round_to(b_O, o.dtype.element_ty, DOT), mask=m_tv)
+        b_kl = tl.load(kl + tile * (C * K) + o_ck, mask=m_k[None, :], other=0.0)
+        b_S *= tl.load(last + tile * K + o_k, mask=m_k, other=0.0)[:, None]
+        b_S = accumulate(b_S, tl.trans(b_kl), b_U, DOT)
+
+    if final_state is not None:
+        tl.store(final_state + (i_n * HV + i_h) * (K * V) + o_kv, b_S, mask=m_kv)
+
+
+@take_turns
+def prepare(
+    q, k, g, beta, A_log, dt_bias, *, T, P, qg, kg, kl, last, rows, scale, l2norm, beta_max, lower_bound,
+    chunks: Chunks, config: Config,
+):  # fmt: skip
+    """Launches `prepare_kernel`: fills what stands behind the star, up to rows.
+
+    A_log None: g is given as it is. beta_max 0: beta is given as it is. lower_bound None: softplus.
+    """
+    H, K, HV = q.shape[2], q.shape[3], g.shape[2]
+    prepare_kernel[(chunks.count * HV,)](
+        q, k, g, beta, A_log, dt_bias, T, P, qg, kg, kl, last, rows, chunks.start, chunks.length, scale,
+        beta_max or None, lower_bound, chunks.tokens, chunks.per_sequence,
+        H=H, HV=HV, K=K, BK=slice_of(K), C=chunks.size, L2NORM=l2norm, DOT=config.dot,
+        **config.prepare.options(),
+    )  # fmt: skip
+
+
+@take_turns
+def scan(v, prepared, initial_state, *, o, final_state, S, U, chunks: Chunks, config: Config):
+    """Launches `scan_kernel`. `prepared` is T, P, qg, kg, kl, last and rows."""
+    HV, V = v.shape[2:]
+    K = prepared[2].shape[3]
+    tile = config.scan
+    scan_kernel[(chunks.sequences * HV * -(-V // tile.columns),)](
+        v, *prepared, initial_state, o, final_state, S, U, chunks.cu_seqlens, chunks.offsets, chunks.tokens,
+        chunks.per_sequence, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size,
+        STAGES=tile.stages, ALONE=tile.warps > 4, DOT=config.dot, **tile.options(),
+    )  # fmt: skip
+
+
+def slice_of(K: int) -> int:
+    """Returns how many channels of K the kernels of a chunk take at once."""
+    return min(CHANNELS, power_of_two(K))
