@@ -1,7 +1,7 @@
-"""Kimi Delta Attention, backward, chunkwise: a reverse scan over the chunks, every chunk in parallel, and norms.
+"""Kimi Delta Attention, backward, chunkwise: a reverse scan over the chunks, then every chunk in parallel.
 
-In the symbols of kimi_delta_attention_fwd, q times scale; dO is given, dS' [K, V] is the gradient of the state
-at a chunk's end, dY that of Y:
+In the symbols of kimi_delta_attention_fwd, q times scale; dO is given, dS' [K, V] is the gradient of the
+state at a chunk's end, dY that of Y:
 
     dY  = T^T (P^T dO + kl dS')                                             [C, V]   and dV = diag(beta) dY
     dS  = Diag(gam_C) dS' + qg^T dO - kg^T dY                               [K, V]
@@ -21,8 +21,8 @@ and for each level of cuts, with its factors f, dP and dkk masked to the pairs t
            + for each level, over the tokens i that t decays on their way to the cut,
              sum_i (q . row_q + k . row_k + k . column)_i
 
-A pair of tokens counts in dg_t exactly where t lies between the two, and nothing is added and taken away again:
-suffix sums of q . dq - k . dk are the same on paper and keep no digit where a channel decays strongly.
+A pair of tokens counts in dg_t exactly where t lies between the two, and nothing is added and taken away
+again: suffix sums of q . dq - k . dk are the same on paper and keep no digit where a channel decays strongly.
 dbeta is divided by a beta of LEAST_DIVISOR or more, as in gated_delta_rule_bwd.
 
 With x = a + dt_bias, and y = exp(A_log) x for the gate with a lower bound:
@@ -33,6 +33,8 @@ With x = a + dt_bias, and y = exp(A_log) x for the gate with a lower bound:
 Layout, beyond that of forward and of gated_delta_rule_bwd:
 
     dq, dk [B, tokens, HV, K]      in float32 if `combine` follows, of the normalized q and k then
+    carry [NC, HV, TILES, K]       what rounding took from rowsum(S . dS') at the first chunk of a sequence
+                                   that has an initial state, for each of the reverse scan's tiles of V; else 0
     dgates [NC, HV, K + 1]         a chunk's part of ddt_bias and of dA_log
 """
 
@@ -49,6 +51,7 @@ from delta_trn.triton_kernels.kimi_delta_attention_fwd import (
     find_factors,
     find_norms,
     find_rate,
+    gates_of,
     lie_apart,
     lies_between,
     load_decays,
@@ -70,7 +73,7 @@ from delta_trn.triton_kernels.variants import Variant, layouts
 
 TYPES = {
     "*x": "q k v do T P qg kg kl S U dY dS dv",
-    "*fp32": "g beta A_log dt_bias last rows dstate dinitial_state dq dk dg dbeta dgates",
+    "*fp32": "g beta A_log dt_bias last rows initial_state dstate carry dinitial_state dq dk dg dbeta dgates",
     "*i64": "chunk_start chunk_length cu_seqlens chunk_offsets",
     "fp32": "scale beta_max lower_bound",
     "i32": "tokens NT",
@@ -79,13 +82,15 @@ TYPES = {
 
 @triton.jit(do_not_specialize=["tokens", "NT"])
 def reverse_scan_kernel(
-    do, T, P, qg, kg, kl, last, dstate, dY, dS, dinitial_state, cu_seqlens, chunk_offsets, tokens, NT,
+    do, T, P, qg, kg, kl, last, initial_state, dstate, dY, dS, carry, dinitial_state, cu_seqlens,
+    chunk_offsets, tokens, NT,
     HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     ALONE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Walks over the chunks from last to first; one program per (sequence, value head, BV columns of V).
 
-    Writes dY, dS, and dinitial_state unless that is None. ALONE: see tiles.accumulate_alone.
+    Writes dY, dS, dinitial_state unless that is None, and carry at first chunks unless initial_state is.
+    ALONE: see tiles.accumulate_alone.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
@@ -115,6 +120,13 @@ def reverse_scan_kernel(
         o_tv = ((start + i * C) * HV + i_h) * V + o_c[:, None] * (HV * V) + o_v[None, :]
         b_dSd = round_to(b_dS, dtype, DOT)
         tl.store(dS + tile * (K * V) + o_kv, b_dSd, mask=m_kv)
+        # not one condition: the first is decided when the kernel is compiled, the second when it runs
+        if initial_state is not None:  # noqa: SIM102
+            if i == 0:
+                # of the first state and its gradient, both are known unrounded
+                b_S = tl.load(initial_state + (i_n * HV + i_h) * (K * V) + o_kv, mask=m_kv, other=0.0)
+                b_lost = b_S * b_dS - round_to(b_S, dtype, DOT).to(tl.float32) * b_dSd.to(tl.float32)
+                tl.store(carry + (tile * NV + i_v) * K + o_k, tl.sum(b_lost, axis=1), mask=m_k)
         b_do = tl.load(do + o_tv, mask=m_tv, other=0.0)
         b_kl = tl.load(kl + tile * (C * K) + o_ck, mask=m_k[None, :], other=0.0)
         b_P = tl.load(P + tile * (C * C) + o_cc)
@@ -181,10 +193,10 @@ def differentiate_gates(b_dg, b_g, b_x, A_log, lower_bound, i_h):
 
 @triton.jit(do_not_specialize=["tokens", "NT"])
 def gradients_kernel(
-    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, dq, dk, dv, dg, dbeta, dgates, chunk_start,
-    chunk_length, scale, beta_max, lower_bound, tokens, NT,
+    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq, dk, dv, dg, dbeta, dgates,
+    chunk_start, chunk_length, scale, beta_max, lower_bound, tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, L2NORM: tl.constexpr, PIPELINED: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, TILES: tl.constexpr, L2NORM: tl.constexpr, PIPELINED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Computes dq, dk, dv, dg, dbeta and dgates; one program per (chunk, value head), BK channels at a time.
 
@@ -244,10 +256,13 @@ def gradients_kernel(
         b_q = tl.load(q + p, mask=m, other=0.0).to(tl.float32) * (scale * b_rq)[:, None]
         b_k = tl.load(k + p, mask=m, other=0.0).to(tl.float32) * b_rk[:, None]
         p_g = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
-        b_g, b_x = load_decays(g, A_log, dt_bias, lower_bound, p_g, i_h * K + o_k, m_k, m, i_h)
+        b_g, b_x = load_decays(g, A_log, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, i_h)
         b_OS, b_YS, b_US, b_SdS = multiply_states(
             do, U, dY, S, dS, p_v, p_U, tile * (K * V), m_t, m_k, o_c, o_k, scale, HV, V, BV, PIPELINED, DOT
         )
+        if carry is not None:
+            for i_tile in range(0, TILES):
+                b_SdS += tl.load(carry + (tile * TILES + i_tile) * K + o_k, mask=m_k, other=0.0)
         b_gam, b_lam, b_last = find_factors(b_g, o_c, C)
         b_dq = b_gam * b_OS
         b_rowk = -b_gam * b_YS  # without beta
@@ -327,31 +342,34 @@ def combine_kernel(
 
 
 @take_turns
-def reverse_scan(do, prepared, dstate, *, dY, dS, dinitial_state, chunks: Chunks, config: Config):
+def reverse_scan(
+    do, prepared, initial_state, dstate, *, dY, dS, carry, dinitial_state, chunks: Chunks, config: Config
+):
     """Launches `reverse_scan_kernel`. `prepared` is T, P, qg, kg, kl, last and rows."""
     HV, V = do.shape[2:]
     K = prepared[2].shape[3]
     launch = config.reverse
     reverse_scan_kernel[(chunks.sequences * HV * -(-V // launch.columns),)](
-        do, *prepared[:6], dstate, dY, dS, dinitial_state, chunks.cu_seqlens, chunks.offsets, chunks.tokens,
-        chunks.per_sequence, HV=HV, K=K, KP=power_of_two(K), V=V, BV=launch.columns, C=chunks.size,
-        ALONE=launch.warps > 4, DOT=config.dot, **launch.options(),
+        do, *prepared[:6], initial_state, dstate, dY, dS, carry, dinitial_state, chunks.cu_seqlens,
+        chunks.offsets, chunks.tokens, chunks.per_sequence, HV=HV, K=K, KP=power_of_two(K), V=V,
+        BV=launch.columns, C=chunks.size, ALONE=launch.warps > 4, DOT=config.dot, **launch.options(),
     )  # fmt: skip
 
 
 @take_turns
 def gradients(
-    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, *, dq, dk, dv, dg, dbeta, dgates, scale, l2norm,
-    beta_max, lower_bound, chunks: Chunks, config: Config,
+    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, *, dq, dk, dv, dg, dbeta, dgates, scale,
+    l2norm, beta_max, lower_bound, chunks: Chunks, config: Config,
 ):  # fmt: skip
     """Launches `gradients_kernel`: fills dq and dk of value heads, dv, dg, dbeta, and with A_log dgates."""
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
     launch = config.gradients
     gradients_kernel[(chunks.count * HV,)](
-        q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, dq, dk, dv, dg, dbeta, dgates, chunks.start,
-        chunks.length, scale, beta_max or None, lower_bound, chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, BK=slice_of(K), V=V, BV=launch.columns, C=chunks.size, L2NORM=l2norm,
+        q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq, dk, dv, dg, dbeta, dgates,
+        chunks.start, chunks.length, scale, beta_max or None, lower_bound, chunks.tokens, chunks.per_sequence,
+        H=H, HV=HV, K=K, BK=slice_of(K), V=V, BV=launch.columns, C=chunks.size,
+        TILES=1 if carry is None else carry.shape[2], L2NORM=l2norm,
         PIPELINED=launch.stages > 1, DOT=config.dot, **launch.options(),
     )  # fmt: skip
 
@@ -365,3 +383,28 @@ def combine(x, dy, *, dx, l2norm):
         x, dy, dx, B * tokens, H=H, HV=dy.shape[2], K=K, KP=power_of_two(K), BT=launch.rows, L2NORM=l2norm,
         DOT=arithmetic(), **launch.options(),
     )  # fmt: skip
+
+
+def variants(K: int, V: int, itemsize: int, quick: bool):
+    """Yields what `compile_only` compiles of this module."""
+    row = config(K, V, itemsize=itemsize, rule="kimi_")
+    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "BK": slice_of(K), "V": V, "C": row.C}
+    sizes |= {"L2NORM": True, "TILES": 2, "DOT": row.dot}
+    for layout, tables in layouts(quick).items():
+        values = sizes | tables
+        if layout == "dense" or itemsize == 4:
+            values |= {"initial_state": None, "carry": None}
+        if layout == "dense":
+            values |= {"dstate": None, "dinitial_state": None}
+        launch = row.reverse
+        own = values | {"BV": launch.columns, "ALONE": launch.warps > 4}
+        yield Variant("kimi_reverse", layout, reverse_scan_kernel, TYPES, launch, own)
+        launch = row.gradients
+        for form, arguments in gates_of(quick).items():
+            own = values | arguments | {"BV": launch.columns, "PIPELINED": launch.stages > 1}
+            options = f"{layout}, {form}"
+            yield Variant("kimi_gradients", options, gradients_kernel, TYPES, launch, own)
+    launch = tile("kimi_combine", K)
+    own = sizes | {"BT": launch.rows}
+    types = TYPES | {"*x": TYPES["*x"] + " x dx", "*fp32": TYPES["*fp32"] + " dy"}
+    yield Variant("kimi_combine", "", combine_kernel, types, launch, own)

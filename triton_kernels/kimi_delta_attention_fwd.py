@@ -1,4 +1,4 @@
-"""Kimi Delta Attention, forward, chunkwise: a parallel preparation of every chunk, then a scan over the chunks.
+"""Kimi Delta Attention, forward, chunkwise: every chunk is prepared in parallel, then a scan over the chunks.
 
 The gated delta rule with a decay for each channel of a key (arXiv:2510.26692). For one chunk of C tokens and
 one value head, S the state [K, V] at the chunk's start, q times scale:
@@ -52,7 +52,7 @@ from delta_trn.triton_kernels.tiles import (
     scale_by_exp,
     softplus,
 )
-from delta_trn.triton_kernels.variants import Variant, layouts
+from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, Variant, layouts
 
 TYPES = {
     "*x": "q k v o T P qg kg kl S U",
@@ -71,8 +71,8 @@ def find_rate(A_log, i_h):
 
 
 @triton.jit
-def load_decays(g, A_log, dt_bias, lower_bound, p_g, o_bias, m_k, m, i_h):
-    """Returns g [C, BK] at p_g, 0 where the mask m is not, and what the gate makes it of, x, or g itself.
+def load_decays(g, A_log, dt_bias, lower_bound, p_g, o_bias, m, i_h):
+    """Returns g at p_g, 0 where the mask m is not, and what the gate makes it of, x, or g itself.
 
     A reset counts as RESET: see tiles.
     """
@@ -80,7 +80,7 @@ def load_decays(g, A_log, dt_bias, lower_bound, p_g, o_bias, m_k, m, i_h):
     b_g = b_x
     if A_log is not None:
         if dt_bias is not None:
-            b_x += tl.load(dt_bias + o_bias, mask=m_k, other=0.0).to(tl.float32)[None, :]
+            b_x += tl.load(dt_bias + o_bias, mask=m, other=0.0).to(tl.float32)
         if lower_bound is not None:
             b_g = lower_bound * tl.sigmoid(tl.exp(find_rate(A_log, i_h)) * b_x)
         else:
@@ -187,7 +187,7 @@ def prepare_kernel(
         b_q = tl.load(q + p, mask=m, other=0.0).to(tl.float32) * (scale * b_rq)[:, None]
         b_k = tl.load(k + p, mask=m, other=0.0).to(tl.float32) * b_rk[:, None]
         p_g = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
-        b_g, _ = load_decays(g, A_log, dt_bias, lower_bound, p_g, i_h * K + o_k, m_k, m, i_h)
+        b_g, _ = load_decays(g, A_log, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, i_h)
         b_gam, b_lam, b_last = find_factors(b_g, o_c, C)
         p = tile * (C * K) + o_c[:, None] * K + o_k[None, :]
         m = m_k[None, :]
@@ -309,3 +309,27 @@ def scan(v, prepared, initial_state, *, o, final_state, S, U, chunks: Chunks, co
 def slice_of(K: int) -> int:
     """Returns how many channels of K the kernels of a chunk take at once."""
     return min(CHANNELS, power_of_two(K))
+
+
+def gates_of(quick: bool):
+    """Returns the ways to pass g and beta: as they are, and by either gate."""
+    bounded = {"gates made": {"lower_bound": None}, "gates with a bound": {}}
+    given = {"gates given": dict.fromkeys((*GATE_ARGUMENTS, "lower_bound"))}
+    return bounded if quick else given | bounded
+
+
+def variants(K: int, V: int, itemsize: int, quick: bool):
+    """Yields what `compile_only` compiles of this module: nothing in float16."""
+    row = config(K, V, itemsize=itemsize, rule="kimi_")
+    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "BK": slice_of(K), "V": V, "C": row.C}
+    sizes |= {"L2NORM": True, "DOT": row.dot}
+    tile = row.scan
+    own = sizes | {"BV": tile.columns, "STAGES": tile.stages, "ALONE": tile.warps > 4}
+    for layout, tables in layouts(quick).items():
+        for form, arguments in gates_of(quick).items():
+            values = sizes | tables | arguments
+            yield Variant("kimi_prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, values)
+        states = ("initial_state", "final_state") if layout == "dense" else ()
+        for use, absent in {"train": (), "infer": ("S", "U")}.items():
+            values = own | tables | dict.fromkeys((*absent, *states))
+            yield Variant("kimi_scan", f"{layout} {use}", scan_kernel, TYPES, tile, values)

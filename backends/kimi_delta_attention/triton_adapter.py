@@ -11,7 +11,11 @@ from torch import Tensor
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step
 from delta_trn.backends.gated_delta_rule.triton_adapter import _card, _contiguous
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_counts, chunk_tables
-from delta_trn.triton_kernels import kimi_delta_attention_bwd, kimi_delta_attention_fwd
+from delta_trn.triton_kernels import (
+    kimi_delta_attention_bwd,
+    kimi_delta_attention_fwd,
+    kimi_delta_attention_step,
+)
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.launch import Config, config
 
@@ -51,15 +55,20 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, dstate, do.to(call.q.dtype)
     )
     B, length, H, K = q.shape
-    HV = v.shape[2]
+    HV, V = v.shape[2:]
     row = _launches(call)
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
     prepared, (S, U) = saved[:PREPARED], saved[PREPARED:]
     dinitial = None if call.initial_state is None else call.initial_state.new_empty(call.initial_state.shape)
     dY, dS = torch.empty_like(U), torch.empty_like(S)
+    initial_state = carry = None
+    if call.initial_state is not None and q.dtype != torch.float32:
+        initial_state = call.initial_state.contiguous()
+        carry = q.new_zeros((chunks.count, HV, -(-V // row.reverse.columns), K), dtype=torch.float32)
     kimi_delta_attention_bwd.reverse_scan(
-        do, prepared, dstate, dY=dY, dS=dS, dinitial_state=dinitial, chunks=chunks, config=row
-    )
+        do, prepared, initial_state, dstate, dY=dY, dS=dS, carry=carry, dinitial_state=dinitial,
+        chunks=chunks, config=row,
+    )  # fmt: skip
     dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
     combined = HV != H or call.l2norm
     dq, dk = (q.new_empty((B, length, HV, K), dtype=torch.float32 if combined else q.dtype) for _ in range(2))
@@ -67,8 +76,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     if A_log is not None:
         dgates = q.new_empty((chunks.count, HV, K + 1), dtype=torch.float32)
     kimi_delta_attention_bwd.gradients(
-        q, k, v, do, g, beta, A_log, dt_bias, prepared[-1], S, U, dY, dS, dq=dq, dk=dk, dv=dv, dg=dg,
-        dbeta=dbeta, dgates=dgates, scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max,
+        q, k, v, do, g, beta, A_log, dt_bias, prepared[-1], S, U, dY, dS, carry, dq=dq, dk=dk, dv=dv,
+        dg=dg, dbeta=dbeta, dgates=dgates, scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max,
         lower_bound=call.lower_bound, chunks=chunks, config=row,
     )  # fmt: skip
     if combined:
@@ -84,6 +93,19 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
 
 
+def step(call: Step) -> tuple[Tensor, Tensor]:
+    """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
+    q, k, v, g, beta, A_log, dt_bias, state = _contiguous(
+        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.state
+    )
+    o, new = torch.empty_like(v), torch.empty_like(state)
+    kimi_delta_attention_step.step(
+        q, k, v, g, beta, A_log, dt_bias, state, o, new, scale=call.scale, l2norm=call.l2norm,
+        beta_max=call.beta_max, lower_bound=call.lower_bound,
+    )  # fmt: skip
+    return o, new
+
+
 def saved_shapes(call: Rule) -> Shapes:
     """Returns shapes and dtypes of what `forward` saves, from shapes alone."""
     return _shapes(call, chunk_counts(call.q, call.cu_seqlens, _launches(call).C))
@@ -93,9 +115,7 @@ def _launches(call: Rule) -> Config:
     """Returns the rows of the launch table for a call."""
     K, (HV, V) = call.q.shape[3], call.v.shape[2:]
     card = _card(call.q.device)
-    return config(
-        K, V, itemsize=call.q.element_size(), heads=call.sequences * HV, card=card, rule="kimi_"
-    )
+    return config(K, V, itemsize=call.q.element_size(), heads=call.sequences * HV, card=card, rule="kimi_")
 
 
 def _shapes(call: Rule, chunks: Chunks) -> Shapes:
