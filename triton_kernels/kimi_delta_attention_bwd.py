@@ -34,7 +34,7 @@ Layout, beyond that of forward and of gated_delta_rule_bwd:
 
     dq, dk [B, tokens, HV, K]      in float32 if `combine` follows, of the normalized q and k then
     carry [NC, HV, TILES, K]       what rounding took from rowsum(S . dS') at the first chunk of a sequence
-                                   that has an initial state, for each of the reverse scan's tiles of V; else 0
+                                   that has an initial state, for each of the reverse scan's tiles; else 0
     dgates [NC, HV, K + 1]         a chunk's part of ddt_bias and of dA_log
 """
 
@@ -52,6 +52,7 @@ from delta_trn.triton_kernels.kimi_delta_attention_fwd import (
     find_norms,
     find_rate,
     gates_of,
+    levels_of,
     lie_apart,
     lies_between,
     load_decays,
@@ -196,7 +197,8 @@ def gradients_kernel(
     q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq, dk, dv, dg, dbeta, dgates,
     chunk_start, chunk_length, scale, beta_max, lower_bound, tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, TILES: tl.constexpr, L2NORM: tl.constexpr, PIPELINED: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, LEVELS: tl.constexpr, TILES: tl.constexpr, L2NORM: tl.constexpr,
+    PIPELINED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Computes dq, dk, dv, dg, dbeta and dgates; one program per (chunk, value head), BK channels at a time.
 
@@ -273,24 +275,23 @@ def gradients_kernel(
         b_dg = add_sums(b_dg, o_c[:, None] <= o_c[None, :], b_read, dtype, DOT)
         b_dq += b_own[:, None] * b_k
         b_dk += b_own[:, None] * b_q
-        for level in tl.static_range(6):
-            if 2**level < C:
-                b_f = find_cut_factors(b_g, o_c, 2**level, dtype, DOT)
-                b_kf = round_to(b_k * b_f, dtype, DOT)
-                apart = lie_apart(o_c[:, None], o_c[None, :], 2**level)
-                b_dP_cut = tl.where(apart, b_dP, b_zero)
-                b_dkk_cut = tl.where(apart, b_dkk, b_zero)
-                b_row_q = b_f * multiply(b_dP_cut, b_kf, DOT)
-                b_row_k = b_f * multiply(b_dkk_cut, b_kf, DOT)
-                b_column = multiply(tl.trans(b_dP_cut), round_to(b_q * b_f, dtype, DOT), DOT)
-                b_bkf = round_to(b_k * b_f * b_beta[:, None], dtype, DOT)
-                b_column = b_f * accumulate(b_column, tl.trans(b_dkk_cut), b_bkf, DOT)
-                b_dq += b_row_q
-                b_rowk += b_row_k
-                b_dk += b_column
-                b_read = b_q * b_row_q + b_k * (b_row_k * b_beta[:, None] + b_column)
-                between = lies_between(o_c[:, None], o_c[None, :], 2**level)
-                b_dg = add_sums(b_dg, between, b_read, dtype, DOT)
+        for level in range(0, LEVELS):
+            b_f = find_cut_factors(b_g, o_c, level, dtype, DOT)
+            b_kf = round_to(b_k * b_f, dtype, DOT)
+            apart = lie_apart(o_c[:, None], o_c[None, :], level)
+            b_dP_cut = tl.where(apart, b_dP, b_zero)
+            b_dkk_cut = tl.where(apart, b_dkk, b_zero)
+            b_row_q = b_f * multiply(b_dP_cut, b_kf, DOT)
+            b_row_k = b_f * multiply(b_dkk_cut, b_kf, DOT)
+            b_column = multiply(tl.trans(b_dP_cut), round_to(b_q * b_f, dtype, DOT), DOT)
+            b_bkf = round_to(b_k * b_f * b_beta[:, None], dtype, DOT)
+            b_column = b_f * accumulate(b_column, tl.trans(b_dkk_cut), b_bkf, DOT)
+            b_dq += b_row_q
+            b_rowk += b_row_k
+            b_dk += b_column
+            b_read = b_q * b_row_q + b_k * (b_row_k * b_beta[:, None] + b_column)
+            between = lies_between(o_c[:, None], o_c[None, :], level)
+            b_dg = add_sums(b_dg, between, b_read, dtype, DOT)
         b_dbeta += tl.sum(b_k * b_rowk, axis=1)
         b_dk += b_rowk * b_beta[:, None]
         tl.store(dq + p_g, round_to(scale * b_dq, dq.dtype.element_ty, DOT), mask=m)
@@ -368,7 +369,7 @@ def gradients(
     gradients_kernel[(chunks.count * HV,)](
         q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq, dk, dv, dg, dbeta, dgates,
         chunks.start, chunks.length, scale, beta_max or None, lower_bound, chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, BK=slice_of(K), V=V, BV=launch.columns, C=chunks.size,
+        H=H, HV=HV, K=K, BK=slice_of(K), V=V, BV=launch.columns, C=chunks.size, LEVELS=levels_of(chunks.size),
         TILES=1 if carry is None else carry.shape[2], L2NORM=l2norm,
         PIPELINED=launch.stages > 1, DOT=config.dot, **launch.options(),
     )  # fmt: skip
@@ -389,7 +390,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row = config(K, V, itemsize=itemsize, rule="kimi_")
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "BK": slice_of(K), "V": V, "C": row.C}
-    sizes |= {"L2NORM": True, "TILES": 2, "DOT": row.dot}
+    sizes |= {"LEVELS": levels_of(row.C), "L2NORM": True, "TILES": 2, "DOT": row.dot}
     for layout, tables in layouts(quick).items():
         values = sizes | tables
         if layout == "dense" or itemsize == 4:

@@ -104,16 +104,16 @@ def find_factors(b_g, o_c, C: tl.constexpr):
 
 
 @triton.jit
-def lies_between(t, i, SIZE: tl.constexpr):
-    """Returns whether token t decays token i on its way to the cut of i's block, of twice SIZE tokens."""
-    half = i // SIZE
-    return (half == t // SIZE) & tl.where(half % 2 == 1, t <= i, t > i)
+def lies_between(t, i, level):
+    """Returns whether token t decays token i on its way to the cut of i's block, of two halves of 2^level."""
+    half = i >> level
+    return (half == t >> level) & tl.where(half % 2 == 1, t <= i, t > i)
 
 
 @triton.jit
-def lie_apart(i, j, SIZE: tl.constexpr):
-    """Returns whether a cut of blocks of twice SIZE tokens lies between j and a later i."""
-    return (i // SIZE == j // SIZE + 1) & ((i // SIZE) % 2 == 1)
+def lie_apart(i, j, level):
+    """Returns whether a cut of blocks of two halves of 2^level tokens lies between j and a later i."""
+    return (i >> level == (j >> level) + 1) & ((i >> level) % 2 == 1)
 
 
 @triton.jit
@@ -129,10 +129,13 @@ def add_sums(acc, chosen, x, dtype: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def find_cut_factors(b_g, o_c, SIZE: tl.constexpr, dtype: tl.constexpr, DOT: tl.constexpr):
-    """Returns f [C, BK] for the cuts of blocks of twice SIZE tokens."""
+def find_cut_factors(b_g, o_c, level, dtype: tl.constexpr, DOT: tl.constexpr):
+    """Returns f [C, BK] for the cuts of a level."""
+    # g is stored as an operand in every turn, which the compiler does not know to be the same: so a fence lies
+    # between each store of a turn and the products behind it
+    b_g += level * 0.0
     b_sum = tl.zeros(b_g.shape, tl.float32)
-    return tl.exp(add_sums(b_sum, lies_between(o_c[None, :], o_c[:, None], SIZE), b_g, dtype, DOT))
+    return tl.exp(add_sums(b_sum, lies_between(o_c[None, :], o_c[:, None], level), b_g, dtype, DOT))
 
 
 @triton.jit
@@ -156,7 +159,7 @@ def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, T, P, qg, kg, kl, last, rows, chunk_start, chunk_length, scale, beta_max,
     lower_bound, tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    L2NORM: tl.constexpr, DOT: tl.constexpr,
+    LEVELS: tl.constexpr, L2NORM: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Computes T, P, the scaled copies of q and k, last and the rows; one program per (chunk, value head)."""
     pid = tl.program_id(0).to(tl.int64)
@@ -196,14 +199,14 @@ def prepare_kernel(
         tl.store(kl + p, round_to(b_k * b_lam, dtype, DOT), mask=m)
         tl.store(last + tile * K + o_k, b_last, mask=m_k)
         b_P += tl.where(o_c[:, None] == o_c[None, :], tl.sum(b_q * b_k, axis=1)[:, None], 0.0)
-        for level in tl.static_range(6):
-            if 2**level < C:
-                b_f = find_cut_factors(b_g, o_c, 2**level, dtype, DOT)
-                b_kf = round_to(b_k * b_f, dtype, DOT)
-                b_qf = round_to(b_q * b_f, dtype, DOT)
-                apart = lie_apart(o_c[:, None], o_c[None, :], 2**level)
-                b_kk += tl.where(apart, multiply(b_kf, tl.trans(b_kf), DOT), 0.0)
-                b_P += tl.where(apart, multiply(b_qf, tl.trans(b_kf), DOT), 0.0)
+        # a loop, since of its turns side by side all masks would be held at once
+        for level in range(0, LEVELS):
+            b_f = find_cut_factors(b_g, o_c, level, dtype, DOT)
+            b_kf = round_to(b_k * b_f, dtype, DOT)
+            b_qf = round_to(b_q * b_f, dtype, DOT)
+            apart = lie_apart(o_c[:, None], o_c[None, :], level)
+            b_kk += tl.where(apart, multiply(b_kf, tl.trans(b_kf), DOT), 0.0)
+            b_P += tl.where(apart, multiply(b_qf, tl.trans(b_kf), DOT), 0.0)
 
     o_cc = o_c[:, None] * C + o_c[None, :]
     tl.store(P + tile * (C * C) + o_cc, round_to(b_P, dtype, DOT))
@@ -288,8 +291,8 @@ def prepare(
     prepare_kernel[(chunks.count * HV,)](
         q, k, g, beta, A_log, dt_bias, T, P, qg, kg, kl, last, rows, chunks.start, chunks.length, scale,
         beta_max or None, lower_bound, chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, BK=slice_of(K), C=chunks.size, L2NORM=l2norm, DOT=config.dot,
-        **config.prepare.options(),
+        H=H, HV=HV, K=K, BK=slice_of(K), C=chunks.size, LEVELS=levels_of(chunks.size), L2NORM=l2norm,
+        DOT=config.dot, **config.prepare.options(),
     )  # fmt: skip
 
 
@@ -311,6 +314,11 @@ def slice_of(K: int) -> int:
     return min(CHANNELS, power_of_two(K))
 
 
+def levels_of(C: int) -> int:
+    """Returns how many levels of cuts a chunk of C tokens has."""
+    return C.bit_length() - 1
+
+
 def gates_of(quick: bool):
     """Returns the ways to pass g and beta: as they are, and by either gate."""
     bounded = {"gates made": {"lower_bound": None}, "gates with a bound": {}}
@@ -322,7 +330,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module: nothing in float16."""
     row = config(K, V, itemsize=itemsize, rule="kimi_")
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "BK": slice_of(K), "V": V, "C": row.C}
-    sizes |= {"L2NORM": True, "DOT": row.dot}
+    sizes |= {"LEVELS": levels_of(row.C), "L2NORM": True, "DOT": row.dot}
     tile = row.scan
     own = sizes | {"BV": tile.columns, "STAGES": tile.stages, "ALONE": tile.warps > 4}
     for layout, tables in layouts(quick).items():
