@@ -66,13 +66,11 @@ def kimi_delta_attention(
 
         S <- Diag(exp(g_t)) S ;  u = beta_t (v_t - S^T k_t) ;  S <- S + k_t u^T ;  o_t = scale S^T q_t
 
-    Shapes and dtypes are those of `gated_delta_rule`, but for
-
-        g               [B, T, HV, K]   natural logarithm of the decay of a row of the state, -inf <= g <= 0
-
-    and so are scale, l2norm, sigmoid of beta, states, packed sequences, return_states_at, backend, resets,
-    gradients and errors. With all channels of g equal it is that rule. The gates of g in the call, with
-    x = g + dt_bias; A_log [HV], dt_bias [HV, K] or flat [HV K], both any float, dt_bias may be None:
+    Shapes and dtypes are those of `gated_delta_rule`, but for g [B, T, HV, K], the natural logarithm of the
+    decay of each row of the state, -inf <= g <= 0; and so are scale, l2norm, sigmoid of beta, states, packed
+    sequences, return_states_at, backend, resets, gradients and errors. With all channels of g equal it is
+    that rule. The gates of g in the call, with x = g + dt_bias; A_log [HV], dt_bias [HV, K] or flat [HV K],
+    both any float, dt_bias may be None:
 
         use_gate_in_kernel              g <- -exp(A_log) softplus(x)
         use_gate_in_kernel, lower_bound < 0     g <- lower_bound sigmoid(exp(A_log) x); A_log None: rate 1
@@ -103,13 +101,13 @@ def kimi_delta_attention(
         q, v.shape[2], use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate,
         use_beta_sigmoid_in_kernel, allow_neg_eigval,
     )  # fmt: skip
-    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    packed = () if cu_seqlens is None else ("packed",)
+    tensors, packed = (q, k, v, g, beta, A_log, dt_bias, initial_state), ["packed"] * (cu_seqlens is not None)
     name, save = OPERATOR.choose(tensors, sizes(q, v), backend, *packed)
     _notice(q, backend)
-    scale = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
-    options = scale, beta_max, use_qk_l2norm_in_kernel, output_final_state, lower_bound
-    call = Rule(*tensors, None if cu_seqlens is None else cu_seqlens.long(), *options)
+    call = Rule(
+        *tensors, None if cu_seqlens is None else cu_seqlens.long(), _scale(q, scale), beta_max,
+        l2norm=use_qk_l2norm_in_kernel, output_final_state=output_final_state, lower_bound=lower_bound,
+    )  # fmt: skip
     positions = checks.positions(return_states_at, q.shape[1], output_final_state)
     return run(OPERATOR, call, positions, save, name, v_first)
 
@@ -149,19 +147,23 @@ def kimi_delta_attention_step(
         q, v.shape[1], use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate,
         use_beta_sigmoid_in_kernel, allow_neg_eigval,
     )  # fmt: skip
-    scale = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
-    tensors, options = (q, k, v, g, beta, state, A_log, dt_bias), (scale, beta_max, use_qk_l2norm_in_kernel)
-    call = Step(*tensors, *options, lower_bound)
-    if not gradients_wanted(*tensors):
-        _notice(q, backend)
-        return run_step(STEP_OPERATOR, call, backend)
-    tokens = (x[:, None] for x in (q, k, v, g, beta))
-    name, save = OPERATOR.choose(tensors, sizes(q, v), backend)
+    tensors, parameters = (q, k, v, g, beta), (A_log, dt_bias)
+    options: dict[str, Any] = {"scale": _scale(q, scale), "beta_max": beta_max, "lower_bound": lower_bound}
+    options["l2norm"] = use_qk_l2norm_in_kernel
     _notice(q, backend)
-    scan = Rule(*tokens, A_log, dt_bias, state, None, *options, True, lower_bound)
+    if not gradients_wanted(*tensors, state, *parameters):
+        return run_step(STEP_OPERATOR, Step(q, k, v, g, beta, state, A_log, dt_bias, **options), backend)
+    name, save = OPERATOR.choose((*tensors, state, *parameters), sizes(q, v), backend)
+    tokens = dict(zip(("q", "k", "v", "g", "beta"), (x[:, None] for x in tensors), strict=True))
+    options |= {"initial_state": state, "output_final_state": True, "A_log": A_log, "dt_bias": dt_bias}
+    scan = Rule(**tokens, **options)
     o, final_state = run(OPERATOR, scan, None, save, name, False)
     assert final_state is not None
     return o[:, 0], final_state
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
 
 
 def _refuse(**options: Any) -> None:

@@ -219,13 +219,13 @@ def make_gates(
         x = g if dt_bias is None else g + dt_bias.to(g.dtype)[head]
         r = (0.5 * A_log.to(g.dtype)).exp()
         r = rounding(r[..., None] if channels else r)[head]
-    if A_log is not None and lower_bound is not None:
-        y = rounding(r * (r * x)).clamp(-800.0, 800.0)
-        g = rounding(lower_bound * torch.special.expit(y))
-    elif A_log is not None:
-        near = r * (r * rounding(torch.logaddexp(x.clamp(min=-40.0), torch.zeros_like(x))))
-        far = (r * rounding((0.5 * x.clamp(max=-40.0)).exp())).square()
-        g = rounding(-torch.where(x < -40.0, far, near))
+        if lower_bound is None:
+            near = r * (r * rounding(torch.logaddexp(x.clamp(min=-40.0), torch.zeros_like(x))))
+            far = (r * rounding((0.5 * x.clamp(max=-40.0)).exp())).square()
+            g = rounding(-torch.where(x < -40.0, far, near))
+        else:
+            y = rounding(r * (r * x)).clamp(-800.0, 800.0)
+            g = rounding(lower_bound * torch.special.expit(y))
     if beta_max:
         beta = rounding(beta_max * torch.special.expit(beta))
     return g, beta
@@ -349,7 +349,7 @@ def _channel_chunk(
     r = rounding
     gam = r(r(g.cumsum(-2)).exp())
     lam = r(r(pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)).exp())
-    kk, P = 0.0, 0.0
+    kk = P = torch.zeros_like(q[..., :1] * k[..., :1].mT)
     for q_c, k_c, g_c in zip(q.unbind(-1), k.unbind(-1), g.unbind(-1), strict=True):
         decayed = r.short(r(k_c[..., None, :] * r(r(_segment_sums(g_c)).exp())))
         kk = kk + r.short(k_c)[..., None] * decayed
