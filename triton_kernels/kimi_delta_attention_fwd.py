@@ -61,7 +61,7 @@ TYPES = {
     "fp32": "scale beta_max lower_bound",
     "i32": "tokens NT",
 }
-CHANNELS = 32  # of a slice of K, for which the tiles of a chunk fit registers
+CHANNELS = 16  # of a slice of K; of 32, registers spill up to three times as much
 
 
 @triton.jit
@@ -131,8 +131,8 @@ def add_sums(acc, chosen, x, dtype: tl.constexpr, DOT: tl.constexpr):
 @triton.jit
 def find_cut_factors(b_g, o_c, level, dtype: tl.constexpr, DOT: tl.constexpr):
     """Returns f [C, BK] for the cuts of a level."""
-    # g is stored as an operand in every turn, which the compiler does not know to be the same: so a fence lies
-    # between each store of a turn and the products behind it
+    # so g is stored as an operand in every turn, not before the loop: the compiler does not know that 0 is
+    # added, and puts a fence between each store and the products behind it
     b_g += level * 0.0
     b_sum = tl.zeros(b_g.shape, tl.float32)
     return tl.exp(add_sums(b_sum, lies_between(o_c[None, :], o_c[:, None], level), b_g, dtype, DOT))

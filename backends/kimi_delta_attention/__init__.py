@@ -4,8 +4,8 @@ Per value head, with state S [K, V] and decays exp(g_t) [K]:
 
     S <- Diag(exp(g_t)) S ;  u = beta_t (v_t - S^T k_t) ;  S <- S + k_t u^T ;  o_t = scale S^T q_t
 
-Contract, judge and the chunked backend are those of `backends.gated_delta_rule`, by the dimensions of g. No
-backend has kernels of it for a GPU or for Trainium.
+Contract, judge and the chunked backend are those of `backends.gated_delta_rule`, by the dimensions of g.
+Triton's kernels compute float32 and bfloat16; nothing computes it on Trainium.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from delta_trn.backends.operator import gradients_wanted
 CHANNELS = " K"  # the last dimension of g, for the checks
 SAFE = -5.0  # the least bound of flash-linear-attention's safe gate
 NOTICE = (
-    "kimi_delta_attention runs on this GPU as PyTorch operations, chunk by chunk: there is no kernel of it "
-    'for CUDA, and it is many times slower than one would be; name backend="chunked" to say that you know'
+    "kimi_delta_attention runs on this GPU as PyTorch operations, chunk by chunk, since Triton's kernels do not "
+    'take this call, and it is many times slower than they are; name backend="chunked" to say that you know'
 )
 
 
