@@ -354,7 +354,7 @@ _TRITON_CHANNELS = replace(
 )
 _TRITON_NORM = _triton("layers.triton_adapter", _limits("triton_norm"))
 _CHUNKED = Row(_at("gated_delta_rule.chunked"), FLOATS, automatic=CPU)
-# no kernel of it is for a GPU: PyTorch's form is, and says so (`kimi_delta_attention`)
+# what Triton's kernels of it do not take on a GPU, PyTorch's form does, and says so (`kimi_delta_attention`)
 _CHANNELS = Row(_at("gated_delta_rule.chunked"), FLOATS, automatic=CPU | CUDA)
 _RECURRENT = Row(_at("gated_delta_rule.recurrent"), FLOATS)
 _LAYERS = Row(_at("layers.pytorch"), FLOATS, automatic=None)  # PyTorch's form is every device's

@@ -1,0 +1,105 @@
+"""Faults planted in Triton's kernels of Kimi Delta Attention turn parity red. Its grid is in tests/parity."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the triton extra is not installed")
+
+from delta_trn.backends.checks import BackendRefusal
+from delta_trn.backends.kimi_delta_attention import kimi_delta_attention
+from delta_trn.backends.parity import channel_cases, rule
+from delta_trn.backends.parity.rule_cases import BOTH, Case
+from tests.support.planted_bugs import Bug, planted
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# two chunks of 32 tokens, two slices of K, the second half empty, two tiles of V
+WHOLE = Case(
+    "kimi planted", 1, 40, 1, 24, 20, "", HV=2, decay="split", reflect=True, norm="random", state=True,
+    loss=BOTH, op="kimi_delta_attention",
+)  # fmt: skip
+PLAIN = replace(WHOLE, decay="plain")
+GATES, BOUND = replace(WHOLE, gates="plain"), replace(WHOLE, gates="plain", lower_bound=-5.0)
+PACKED = replace(GATES, T=45, lengths=(0, 3, 0, 40, 2))
+ONE, STRONG = channel_cases.BY_NAME["kimi_packed_single"], channel_cases.BY_NAME["kimi_strong"]
+STEP = "decode_kimi_gates"
+KERNELS = "triton_kernels.kimi_delta_attention_"
+PREPARE, SCAN, STEPS = (
+    f"{KERNELS}fwd:prepare_kernel",
+    f"{KERNELS}fwd:scan_kernel",
+    f"{KERNELS}step:step_kernel",
+)
+REVERSE, GRADIENTS = f"{KERNELS}bwd:reverse_scan_kernel", f"{KERNELS}bwd:gradients_kernel"
+COMBINE, GATE = f"{KERNELS}bwd:combine_kernel", f"{KERNELS}bwd:differentiate_gates"
+# fmt: off
+BUGS = (
+    ("the first pairs have no cut", PREPARE, "range(0, LEVELS)", "range(1, LEVELS)", PLAIN),
+    ("the widest cut is left out", PREPARE, "range(0, LEVELS)", "range(0, LEVELS - 1)", PLAIN),
+    ("a token does not read its own write", PREPARE, "tl.sum(b_q * b_k, axis=1)[:, None], 0.0)",
+     "0.0 * tl.sum(b_q * b_k, axis=1)[:, None], 0.0)", PLAIN),
+    ("beta is left out of L", PREPARE, "b_kk * b_beta[:, None]", "b_kk", PLAIN),
+    ("kl decays like kg", PREPARE, "b_k * b_lam", "b_k * b_gam", PLAIN),
+    ("tokens right of a cut do not decay themselves", f"{KERNELS}fwd:lies_between", "t <= i", "t < i", PLAIN),
+    ("tokens left of a cut decay themselves", f"{KERNELS}fwd:lies_between", "t > i", "t >= i", PLAIN),
+    ("sums of g have one word", f"{KERNELS}fwd:find_factors", "b_g.to(tl.float64)",
+     "b_g.to(tl.bfloat16).to(tl.float64)", PLAIN),
+    ("no bias", f"{KERNELS}fwd:load_decays", "b_x += tl.load(dt_bias", "b_x += 0.0 * tl.load(dt_bias", GATES),
+    ("the state does not decay", SCAN, "b_S *= tl.load(last + tile * K",
+     "b_S *= tl.load(last + 0 * tile * K", PLAIN),
+    ("a chunk reads what it wrote before it has", SCAN, "multiply_from_left(b_qg, b_Sd",
+     "multiply_from_left(b_kg, b_Sd", PLAIN),
+    ("the gradient of the state does not decay", REVERSE, "b_dS *= tl.load(last + tile * K",
+     "b_dS *= tl.load(last + 0 * tile * K", PLAIN),
+    ("keys do not erase the state's gradient", REVERSE, "round_to(-b_dY.to", "round_to(0.0 * b_dY.to", PLAIN),
+    ("what rounding took of the first state is lost", REVERSE, "b_lost = b_S * b_dS -",
+     "b_lost = 0.0 * b_S -", ONE),
+    ("dg without the state carried through", GRADIENTS, "(b_last * b_SdS)[None, :]",
+     "(0.0 * b_SdS)[None, :]", PLAIN),
+    ("dg with a token's own write", GRADIENTS, "o_c[:, None] > o_c[None, :], b_k * b_dk",
+     "o_c[:, None] >= o_c[None, :], b_k * b_dk", PLAIN),
+    ("dg without the keys of cuts", GRADIENTS, "+ b_k * (b_row_k * b_beta[:, None] + b_column)",
+     "+ b_k * (0.0 * b_row_k + b_column)", PLAIN),
+    ("dg in its plain form", GRADIENTS, "between = lies_between(o_c[:, None], o_c[None, :], level)",
+     "between = o_c[:, None] <= o_c[None, :]\n            b_read -= 2.0 * b_k * b_column", STRONG),
+    ("dk without beta", GRADIENTS, "b_dk += b_rowk * b_beta[:, None]", "b_dk += b_rowk", PLAIN),
+    ("dbeta without the state", GRADIENTS, "b_dbeta += tl.sum(b_k * b_rowk",
+     "b_dbeta += 0.0 * tl.sum(b_k * b_rowk", PLAIN),
+    ("dbeta is not divided", GRADIENTS, "b_written / b_beta", "b_written", PLAIN),
+    ("unused slots keep what was there", GRADIENTS, "tl.zeros([BK], tl.float32), mask=o_k < K + 1",
+     "tl.zeros([BK], tl.float32) + 1.0, mask=o_k < K + 1", PACKED),
+    ("dA_log of one slice", GRADIENTS, "dA += tl.sum", "dA = tl.sum", GATES),
+    ("softplus has no derivative", GATE, "tl.sigmoid(b_x)", "tl.sigmoid(0.0 * b_x)", GATES),
+    ("the bounded gate without its rate", GATE, "b_rate * b_dy", "b_dy", BOUND),
+    ("one value head of a group", COMBINE, "range(0, HV // H)", "range(0, 1)", PLAIN),
+    ("dq keeps its part along q", COMBINE, "b_dx - b_x * tl.sum", "b_dx - 0.0 * b_x * tl.sum", PLAIN),
+    ("a step decays by its first channel", STEPS, "* tl.exp(b_g)", "* tl.exp(tl.max(b_g, axis=0))", STEP),
+    ("a step reads another head's key", STEPS, "i_h // (HV // H)", "0", STEP),
+)
+# fmt: on
+
+
+def is_green(case):
+    dtype = torch.bfloat16 if case is ONE else torch.float32
+    if isinstance(case, str):
+        judged = rule.step_verdicts(channel_cases.STEPS[case], dtype, "triton", DEVICE)
+    else:
+        judged = rule.verdicts(case, dtype, "triton", DEVICE)
+    return all(verdict.passed and verdict.baseline < (0.1 if case is ONE else 1e-4) for verdict in judged)
+
+
+@pytest.mark.parametrize(("name", "place", "line", "mistake", "case"), BUGS, ids=[bug[0] for bug in BUGS])
+def test_a_planted_bug_turns_parity_red(name, place, line, mistake, case):
+    with planted(Bug(name, place, line, mistake, "")):
+        assert not is_green(case)
+
+
+@pytest.mark.parametrize("case", [WHOLE, PLAIN, GATES, BOUND, PACKED, ONE, STRONG, STEP], ids=str)
+def test_parity_is_green_without_them(case):
+    assert is_green(case)
+
+
+def test_float16_is_refused_with_what_is_computed():
+    x, g, beta = torch.ones(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), torch.ones(1, 2, 1)
+    with pytest.raises(BackendRefusal, match="computes bfloat16, float32; tensors are float16"):
+        kimi_delta_attention(x.half(), x.half(), x.half(), g, beta, backend="triton")
