@@ -45,7 +45,6 @@ from delta_trn.triton_kernels import (
     gated_delta_rule_step,
     kimi_delta_attention_bwd,
     kimi_delta_attention_fwd,
-    kimi_delta_attention_step,
     rms_norm,
     segments,
     short_convolution,
@@ -69,7 +68,7 @@ RULE = (
     gated_delta_rule_fwd, gated_delta_rule_reverse, gated_delta_rule_bwd, gated_delta_rule_refine, segments,
     gated_delta_rule_step,
 )  # fmt: skip
-CHANNELS = kimi_delta_attention_fwd, kimi_delta_attention_bwd, kimi_delta_attention_step
+CHANNELS = kimi_delta_attention_fwd, kimi_delta_attention_bwd
 # modules; the two sizes of their variants; those that --quick compiles
 # fmt: off
 SIZES = (

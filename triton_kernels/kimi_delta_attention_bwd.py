@@ -1,4 +1,4 @@
-"""Kimi Delta Attention, backward, chunkwise: a reverse scan over the chunks, then every chunk in parallel.
+"""Kimi Delta Attention, backward, chunkwise: after gated_delta_rule_reverse's scan, every chunk in parallel.
 
 In the symbols of kimi_delta_attention_fwd, q times scale; dO is given, dS' [K, V] is the gradient of the
 state at a chunk's end, dY that of Y:
@@ -43,6 +43,7 @@ Layout, beyond that of forward and of gated_delta_rule_bwd:
 import triton
 import triton.language as tl
 
+from delta_trn.triton_kernels import gated_delta_rule_reverse as rule
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.gated_delta_rule_bwd import LEAST_DIVISOR
 from delta_trn.triton_kernels.kimi_delta_attention_fwd import (
@@ -52,7 +53,6 @@ from delta_trn.triton_kernels.kimi_delta_attention_fwd import (
     find_norms,
     find_rate,
     gates_of,
-    levels_of,
     lie_apart,
     lies_between,
     load_decays,
@@ -61,90 +61,23 @@ from delta_trn.triton_kernels.kimi_delta_attention_fwd import (
 from delta_trn.triton_kernels.launch import Config, arithmetic, config, power_of_two, take_turns, tile
 from delta_trn.triton_kernels.tiles import (
     RESET,
+    ROWS,
     accumulate,
     accumulate_in_turn,
     locate_chunk,
-    locate_sequence,
     multiply,
-    multiply_from_left,
     round_to,
     scale_by_exp,
 )
-from delta_trn.triton_kernels.variants import Variant, layouts
+from delta_trn.triton_kernels.variants import Variant, layouts, of_tile
 
 TYPES = {
-    "*x": "q k v do T P qg kg kl S U dY dS dv",
-    "*fp32": "g beta A_log dt_bias last rows initial_state dstate carry dinitial_state dq dk dg dbeta dgates",
-    "*i64": "chunk_start chunk_length cu_seqlens chunk_offsets",
+    "*x": "q k v do S U dY dS dv x dx",
+    "*fp32": "g beta A_log dt_bias rows carry dq dk dg dbeta dgates dy",
+    "*i64": "chunk_start chunk_length",
     "fp32": "scale beta_max lower_bound",
     "i32": "tokens NT",
 }
-
-
-@triton.jit(do_not_specialize=["tokens", "NT"])
-def reverse_scan_kernel(
-    do, T, P, qg, kg, kl, last, initial_state, dstate, dY, dS, carry, dinitial_state, cu_seqlens,
-    chunk_offsets, tokens, NT,
-    HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    ALONE: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Walks over the chunks from last to first; one program per (sequence, value head, BV columns of V).
-
-    Writes dY, dS, dinitial_state unless that is None, and carry at first chunks unless initial_state is.
-    ALONE: see tiles.accumulate_alone.
-    """
-    NV: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0).to(tl.int64)
-    i_v = (pid % NV).to(tl.int32)
-    i_h = (pid // NV) % HV
-    i_n = pid // (NV * HV)
-    start, length, first = locate_sequence(i_n, tokens, NT, 1, tokens, cu_seqlens, chunk_offsets, C)
-    o_c = tl.arange(0, C)
-    o_k = tl.arange(0, KP)
-    o_v = i_v * BV + tl.arange(0, BV)
-    m_k = o_k < K
-    m_v = o_v < V
-    m_kv = m_k[:, None] & m_v[None, :]
-    o_cc = o_c[:, None] * C + o_c[None, :]
-    o_ck = o_c[:, None] * K + o_k[None, :]
-    o_kv = o_k[:, None] * V + o_v[None, :]
-    dtype = do.dtype.element_ty
-    b_dS = tl.zeros([KP, BV], dtype=tl.float32)
-    if dstate is not None:
-        b_dS = tl.load(dstate + (i_n * HV + i_h) * (K * V) + o_kv, mask=m_kv, other=0.0)
-
-    chunks = tl.cdiv(length, C).to(tl.int32)
-    for r in range(0, chunks):
-        i = chunks - 1 - r
-        tile = (first + i) * HV + i_h
-        m_tv = (o_c < tl.minimum(length - i * C, C).to(tl.int32))[:, None] & m_v[None, :]
-        o_tv = ((start + i * C) * HV + i_h) * V + o_c[:, None] * (HV * V) + o_v[None, :]
-        b_dSd = round_to(b_dS, dtype, DOT)
-        tl.store(dS + tile * (K * V) + o_kv, b_dSd, mask=m_kv)
-        # not one condition: the first is decided when the kernel is compiled, the second when it runs
-        if initial_state is not None:  # noqa: SIM102
-            if i == 0:
-                # of the first state and its gradient, both are known unrounded
-                b_S = tl.load(initial_state + (i_n * HV + i_h) * (K * V) + o_kv, mask=m_kv, other=0.0)
-                b_lost = b_S * b_dS - round_to(b_S, dtype, DOT).to(tl.float32) * b_dSd.to(tl.float32)
-                tl.store(carry + (tile * NV + i_v) * K + o_k, tl.sum(b_lost, axis=1), mask=m_k)
-        b_do = tl.load(do + o_tv, mask=m_tv, other=0.0)
-        b_kl = tl.load(kl + tile * (C * K) + o_ck, mask=m_k[None, :], other=0.0)
-        b_P = tl.load(P + tile * (C * C) + o_cc)
-        b_T = tl.load(T + tile * (C * C) + o_cc)
-        b_dU = multiply_from_left(b_kl, b_dSd, length > 0, True, ALONE, DOT)
-        b_dU = accumulate(b_dU, tl.trans(b_P), b_do, DOT)
-        b_dY = multiply_from_left(tl.trans(b_T), round_to(b_dU, dtype, DOT), length > 0, True, ALONE, DOT)
-        b_dY = round_to(b_dY, dtype, DOT)
-        tl.store(dY + tile * (C * V) + o_c[:, None] * V + o_v[None, :], b_dY, mask=m_v[None, :])
-        b_qg = tl.load(qg + tile * (C * K) + o_ck, mask=m_k[None, :], other=0.0)
-        b_kg = tl.load(kg + tile * (C * K) + o_ck, mask=m_k[None, :], other=0.0)
-        b_dS *= tl.load(last + tile * K + o_k, mask=m_k, other=0.0)[:, None]
-        b_dS = accumulate(b_dS, tl.trans(b_qg), b_do, DOT)
-        b_dS = accumulate(b_dS, tl.trans(b_kg), round_to(-b_dY.to(tl.float32), dtype, DOT), DOT)
-
-    if dinitial_state is not None:
-        tl.store(dinitial_state + (i_n * HV + i_h) * (K * V) + o_kv, b_dS, mask=m_kv)
 
 
 @triton.jit
@@ -197,8 +130,7 @@ def gradients_kernel(
     q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq, dk, dv, dg, dbeta, dgates,
     chunk_start, chunk_length, scale, beta_max, lower_bound, tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, LEVELS: tl.constexpr, TILES: tl.constexpr, L2NORM: tl.constexpr,
-    PIPELINED: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, TILES: tl.constexpr, L2NORM: tl.constexpr, PIPELINED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Computes dq, dk, dv, dg, dbeta and dgates; one program per (chunk, value head), BK channels at a time.
 
@@ -217,7 +149,7 @@ def gradients_kernel(
     o_c = tl.arange(0, C)
     m_t = o_c < length
     dtype = k.dtype.element_ty
-    b_beta = tl.load(rows + tile * (2 * C) + o_c)
+    b_beta = tl.load(rows + tile * (ROWS * C) + 7 * C + o_c)
     p_v = (start * HV + i_h) * V
     p_U = tile * (C * V)
     p_q = (start * H + i_h // (HV // H)) * K
@@ -275,7 +207,7 @@ def gradients_kernel(
         b_dg = add_sums(b_dg, o_c[:, None] <= o_c[None, :], b_read, dtype, DOT)
         b_dq += b_own[:, None] * b_k
         b_dk += b_own[:, None] * b_q
-        for level in range(0, LEVELS):
+        for level in range(0, 6 if C == 64 else 5 if C == 32 else 4):
             b_f = find_cut_factors(b_g, o_c, level, dtype, DOT)
             b_kf = round_to(b_k * b_f, dtype, DOT)
             apart = lie_apart(o_c[:, None], o_c[None, :], level)
@@ -343,21 +275,6 @@ def combine_kernel(
 
 
 @take_turns
-def reverse_scan(
-    do, prepared, initial_state, dstate, *, dY, dS, carry, dinitial_state, chunks: Chunks, config: Config
-):
-    """Launches `reverse_scan_kernel`. `prepared` is T, P, qg, kg, kl, last and rows."""
-    HV, V = do.shape[2:]
-    K = prepared[2].shape[3]
-    launch = config.reverse
-    reverse_scan_kernel[(chunks.sequences * HV * -(-V // launch.columns),)](
-        do, *prepared[:6], initial_state, dstate, dY, dS, carry, dinitial_state, chunks.cu_seqlens,
-        chunks.offsets, chunks.tokens, chunks.per_sequence, HV=HV, K=K, KP=power_of_two(K), V=V,
-        BV=launch.columns, C=chunks.size, ALONE=launch.warps > 4, DOT=config.dot, **launch.options(),
-    )  # fmt: skip
-
-
-@take_turns
 def gradients(
     q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, *, dq, dk, dv, dg, dbeta, dgates, scale,
     l2norm, beta_max, lower_bound, chunks: Chunks, config: Config,
@@ -369,7 +286,7 @@ def gradients(
     gradients_kernel[(chunks.count * HV,)](
         q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq, dk, dv, dg, dbeta, dgates,
         chunks.start, chunks.length, scale, beta_max or None, lower_bound, chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, BK=slice_of(K), V=V, BV=launch.columns, C=chunks.size, LEVELS=levels_of(chunks.size),
+        H=H, HV=HV, K=K, BK=slice_of(K), V=V, BV=launch.columns, C=chunks.size,
         TILES=1 if carry is None else carry.shape[2], L2NORM=l2norm,
         PIPELINED=launch.stages > 1, DOT=config.dot, **launch.options(),
     )  # fmt: skip
@@ -390,22 +307,16 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row = config(K, V, itemsize=itemsize, rule="kimi_")
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "BK": slice_of(K), "V": V, "C": row.C}
-    sizes |= {"LEVELS": levels_of(row.C), "L2NORM": True, "TILES": 2, "DOT": row.dot}
+    sizes |= {"L2NORM": True, "TILES": 2, "DOT": row.dot}
     for layout, tables in layouts(quick).items():
-        values = sizes | tables
-        if layout == "dense" or itemsize == 4:
-            values |= {"initial_state": None, "carry": None}
-        if layout == "dense":
-            values |= {"dstate": None, "dinitial_state": None}
-        launch = row.reverse
-        own = values | {"BV": launch.columns, "ALONE": launch.warps > 4}
-        yield Variant("kimi_reverse", layout, reverse_scan_kernel, TYPES, launch, own)
+        states = ("dstate", "initial_state", "dinitial_state", "carry") if layout == "dense" else ()
+        values, launch = sizes | tables | dict.fromkeys(states), row.reverse
+        own = values | of_tile(launch) | dict.fromkeys(("units", "writes")) | {"H": 4}
+        yield Variant("kimi_reverse", layout, rule.reverse_scan_kernel, rule.TYPES, launch, own)
         launch = row.gradients
         for form, arguments in gates_of(quick).items():
             own = values | arguments | {"BV": launch.columns, "PIPELINED": launch.stages > 1}
             options = f"{layout}, {form}"
             yield Variant("kimi_gradients", options, gradients_kernel, TYPES, launch, own)
     launch = tile("kimi_combine", K)
-    own = sizes | {"BT": launch.rows}
-    types = TYPES | {"*x": TYPES["*x"] + " x dx", "*fp32": TYPES["*fp32"] + " dy"}
-    yield Variant("kimi_combine", "", combine_kernel, types, launch, own)
+    yield Variant("kimi_combine", "", combine_kernel, TYPES, launch, sizes | {"BT": launch.rows})

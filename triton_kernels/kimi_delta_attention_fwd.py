@@ -1,4 +1,4 @@
-"""Kimi Delta Attention, forward, chunkwise: every chunk is prepared in parallel, then a scan over the chunks.
+"""Kimi Delta Attention, forward, chunkwise: chunks are prepared in parallel, for gated_delta_rule_fwd's scan.
 
 The gated delta rule with a decay for each channel of a key (arXiv:2510.26692). For one chunk of C tokens and
 one value head, S the state [K, V] at the chunk's start, q times scale:
@@ -28,7 +28,7 @@ are products with matrices of 0 and 1, of g in two words in 16 bits. Gates of g,
 Layout, beyond that of gated_delta_rule_fwd:
 
     g [B, tokens, HV, K]           dt_bias [HV, K]              last [NC, HV, K] float32, gam_C
-    qg, kg, kl [NC, HV, C, K]      rows [NC, HV, 2, C] float32: beta, sums of |L| over rows of it
+    qg, kg, kl [B, tokens, HV, K]  which the scans take for q and k; rows has factors of 1 and, as there, beta
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -36,28 +36,28 @@ Layout, beyond that of gated_delta_rule_fwd:
 import triton
 import triton.language as tl
 
+from delta_trn.triton_kernels import gated_delta_rule_fwd as rule
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import (
     LOG2E,
     RESET,
+    ROWS,
     accumulate,
     exp2_of_words,
     invert_unit_lower,
     locate_chunk,
-    locate_sequence,
     multiply,
-    multiply_from_left,
     round_to,
     scale_by_exp,
     softplus,
 )
-from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, Variant, layouts
+from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, Variant, layouts, of_tile
 
 TYPES = {
-    "*x": "q k v o T P qg kg kl S U",
-    "*fp32": "g beta A_log dt_bias last rows initial_state final_state",
-    "*i64": "chunk_start chunk_length cu_seqlens chunk_offsets",
+    "*x": "q k T P qg kg kl",
+    "*fp32": "g beta A_log dt_bias last rows",
+    "*i64": "chunk_start chunk_length",
     "fp32": "scale beta_max lower_bound",
     "i32": "tokens NT",
 }
@@ -159,7 +159,7 @@ def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, T, P, qg, kg, kl, last, rows, chunk_start, chunk_length, scale, beta_max,
     lower_bound, tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    LEVELS: tl.constexpr, L2NORM: tl.constexpr, DOT: tl.constexpr,
+    L2NORM: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Computes T, P, the scaled copies of q and k, last and the rows; one program per (chunk, value head)."""
     pid = tl.program_id(0).to(tl.int64)
@@ -192,15 +192,13 @@ def prepare_kernel(
         p_g = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
         b_g, _ = load_decays(g, A_log, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, i_h)
         b_gam, b_lam, b_last = find_factors(b_g, o_c, C)
-        p = tile * (C * K) + o_c[:, None] * K + o_k[None, :]
-        m = m_k[None, :]
-        tl.store(qg + p, round_to(b_q * b_gam, dtype, DOT), mask=m)
-        tl.store(kg + p, round_to(b_k * b_gam * b_beta[:, None], dtype, DOT), mask=m)
-        tl.store(kl + p, round_to(b_k * b_lam, dtype, DOT), mask=m)
+        tl.store(qg + p_g, round_to(b_q * b_gam, dtype, DOT), mask=m)
+        tl.store(kg + p_g, round_to(b_k * b_gam * b_beta[:, None], dtype, DOT), mask=m)
+        tl.store(kl + p_g, round_to(b_k * b_lam, dtype, DOT), mask=m)
         tl.store(last + tile * K + o_k, b_last, mask=m_k)
         b_P += tl.where(o_c[:, None] == o_c[None, :], tl.sum(b_q * b_k, axis=1)[:, None], 0.0)
         # a loop, since of its turns side by side all masks would be held at once
-        for level in range(0, LEVELS):
+        for level in range(0, 6 if C == 64 else 5 if C == 32 else 4):
             b_f = find_cut_factors(b_g, o_c, level, dtype, DOT)
             b_kf = round_to(b_k * b_f, dtype, DOT)
             b_qf = round_to(b_q * b_f, dtype, DOT)
@@ -211,71 +209,12 @@ def prepare_kernel(
     o_cc = o_c[:, None] * C + o_c[None, :]
     tl.store(P + tile * (C * C) + o_cc, round_to(b_P, dtype, DOT))
     b_L = b_kk * b_beta[:, None]
-    p_rows = rows + tile * (2 * C) + o_c
-    tl.store(p_rows, b_beta)
-    tl.store(p_rows + C, tl.sum(tl.abs(b_L), axis=1))
+    p_rows = rows + tile * (ROWS * C) + o_c
+    for row in tl.static_range(ROWS - 2):
+        tl.store(p_rows + row * C, tl.full([C], 1.0, tl.float32))
+    tl.store(p_rows + 7 * C, b_beta)
+    tl.store(p_rows + 8 * C, tl.sum(tl.abs(b_L), axis=1))
     tl.store(T + tile * (C * C) + o_cc, round_to(invert_unit_lower(b_L, C, dtype, DOT), dtype, DOT))
-
-
-@triton.jit(do_not_specialize=["tokens", "NT"])
-def scan_kernel(
-    v, T, P, qg, kg, kl, last, rows, initial_state, o, final_state, S, U, cu_seqlens, chunk_offsets, tokens,
-    NT,
-    HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    STAGES: tl.constexpr, ALONE: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Walks over the chunks in order; one program per (sequence, value head, BV columns of V).
-
-    Writes o, and final_state, S and U unless those are None. ALONE: see tiles.accumulate_alone.
-    """
-    NV: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0).to(tl.int64)
-    i_v = (pid % NV).to(tl.int32)
-    i_h = (pid // NV) % HV
-    i_n = pid // (NV * HV)
-    start, length, first = locate_sequence(i_n, tokens, NT, 1, tokens, cu_seqlens, chunk_offsets, C)
-    o_c = tl.arange(0, C)
-    o_k = tl.arange(0, KP)
-    o_v = i_v * BV + tl.arange(0, BV)
-    m_k = o_k < K
-    m_v = o_v < V
-    m_kv = m_k[:, None] & m_v[None, :]
-    o_cc = o_c[:, None] * C + o_c[None, :]
-    o_ck = o_c[:, None] * K + o_k[None, :]
-    o_kv = o_k[:, None] * V + o_v[None, :]
-    dtype = v.dtype.element_ty
-    b_S = tl.zeros([KP, BV], dtype=tl.float32)
-    if initial_state is not None:
-        b_S = tl.load(initial_state + (i_n * HV + i_h) * (K * V) + o_kv, mask=m_kv, other=0.0)
-
-    for i in tl.range(0, tl.cdiv(length, C).to(tl.int32), num_stages=STAGES):
-        tile = (first + i) * HV + i_h
-        m_tv = (o_c < tl.minimum(length - i * C, C).to(tl.int32))[:, None] & m_v[None, :]
-        o_tv = ((start + i * C) * HV + i_h) * V + o_c[:, None] * (HV * V) + o_v[None, :]
-        b_kg = tl.load(kg + tile * (C * K) + o_ck, mask=m_k[None, :], other=0.0)
-        b_v = tl.load(v + o_tv, mask=m_tv, other=0.0)
-        b_T = tl.load(T + tile * (C * C) + o_cc)
-        b_beta = tl.load(rows + tile * (2 * C) + o_c)
-        b_Sd = round_to(b_S, dtype, DOT)
-        if S is not None:
-            tl.store(S + tile * (K * V) + o_kv, b_Sd, mask=m_kv)
-        b_Y = b_v.to(tl.float32) * b_beta[:, None]
-        b_Y -= multiply_from_left(b_kg, b_Sd, length > 0, True, ALONE, DOT)
-        b_U = multiply_from_left(b_T, round_to(b_Y, dtype, DOT), length > 0, True, ALONE, DOT)
-        b_U = round_to(b_U, dtype, DOT)
-        if U is not None:
-            tl.store(U + tile * (C * V) + o_c[:, None] * V + o_v[None, :], b_U, mask=m_v[None, :])
-        b_qg = tl.load(qg + tile * (C * K) + o_ck, mask=m_k[None, :], other=0.0)
-        b_P = tl.load(P + tile * (C * C) + o_cc)
-        b_O = multiply_from_left(b_qg, b_Sd, length > 0, True, ALONE, DOT)
-        b_O = accumulate(b_O, b_P, b_U, DOT)
-        tl.store(o + o_tv, round_to(b_O, o.dtype.element_ty, DOT), mask=m_tv)
-        b_kl = tl.load(kl + tile * (C * K) + o_ck, mask=m_k[None, :], other=0.0)
-        b_S *= tl.load(last + tile * K + o_k, mask=m_k, other=0.0)[:, None]
-        b_S = accumulate(b_S, tl.trans(b_kl), b_U, DOT)
-
-    if final_state is not None:
-        tl.store(final_state + (i_n * HV + i_h) * (K * V) + o_kv, b_S, mask=m_kv)
 
 
 @take_turns
@@ -291,32 +230,14 @@ def prepare(
     prepare_kernel[(chunks.count * HV,)](
         q, k, g, beta, A_log, dt_bias, T, P, qg, kg, kl, last, rows, chunks.start, chunks.length, scale,
         beta_max or None, lower_bound, chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, BK=slice_of(K), C=chunks.size, LEVELS=levels_of(chunks.size), L2NORM=l2norm,
+        H=H, HV=HV, K=K, BK=slice_of(K), C=chunks.size, L2NORM=l2norm,
         DOT=config.dot, **config.prepare.options(),
-    )  # fmt: skip
-
-
-@take_turns
-def scan(v, prepared, initial_state, *, o, final_state, S, U, chunks: Chunks, config: Config):
-    """Launches `scan_kernel`. `prepared` is T, P, qg, kg, kl, last and rows."""
-    HV, V = v.shape[2:]
-    K = prepared[2].shape[3]
-    tile = config.scan
-    scan_kernel[(chunks.sequences * HV * -(-V // tile.columns),)](
-        v, *prepared, initial_state, o, final_state, S, U, chunks.cu_seqlens, chunks.offsets, chunks.tokens,
-        chunks.per_sequence, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size,
-        STAGES=tile.stages, ALONE=tile.warps > 4, DOT=config.dot, **tile.options(),
     )  # fmt: skip
 
 
 def slice_of(K: int) -> int:
     """Returns how many channels of K the kernels of a chunk take at once."""
     return min(CHANNELS, power_of_two(K))
-
-
-def levels_of(C: int) -> int:
-    """Returns how many levels of cuts a chunk of C tokens has."""
-    return C.bit_length() - 1
 
 
 def gates_of(quick: bool):
@@ -330,14 +251,13 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module: nothing in float16."""
     row = config(K, V, itemsize=itemsize, rule="kimi_")
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "BK": slice_of(K), "V": V, "C": row.C}
-    sizes |= {"LEVELS": levels_of(row.C), "L2NORM": True, "DOT": row.dot}
+    sizes |= {"L2NORM": True, "DOT": row.dot}
     tile = row.scan
-    own = sizes | {"BV": tile.columns, "STAGES": tile.stages, "ALONE": tile.warps > 4}
+    own = sizes | {"H": 4, "units": None, "transition": None, "STAGES": tile.stages} | of_tile(tile)
     for layout, tables in layouts(quick).items():
         for form, arguments in gates_of(quick).items():
             values = sizes | tables | arguments
             yield Variant("kimi_prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, values)
         states = ("initial_state", "final_state") if layout == "dense" else ()
-        for use, absent in {"train": (), "infer": ("S", "U")}.items():
-            values = own | tables | dict.fromkeys((*absent, *states))
-            yield Variant("kimi_scan", f"{layout} {use}", scan_kernel, TYPES, tile, values)
+        values = own | tables | dict.fromkeys(states)
+        yield Variant("kimi_scan", layout, rule.scan_kernel, rule.TYPES, tile, values)

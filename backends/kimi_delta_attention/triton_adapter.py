@@ -9,18 +9,24 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step
-from delta_trn.backends.gated_delta_rule.triton_adapter import _card, _contiguous
+from delta_trn.backends.gated_delta_rule.triton_adapter import (
+    _card,
+    _contiguous,
+    _prepared_shapes,
+    _state_shapes,
+)
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_counts, chunk_tables
 from delta_trn.triton_kernels import (
+    gated_delta_rule_fwd,
+    gated_delta_rule_reverse,
+    gated_delta_rule_step,
     kimi_delta_attention_bwd,
     kimi_delta_attention_fwd,
-    kimi_delta_attention_step,
 )
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.launch import Config, config
 
 MAKES_GATES = True  # of a layer's projections, in the kernels
-PREPARED = 7  # T, P, qg, kg, kl, last, rows: what `forward` saves first
 
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -35,39 +41,38 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     final_state = None
     if call.output_final_state:
         final_state = q.new_empty((chunks.sequences, HV, K, V), dtype=torch.float32)
-    *prepared, S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _shapes(call, chunks))
-    T, P, qg, kg, kl, last, rows = prepared
+    kept = [q.new_empty(shape, dtype=dtype) for shape, dtype in _shapes(call, chunks)]
+    T, P, qg, kg, kl, last, rows, S, U = kept
     kimi_delta_attention_fwd.prepare(
         q, k, g, beta, A_log, dt_bias, T=T, P=P, qg=qg, kg=kg, kl=kl, last=last, rows=rows, scale=call.scale,
         l2norm=call.l2norm, beta_max=call.beta_max, lower_bound=call.lower_bound, chunks=chunks, config=row,
     )  # fmt: skip
-    kept = (S, U) if save else (None, None)
-    kimi_delta_attention_fwd.scan(
-        v, prepared, initial_state, o=o, final_state=final_state, S=kept[0], U=kept[1], chunks=chunks,
-        config=row,
+    gated_delta_rule_fwd.scan(
+        qg, kg, v, T, P, rows, initial_state, o=o, final_state=final_state, S=S if save else None,
+        U=U if save else None, scale=1.0, unit=1.0, kl=kl, last=last, chunks=chunks, config=row,
     )  # fmt: skip
-    return o, final_state, [*prepared, S, U] if save else []
+    return o, final_state, kept if save else []
 
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients; those of A_log and dt_bias only where the kernels make the gates."""
-    q, k, v, g, beta, A_log, dt_bias, dstate, do = _contiguous(
-        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, dstate, do.to(call.q.dtype)
-    )
+    q, k, v, g, beta, A_log, dt_bias, initial_state, dstate, do = _contiguous(
+        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state, dstate,
+        do.to(call.q.dtype),
+    )  # fmt: skip
     B, length, H, K = q.shape
     HV, V = v.shape[2:]
     row = _launches(call)
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
-    prepared, (S, U) = saved[:PREPARED], saved[PREPARED:]
-    dinitial = None if call.initial_state is None else call.initial_state.new_empty(call.initial_state.shape)
+    T, P, qg, kg, kl, last, rows, S, U = saved
     dY, dS = torch.empty_like(U), torch.empty_like(S)
-    initial_state = carry = None
-    if call.initial_state is not None and q.dtype != torch.float32:
-        initial_state = call.initial_state.contiguous()
+    dinitial = carry = None
+    if initial_state is not None:
+        dinitial = torch.empty_like(initial_state)
         carry = q.new_zeros((chunks.count, HV, -(-V // row.reverse.columns), K), dtype=torch.float32)
-    kimi_delta_attention_bwd.reverse_scan(
-        do, prepared, initial_state, dstate, dY=dY, dS=dS, carry=carry, dinitial_state=dinitial,
-        chunks=chunks, config=row,
+    gated_delta_rule_reverse.reverse_scan(
+        qg, kg, do, T, P, rows, S, U, initial_state, dstate, dY=dY, dS=dS, writes=None, carry=carry,
+        dinitial_state=dinitial, scale=1.0, unit=1.0, kl=kl, last=last, chunks=chunks, config=row,
     )  # fmt: skip
     dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
     combined = HV != H or call.l2norm
@@ -76,7 +81,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     if A_log is not None:
         dgates = q.new_empty((chunks.count, HV, K + 1), dtype=torch.float32)
     kimi_delta_attention_bwd.gradients(
-        q, k, v, do, g, beta, A_log, dt_bias, prepared[-1], S, U, dY, dS, carry, dq=dq, dk=dk, dv=dv,
+        q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq=dq, dk=dk, dv=dv,
         dg=dg, dbeta=dbeta, dgates=dgates, scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max,
         lower_bound=call.lower_bound, chunks=chunks, config=row,
     )  # fmt: skip
@@ -99,7 +104,7 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
         call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.state
     )
     o, new = torch.empty_like(v), torch.empty_like(state)
-    kimi_delta_attention_step.step(
+    gated_delta_rule_step.step(
         q, k, v, g, beta, A_log, dt_bias, state, o, new, scale=call.scale, l2norm=call.l2norm,
         beta_max=call.beta_max, lower_bound=call.lower_bound,
     )  # fmt: skip
@@ -120,8 +125,7 @@ def _launches(call: Rule) -> Config:
 
 def _shapes(call: Rule, chunks: Chunks) -> Shapes:
     """Returns the shapes of T, P, qg, kg, kl, last, rows, S and U."""
-    (HV, V), K, C, dtype = call.v.shape[2:], call.q.shape[3], chunks.size, call.q.dtype
-    head = (chunks.count, HV)
-    of_dtype = [((*head, *last), dtype) for last in ((C, C), (C, C), (C, K), (C, K), (C, K))]
-    of_float = [((*head, *last), torch.float32) for last in ((K,), (2, C))]
-    return [*of_dtype, *of_float, ((*head, K, V), dtype), ((*head, C, V), dtype)]
+    (HV, V), K, dtype = call.v.shape[2:], call.q.shape[3], call.q.dtype
+    head, scaled = (chunks.count, HV), (tuple(call.g.shape), dtype)
+    prepared, states = _prepared_shapes(chunks, HV, dtype), _state_shapes(chunks, HV, K, V, dtype)
+    return [*prepared[:2], *[scaled] * 3, ((*head, K), torch.float32), prepared[2], *states]
