@@ -189,8 +189,8 @@ def reverse_scan(
         q, k, do, T, P, rows, units, kl, last, S, U, initial_state, dstate, dY, dS, writes, carry,
         dinitial_state, chunks.cu_seqlens, chunks.offsets, scale, power, unit, chunks.tokens,
         chunks.per_sequence, chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V,
-        BV=tile.columns, C=chunks.size, UPRIGHT=tile.upright, ALONE=tile.warps > 4, DOT=config.dot, num_warps=tile.warps,
-        num_stages=tile.stages,
+        BV=tile.columns, C=chunks.size, UPRIGHT=tile.upright, ALONE=tile.warps > 4, DOT=config.dot,
+        **tile.options(),
     )  # fmt: skip
 
 
