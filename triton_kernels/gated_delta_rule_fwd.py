@@ -352,8 +352,8 @@ def scan(
         q, k, v, T, P, rows, units, kl, last, initial_state, o, final_state, transition, S, U,
         chunks.cu_seqlens, chunks.offsets, scale / unit, unit, chunks.tokens, chunks.per_sequence,
         chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V,
-        BV=tile.columns, C=chunks.size, STAGES=tile.stages, UPRIGHT=tile.upright, ALONE=tile.warps > 4, DOT=config.dot,
-        **tile.options(),
+        BV=tile.columns, C=chunks.size, STAGES=tile.stages, UPRIGHT=tile.upright, ALONE=tile.warps > 4,
+        DOT=config.dot, **tile.options(),
     )  # fmt: skip
 
 
