@@ -120,13 +120,11 @@ def gated_delta_rule(
     )
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     name, save = OPERATOR.choose(tensors, sizes(q, v), backend, *(() if cu_seqlens is None else ("packed",)))
-    call = Rule(
-        *tensors, None if cu_seqlens is None else cu_seqlens.long(),
-        float(q.shape[-1]) ** -0.5 if scale is None else float(scale), beta_max,
-        l2norm=use_qk_l2norm_in_kernel, output_final_state=output_final_state,
-    )  # fmt: skip
-    positions = checks.positions(return_states_at, q.shape[1], output_final_state)
-    return run(OPERATOR, call, positions, save, name, state_v_first)
+    factor = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
+    options = {"l2norm": use_qk_l2norm_in_kernel, "output_final_state": output_final_state}
+    call = Rule(*tensors, None if cu_seqlens is None else cu_seqlens.long(), factor, beta_max, **options)
+    at = checks.positions(return_states_at, q.shape[1], output_final_state)
+    return run(OPERATOR, call, at, save, name, state_v_first)
 
 
 def gated_delta_rule_step(
