@@ -43,8 +43,7 @@ from delta_trn.triton_kernels import (
     gated_delta_rule_refine,
     gated_delta_rule_reverse,
     gated_delta_rule_step,
-    kimi_delta_attention_bwd,
-    kimi_delta_attention_fwd,
+    kimi_delta_attention,
     rms_norm,
     segments,
     short_convolution,
@@ -68,7 +67,7 @@ RULE = (
     gated_delta_rule_fwd, gated_delta_rule_reverse, gated_delta_rule_bwd, gated_delta_rule_refine, segments,
     gated_delta_rule_step,
 )  # fmt: skip
-CHANNELS = kimi_delta_attention_fwd, kimi_delta_attention_bwd
+CHANNELS = kimi_delta_attention.fwd, kimi_delta_attention.bwd
 # modules; the two sizes of their variants; those that --quick compiles
 # fmt: off
 SIZES = (

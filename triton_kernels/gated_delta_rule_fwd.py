@@ -53,7 +53,7 @@ absolute sums of 2 C where keys are alike and beta is 2. A second word, what rou
 these five times as exact as the plain implementation that parity compares with, and the scans a tenth longer.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
 from dataclasses import replace
 from math import frexp
@@ -195,7 +195,7 @@ def scan_kernel(
 
     Writes what is not None. Backward reads S and U; where forward did not keep them, backward launches this
     kernel for them alone. With `transition`, K more columns follow those of V: they start as the identity,
-    see v = 0 and end as `transition` (see `segments`). kl and last: None, or kimi_delta_attention_fwd's.
+    see v = 0 and end as `transition` (see `segments`). kl and last: None, or kimi_delta_attention's.
     scale is in `unit`. Tiles are as in the equations if UPRIGHT, else transposed; ALONE: see
     tiles.accumulate_alone.
     """

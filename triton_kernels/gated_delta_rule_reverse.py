@@ -7,7 +7,7 @@ nothing of K dS' but its rounding, what that does to `writes` and to E cancels, 
 U dS'^T would not. In bfloat16, `gated_delta_rule_refine` comes between.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
 from math import frexp
 
@@ -49,7 +49,7 @@ def reverse_scan_kernel(
 
     Writes dY and dS unless dY is None, writes unless that is None, carry at first chunks unless initial_state
     is None, and dinitial_state unless that is None. power is a power of two, as large as scale;
-    unit is that of P. kl and last: None, or kimi_delta_attention_fwd's. Tiles are as in the equations if
+    unit is that of P. kl and last: None, or kimi_delta_attention's. Tiles are as in the equations if
     UPRIGHT, else transposed; ALONE: see tiles.accumulate_alone.
     """
     NV: tl.constexpr = (V + BV - 1) // BV

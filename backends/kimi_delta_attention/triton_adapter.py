@@ -20,10 +20,9 @@ from delta_trn.triton_kernels import (
     gated_delta_rule_fwd,
     gated_delta_rule_reverse,
     gated_delta_rule_step,
-    kimi_delta_attention_bwd,
-    kimi_delta_attention_fwd,
 )
 from delta_trn.triton_kernels.chunks import Chunks
+from delta_trn.triton_kernels.kimi_delta_attention import bwd, fwd
 from delta_trn.triton_kernels.launch import Config, config
 
 MAKES_GATES = True  # of a layer's projections, in the kernels
@@ -43,7 +42,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
         final_state = q.new_empty((chunks.sequences, HV, K, V), dtype=torch.float32)
     kept = [q.new_empty(shape, dtype=dtype) for shape, dtype in _shapes(call, chunks)]
     T, P, qg, kg, kl, last, rows, S, U = kept
-    kimi_delta_attention_fwd.prepare(
+    fwd.prepare(
         q, k, g, beta, A_log, dt_bias, T=T, P=P, qg=qg, kg=kg, kl=kl, last=last, rows=rows, scale=call.scale,
         l2norm=call.l2norm, beta_max=call.beta_max, lower_bound=call.lower_bound, chunks=chunks, config=row,
     )  # fmt: skip
@@ -80,7 +79,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     dgates = None
     if A_log is not None:
         dgates = q.new_empty((chunks.count, HV, K + 1), dtype=torch.float32)
-    kimi_delta_attention_bwd.gradients(
+    bwd.gradients(
         q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq=dq, dk=dk, dv=dv,
         dg=dg, dbeta=dbeta, dgates=dgates, scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max,
         lower_bound=call.lower_bound, chunks=chunks, config=row,
@@ -88,7 +87,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     if combined:
         of_heads, dq, dk = (dq, dk), torch.empty_like(q), torch.empty_like(k)
         for x, dy, dx in zip((q, k), of_heads, (dq, dk), strict=True):
-            kimi_delta_attention_bwd.combine(x, dy, dx=dx, l2norm=call.l2norm)
+            bwd.combine(x, dy, dx=dx, l2norm=call.l2norm)
     dA_log = ddt_bias = None
     if dgates is not None and call.A_log is not None:
         # two sums, since gradients may not share memory

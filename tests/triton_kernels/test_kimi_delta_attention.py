@@ -24,7 +24,7 @@ GATES, BOUND = replace(WHOLE, gates="plain"), replace(WHOLE, gates="plain", lowe
 PACKED = replace(GATES, T=45, lengths=(0, 3, 0, 40, 2))
 ONE = channel_cases.BY_NAME["kimi_packed_single"]
 STEP = "decode_kimi_gates"
-KERNELS = "triton_kernels.kimi_delta_attention_"
+KERNELS = "triton_kernels.kimi_delta_attention."
 RULE = "triton_kernels.gated_delta_rule_"
 SCAN, REVERSE, STEPS = (
     f"{RULE}fwd:scan_kernel",

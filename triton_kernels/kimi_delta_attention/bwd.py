@@ -1,6 +1,6 @@
 """Kimi Delta Attention, backward, chunkwise: after gated_delta_rule_reverse's scan, every chunk in parallel.
 
-In the symbols of kimi_delta_attention_fwd, q times scale; dO is given, dS' [K, V] is the gradient of the
+In the symbols of kimi_delta_attention.fwd, q times scale; dO is given, dS' [K, V] is the gradient of the
 state at a chunk's end, dY that of Y:
 
     dY  = T^T (P^T dO + kl dS')                                             [C, V]   and dV = diag(beta) dY
@@ -46,7 +46,7 @@ import triton.language as tl
 from delta_trn.triton_kernels import gated_delta_rule_reverse as rule
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.gated_delta_rule_bwd import LEAST_DIVISOR
-from delta_trn.triton_kernels.kimi_delta_attention_fwd import (
+from delta_trn.triton_kernels.kimi_delta_attention.fwd import (
     add_sums,
     find_cut_factors,
     find_factors,
