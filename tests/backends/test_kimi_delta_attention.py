@@ -4,6 +4,7 @@ import inspect
 import re
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +26,10 @@ B, T, H, HV, K, V = 2, 3, 2, 4, 8, 5
 MODULE = "backends.kimi_delta_attention"
 
 
-def arguments(**changes):
+def arguments(**changes: Any) -> dict[str, Any]:
     """Returns valid arguments; `changes` replaces some, by name=value or name=function of the tensor."""
     x = inputs(Case("arguments", B, T, H, K, V, "", HV=HV, op="kimi_delta_attention"), torch.float32)
-    tensors = {name: getattr(x, name) for name in ("q", "k", "v", "g", "beta")}
+    tensors: dict[str, Any] = {name: getattr(x, name) for name in ("q", "k", "v", "g", "beta")}
     return tensors | {n: change(tensors[n]) if callable(change) else change for n, change in changes.items()}
 
 
@@ -45,7 +46,7 @@ def test_names_and_positions_are_those_of_flash_linear_attention():
     assert keywords == ours | {"A_log", "dt_bias", "chunk_size", "transpose_state_layout"}
 
 
-GATE = {"use_gate_in_kernel": True, "A_log": torch.zeros(HV)}
+GATE: dict[str, Any] = {"use_gate_in_kernel": True, "A_log": torch.zeros(HV)}
 # fmt: off
 BAD = [
     ({"g": lambda x: x[..., 0]}, ValueError, "g [2, 3, 4] has 3 dimensions, expected [B, T, HV, K]"),
@@ -79,7 +80,9 @@ def test_bad_arguments_are_named_before_any_work(changes, error, message, monkey
 
 
 def test_bad_arguments_of_a_step_are_named():
-    token = {name: x[:, 0] for name, x in arguments().items()} | {"state": torch.zeros(B, HV, K, V)}
+    token: dict[str, Any] = {name: x[:, 0] for name, x in arguments().items()} | {
+        "state": torch.zeros(B, HV, K, V)
+    }
     with pytest.raises(ValueError, match=re.escape("g [2, 4] has 2 dimensions, expected [B, HV, K]")):
         kimi_delta_attention_step(**token | {"g": token["g"][..., 0]})
     with pytest.raises(ValueError, match="safe_gate=True with lower_bound=None"):
@@ -113,7 +116,7 @@ def test_other_devices_say_what_computes_it(monkeypatch):
     _notice(x, None, "triton")
 
 
-_notice = inspect.getmodule(kimi_delta_attention)._notice
+_notice: Any = inspect.unwrap(kimi_delta_attention).__globals__["_notice"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -133,7 +136,9 @@ def test_equal_channels_are_the_gated_delta_rule(name, dtype):
 
 
 def test_equal_channels_of_a_step_are_the_gated_delta_rule():
-    token = {name: x[:, 0] for name, x in arguments().items()} | {"state": torch.ones(B, HV, K, V)}
+    token: dict[str, Any] = {name: x[:, 0] for name, x in arguments().items()} | {
+        "state": torch.ones(B, HV, K, V)
+    }
     scalar = token["g"][..., 0]
     ours = kimi_delta_attention_step(**token | {"g": scalar[..., None].expand(B, HV, K)})
     for x, y in zip(ours, gated_delta_rule_step(**token | {"g": scalar}), strict=True):
@@ -143,7 +148,7 @@ def test_equal_channels_of_a_step_are_the_gated_delta_rule():
 def test_options_that_mean_nothing_change_nothing_and_others_have_two_names():
     tensors = arguments()
     o, state = kimi_delta_attention(**tensors, output_final_state=True)
-    ignored = {
+    ignored: dict[str, Any] = {
         "disable_recompute": True,
         "chunk_size": 32,
         "cu_seqlens_cpu": torch.zeros(2),
@@ -152,17 +157,12 @@ def test_options_that_mean_nothing_change_nothing_and_others_have_two_names():
     again, turned = kimi_delta_attention(
         **tensors, output_final_state=True, transpose_state_layout=True, lower_bound=-5.0, **ignored
     )
+    assert state is not None and turned is not None
     assert torch.equal(o, again) and torch.equal(state, turned.mT)
     bias = torch.randn(HV, K, generator=torch.Generator().manual_seed(0))
-    gate = GATE | {"lower_bound": -3.0}
-    ours = [
-        kimi_delta_attention(**tensors, **options)[0]
-        for options in (
-            gate | {"dt_bias": bias},
-            gate | {"dt_bias": bias.flatten()},
-            gate | {"dt_bias": bias, "A_log": None},
-        )
-    ]
+    gate: dict[str, Any] = GATE | {"lower_bound": -3.0}
+    forms: list[Any] = [{"dt_bias": bias}, {"dt_bias": bias.flatten()}, {"dt_bias": bias, "A_log": None}]
+    ours = [kimi_delta_attention(**tensors, **{**gate, **form})[0] for form in forms]
     assert torch.equal(ours[0], ours[1]) and torch.equal(ours[0], ours[2])
     g = -3.0 * torch.sigmoid(tensors["g"] + bias)
     torch.testing.assert_close(ours[0], kimi_delta_attention(**arguments(g=g))[0])
@@ -170,8 +170,8 @@ def test_options_that_mean_nothing_change_nothing_and_others_have_two_names():
 
 def test_states_inside_of_a_sequence_are_those_of_shorter_ones():
     tensors = arguments()
-    _, states = kimi_delta_attention(**tensors, return_states_at=(1, T))
-    short = {name: x[:, :1] for name, x in tensors.items()}
+    states: Any = kimi_delta_attention(**tensors, return_states_at=(1, T))[1]
+    short: dict[str, Any] = {name: x[:, :1] for name, x in tensors.items()}
     for n, x in enumerate((short, tensors)):
         torch.testing.assert_close(states[:, n], kimi_delta_attention(**x, output_final_state=True)[1])
 

@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOptionalMemberAccess=false
 """The operator around every backend: its gradients, one graph under torch.compile, and what it refuses."""
 
 import warnings

@@ -463,7 +463,9 @@ def test_parity_judges_the_first_and_last_sequence_of_a_large_batch():
     """Cases of the bench are too large to judge whole."""
     for name in ("ragged", "gates_wide"):
         large = replace(BY_NAME[name], name="large", B=5, tags=BENCH)
-        q = reference(large, torch.float32).inputs.q
+        x = reference(large, torch.float32).inputs
+        assert x is not None
+        q = x.q
         assert q.shape[0] == 2
         assert torch.equal(q[1], inputs(large, torch.float32).q[4])
         judged = verdicts(large, torch.float32, "chunked")

@@ -12,7 +12,7 @@ Tensors are those of parity's cases, whose seed is drawn. What is left out:
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hypothesis import strategies as st
@@ -74,7 +74,8 @@ class RandomCase:
 def _run_rule(case: Case, x: Mapping[str, Tensor], backend: str) -> dict[str, Tensor]:
     """Calls the rule, or for one token the operation for it, with a state that is always there."""
     options = case.options() | {"backend": backend}
-    scan, step = gated_delta_rule, gated_delta_rule_step
+    scan: Any = gated_delta_rule
+    step: Any = gated_delta_rule_step
     if case.has_channels:
         scan, step = kimi_delta_attention, kimi_delta_attention_step
     if not case.op.endswith("_step"):
@@ -93,7 +94,7 @@ def _rule_formula(case: Case, x: Mapping[str, Tensor], rounding: Any, chunk: int
 
 
 RULE = Operation(
-    rule_cases.inputs, _rule_formula, _run_rule, lambda case, name: rule.terms(case),
+    cast(Any, rule_cases.inputs), _rule_formula, _run_rule, lambda case, name: rule.terms(case),
     lambda case, name, y: rule.parts(case, name) if y.numel() else None, rounded=True,
 )  # fmt: skip
 OPERATIONS: Mapping[str, Operation] = {
@@ -192,7 +193,7 @@ def _draw_rule(d: Draw, name: str, op: str, dtype: torch.dtype, small: bool) -> 
     x = rule_case(case, dtype, factors)
     full = torch.promote_types(dtype, torch.float32)
     gate, parameter = d.pick(full, dtype), d.pick(full, full, torch.float32, torch.bfloat16)
-    dtypes = dict.fromkeys(("g", "beta"), gate) | dict.fromkeys(PER_HEAD, parameter)
+    dtypes: dict[Any, Any] = dict.fromkeys(("g", "beta"), gate) | dict.fromkeys(PER_HEAD, parameter)
     dropped = "dt_bias" if d.chance(3) else ""
     tensors = {n: y.to(dtypes.get(n, y.dtype)) for n, y in x.tensors.items() if n != dropped}
     return replace(x, tensors=tensors)
