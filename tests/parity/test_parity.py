@@ -174,6 +174,21 @@ def test_backend_agrees_with_the_judge(subject, grid, case, dtype, poison):
     assert judged and not failures, "\n".join(failures)
 
 
+@pytest.mark.skipif(not COMPILED, reason="asks compiled kernels: --emulate, without a GPU")
+@pytest.mark.parametrize("late", [0, 1], ids=["early", "late"])
+@pytest.mark.parametrize("order", [0, 1, 2], ids=["ascending", "descending", "shuffled"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_name)
+@pytest.mark.parametrize("name", ["k192", "k256"])
+def test_wide_heads_on_triton_pass_in_every_order_with_all_checks(name, dtype, order, late):
+    from tests.support.emulator import driver
+
+    options = {"check": 1, "order": order, "quantum": 7 if order == 2 else 0}
+    with driver.options(**options, late_copies=late, late_products=late) as reports:
+        judged = parity.GRIDS["rule"].verdicts(BY_NAME[name], dtype, "triton", "cpu")
+    failures = [str(verdict) for verdict in judged if not verdict.passed]
+    assert judged and not failures and not reports, "\n".join([*failures, *reports])
+
+
 def test_a_fault_of_decoding_turns_parity_red(monkeypatch):
     """The state is handed from token to token in bfloat16."""
     step, case = chunked.step, STEPS["decode_no_decay"]
