@@ -10,7 +10,8 @@ formulas.
 Source: arXiv:2412.06464. The state is read once and written once, 8 K V bytes per head, which bounds the
 time; a program holds K x BV of it in registers and sums over K itself.
 
-Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V]; A_log, dt_bias [HV].
+Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V]; A_log, dt_bias [HV]. QR, KR,
+VR, GR, BR are the elements from a sequence of q, k, v, g, beta to the next: these may be parts of wider rows.
 CHANNELS: Kimi Delta Attention, a decay for each row of the state, g [B, HV, K] and dt_bias [HV, K].
 """
 
@@ -24,12 +25,17 @@ from delta_trn.triton_kernels.launch import arithmetic, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import compute_gates, round_to
 from delta_trn.triton_kernels.variants import Variant, gates
 
-TYPES = {"*x": "q k v o", "*fp32": "g beta A_log dt_bias state new_state", "fp32": "scale beta_max"}
+TYPES = {
+    "*x": "q k v o",
+    "*fp32": "g beta A_log dt_bias state new_state",
+    "fp32": "scale beta_max",
+    "i32": "QR KR VR GR BR",
+}
 
 
 @triton.jit
 def step_kernel(
-    q, k, v, g, beta, A_log, dt_bias, state, o, new_state, scale, beta_max, lower_bound,
+    q, k, v, g, beta, A_log, dt_bias, state, o, new_state, scale, beta_max, lower_bound, QR, KR, VR, GR, BR,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, CHANNELS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -41,23 +47,23 @@ def step_kernel(
     pid = tl.program_id(0).to(tl.int64)
     i_v = (pid % NV).to(tl.int32)
     i_nh = pid // NV  # sequence and value head
-    i_hk = (i_nh // HV) * H + (i_nh % HV) // (HV // H)
+    i_n, i_h = i_nh // HV, i_nh % HV
+    i_hk = i_h // (HV // H)
     o_k = tl.arange(0, KP)
     o_v = i_v * BV + tl.arange(0, BV)
     m_k = o_k < K
     m_v = o_v < V
-    b_q = tl.load(q + i_hk * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-    b_k = tl.load(k + i_hk * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-    b_v = tl.load(v + i_nh * V + o_v, mask=m_v, other=0.0).to(tl.float32)
-    b_beta = tl.load(beta + i_nh).to(tl.float32)
+    b_q = tl.load(q + i_n * QR + i_hk * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_k = tl.load(k + i_n * KR + i_hk * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_v = tl.load(v + i_n * VR + i_h * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+    b_beta = tl.load(beta + i_n * BR + i_h).to(tl.float32)
     if CHANNELS:
-        i_h = i_nh % HV
         _, b_beta = compute_gates(b_beta, b_beta, None, None, i_h, beta_max)
-        p_g, o_bias = i_nh * K + o_k[:, None], i_h * K + o_k[:, None]
+        p_g, o_bias = i_n * GR + i_h * K + o_k[:, None], i_h * K + o_k[:, None]
         b_g, _ = load_decays(g, A_log, dt_bias, lower_bound, p_g, o_bias, m_k[:, None], i_h)
     else:
-        b_g = tl.load(g + i_nh).to(tl.float32)
-        b_g, b_beta = compute_gates(b_g, b_beta, A_log, dt_bias, i_nh % HV, beta_max)
+        b_g = tl.load(g + i_n * GR + i_h).to(tl.float32)
+        b_g, b_beta = compute_gates(b_g, b_beta, A_log, dt_bias, i_h, beta_max)
     if L2NORM:
         b_q *= tl.rsqrt(tl.sum(b_q * b_q, axis=0) + 1e-6)
         b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
@@ -83,9 +89,10 @@ def step(q, k, v, g, beta, A_log, dt_bias, state, o, new_state, *, scale, l2norm
     B, H, K = q.shape
     HV, V = v.shape[1:]
     row = tile("step", V)
+    strides = (x.stride(0) if B > 1 else x.shape[1:].numel() for x in (q, k, v, g, beta))
     step_kernel[(B * HV * -(-V // row.columns),)](
         q, k, v, g, beta, A_log, dt_bias, state, o, new_state, scale, beta_max or None,
-        lower_bound, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=row.columns, L2NORM=l2norm,
+        lower_bound, *strides, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=row.columns, L2NORM=l2norm,
         CHANNELS=g.dim() == 3, DOT=arithmetic(), num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip
 
@@ -95,8 +102,9 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     row = tile("step", V)
     values = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "BV": row.columns, "L2NORM": True}
     for form, arguments in gates(quick).items():
-        own = values | arguments | {"DOT": "ieee", "lower_bound": None, "CHANNELS": False}
-        yield Variant("step", form, step_kernel, TYPES, row, own)
+        own, multiples = values | arguments | {"DOT": "ieee"}, ("QR", "KR", "VR")
+        own |= {"lower_bound": None, "CHANNELS": False}
+        yield Variant("step", form, step_kernel, TYPES, row, own, multiples)
         if itemsize == 2 or not quick:
-            own |= {"CHANNELS": True} | ({"lower_bound": -5.0} if form == "gates made" else {})
-            yield Variant("step", f"{form}, channels", step_kernel, TYPES, row, own)
+            own = own | {"CHANNELS": True} | ({"lower_bound": -5.0} if form == "gates made" else {})
+            yield Variant("step", f"{form}, channels", step_kernel, TYPES, row, own, multiples)

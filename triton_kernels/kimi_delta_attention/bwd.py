@@ -69,7 +69,7 @@ from delta_trn.triton_kernels.tiles import (
     round_to,
     scale_by_exp,
 )
-from delta_trn.triton_kernels.variants import Variant, layouts, of_tile
+from delta_trn.triton_kernels.variants import Variant, layouts, of_tile, rows_of
 
 TYPES = {
     "*x": "q k v do S U dY dS dv x dx",
@@ -311,7 +311,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     for layout, tables in layouts(quick).items():
         states = ("dstate", "initial_state", "dinitial_state", "carry") if layout == "dense" else ()
         values, launch = sizes | tables | dict.fromkeys(states), row.reverse
-        own = values | of_tile(launch) | dict.fromkeys(("units", "writes")) | {"H": 4}
+        own = values | of_tile(launch) | dict.fromkeys(("units", "writes")) | rows_of(4, 4, K, V)
         yield Variant("kimi_reverse", layout, rule.reverse_scan_kernel, rule.TYPES, launch, own)
         launch = row.gradients
         for form, arguments in gates_of(quick).items():

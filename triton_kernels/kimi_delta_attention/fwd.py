@@ -52,7 +52,7 @@ from delta_trn.triton_kernels.tiles import (
     scale_by_exp,
     softplus,
 )
-from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, Variant, layouts, of_tile
+from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, Variant, layouts, of_tile, rows_of
 
 TYPES = {
     "*x": "q k T P qg kg kl",
@@ -253,7 +253,8 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "BK": slice_of(K), "V": V, "C": row.C}
     sizes |= {"L2NORM": True, "DOT": row.dot}
     tile = row.scan
-    own = sizes | {"H": 4, "units": None, "transition": None, "STAGES": tile.stages} | of_tile(tile)
+    own = sizes | rows_of(4, 4, K, V) | of_tile(tile) | dict.fromkeys(("QR", "KR"), 4 * K)
+    own |= {"units": None, "transition": None, "STAGES": tile.stages}
     for layout, tables in layouts(quick).items():
         for form, arguments in gates_of(quick).items():
             values = sizes | tables | arguments
