@@ -69,7 +69,7 @@ BUGS = (
     ("one value head of a group", COMBINE, "range(0, HV // H)", "range(0, 1)", PLAIN),
     ("dq keeps its part along q", COMBINE, "b_dx - b_x * tl.sum", "b_dx - 0.0 * b_x * tl.sum", PLAIN),
     ("a step decays by its first channel", STEPS, "* tl.exp(b_g)", "* tl.exp(tl.max(b_g, axis=0))", STEP),
-    ("a step's biases are those of one head", STEPS, "i_h * K + o_k", "0 * i_h * K + o_k", STEP),
+    ("a step's decays are those of one head", STEPS, "i_n * GR + i_h * K", "i_n * GR + 0 * i_h * K", STEP),
 )
 # fmt: on
 
