@@ -61,7 +61,9 @@ def remember_shapes():
         core.dtype.__eq__,
     )
     # what is made of a shape, by its numbers and by the tuple that types have of it, which is kept alive here
-    shapes, made, plain = {}, {}, (int, core.tensor)
+    shapes, made = {}, {}
+    plain = {int, float, bool, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
+    alone = core.constexpr(1), core.tuple([])
 
     def unwrap_if_constexpr(x):
         kind = type(x)
@@ -79,10 +81,11 @@ def remember_shapes():
         self.name = f"<{name}, {element_ty}>"
 
     def init_tensor(self, handle, type):
-        if not hasattr(type, "of_tensors"):
+        known = getattr(type, "of_tensors", None) if type.is_block() else alone
+        if known is None:
             return make_tensor(self, handle, type)
-        self.handle, self.type, self.dtype = handle, type, type.element_ty
-        self.numel, self.shape = type.of_tensors
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = known
 
     def init_tuple(self, args, type=None):
         self.values = list(args)
