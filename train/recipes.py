@@ -42,25 +42,13 @@ def quickstart() -> RunConfig:
 
 
 def gdn_mup_adamw() -> RunConfig:
-    """the paper's AdamW run (arXiv:2606.04048), mixers from 0: FineWeb-Edu, 20,000 steps of 480 x 1024 tokens
-
-    model.mixer_output_init=1 is the paper's start, optimizer.independent_weight_decay=false its decay.
-    """
+    """the paper's AdamW run (arXiv:2606.04048): FineWeb-Edu, 20,000 steps of 480 x 1024 tokens"""
     return RunConfig(
         name="gdn_mup_adamw",
         steps=20_000,
         precision="bf16",
-        model=ModelSection(width=256, base_width=256, layers=8, heads=6, mixer_output_init=0.0),
-        optimizer=OptimizerSection(
-            name="adamw",
-            lr=1e-3,
-            beta1=0.9,
-            beta2=0.95,
-            eps=1e-8,
-            weight_decay=0.1,
-            independent_weight_decay=True,
-            clip=1.0,
-        ),
+        model=ModelSection(width=256, base_width=256, layers=8, heads=6),
+        optimizer=OptimizerSection(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip=1.0),
         schedule=ScheduleSection(warmup=2000, min_lr=5e-5),
         batch=BatchSection(sequences=480, length=1024, micro=60),
         data=DataSection(
@@ -85,6 +73,19 @@ def gdn_mup_sgd() -> RunConfig:
             "name": "gdn_mup_sgd",
             "optimizer": OptimizerSection(name="sgd", lr=0.4, momentum=0.98, weight_decay=0.0, clip=1.0),
             "batch": run.batch.model_copy(update={"micro": 30}),
+        }
+    )
+
+
+def gdn_adamw() -> RunConfig:
+    """ours: gdn_mup_adamw with mixers from 0, decay independent of the width, and a faster embedding"""
+    run = gdn_mup_adamw()
+    tuned = {"independent_weight_decay": True, "embedding_lr": 4.0}
+    return run.model_copy(
+        update={
+            "name": "gdn_adamw",
+            "model": run.model.model_copy(update={"mixer_output_init": 0.0}),
+            "optimizer": run.optimizer.model_copy(update=tuned),
         }
     )
 
@@ -220,8 +221,8 @@ def ddl_lm_tinystories() -> RunConfig:
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     recipe.__name__: recipe
     for recipe in (
-        quickstart, gdn_mup_adamw, gdn_mup_sgd, ddl_lm_tinystories, ddl_small, ddl_medium, ddl_residuals,
-        transfer, tiny,
+        quickstart, gdn_adamw, gdn_mup_adamw, gdn_mup_sgd, ddl_lm_tinystories, ddl_small, ddl_medium,
+        ddl_residuals, transfer, tiny,
     )
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ from pathlib import Path
 DESCRIPTION = """Draw the pictures of a run, even while it trains: loss.png and, with log.probes=true,
 probes.png (what goes on inside the model) and geometry.png (what Deep Delta Learning's writes do).
 Several runs, such as several widths, are compared in the first one's probes.png.
-A sweep or a coordinate check is reported again."""
+A sweep or a coordinate check is reported again; several sweeps are one picture, the first one's sweep.png."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,10 +29,10 @@ def main(arguments: Sequence[str]) -> int:
         print(table(rows, theory))
         print(draw(readings, rows, first / "coordinates.png"))
         return 0
-    if len(folders) == 1 and (first / "sweep.json").is_file():
+    if all((folder / "sweep.json").is_file() for folder in folders):
         from delta_trn.train.studies.sweep.report import write_report
 
-        print(write_report(first))
+        print(write_report(*folders))
         return 0
     runs = []
     for path in folders:

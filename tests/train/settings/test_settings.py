@@ -201,6 +201,19 @@ class TestRecipes:
         assert (o.eps, o.weight_decay, o.clip) == (1e-8, 0.1, 1.0)
         assert (r.seed, r.precision, r.evaluation.every) == (42, "bf16", 1000)
         assert (r.data.source, r.data.tokenizer) == ("HuggingFaceFW/fineweb-edu", "gpt2")
+        # its start, 0.02 for every matrix at width 256, one rate for all, decay that falls with the rate
+        assert (r.model.mixer_output_init, r.model.initializer_range, r.model.embedding_init) == (1, 0.02, 1)
+        assert {o.embedding_lr, o.readout_lr, o.gate_lr, o.scalar_lr, o.vector_lr} == {1.0}
+        assert not o.independent_weight_decay and (o.lr, o.clip_norm) == (1e-3, "global")
+
+    def test_our_recipe_differs_from_the_papers_in_what_was_found_here(self):
+        differing = differences(recipe("gdn_mup_adamw"), recipe("gdn_adamw"))
+        assert {key: now for key, (_, now) in differing.items()} == {
+            "name": "gdn_adamw",
+            "model.mixer_output_init": 0.0,
+            "optimizer.independent_weight_decay": True,
+            "optimizer.embedding_lr": 4.0,
+        }
 
     def test_the_sgd_recipe_differs_from_adamw_as_in_the_paper(self):
         differing = differences(recipe("gdn_mup_adamw"), recipe("gdn_mup_sgd"))
@@ -209,7 +222,6 @@ class TestRecipes:
             "optimizer.name": "sgd",
             "optimizer.lr": 0.4,
             "optimizer.weight_decay": 0.0,
-            "optimizer.independent_weight_decay": False,
             "batch.micro": 30,
         }
         assert recipe("gdn_mup_sgd").optimizer.momentum == 0.98

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.settings.errors import RunFolderError, UsageError
 from delta_trn.train.studies.fits import line, optimum, student_quantile
+from delta_trn.train.studies.sweep import report
 from delta_trn.train.studies.sweep.curves import Curve
 from delta_trn.train.studies.sweep.grid import Sweep, Trial, define
 from delta_trn.train.studies.sweep.regret import regrets
@@ -150,7 +152,7 @@ class TestVerdict:
         for width, best in zip((64, 128, 256), optima, strict=True):
             points = [
                 (x, 3 + 0.1 * (x - best) ** 2 + noise * float(rng.normal()), seed)
-                for x in np.arange(-9.0, -3.0)
+                for x in map(float, range(-9, -3))
                 for seed in (0, 1)
             ]
             curves.append(Curve(width, points))
@@ -177,7 +179,7 @@ class TestVerdict:
 
     def test_a_seed_that_chose_does_not_pay(self):
         """Each of two seeds is lowest at a rate of its own by chance; to pay by it would cost nothing."""
-        rates = np.arange(-9.0, -3.0)
+        rates = [float(x) for x in range(-9, -3)]
         points = [
             (x, 3 + 0.1 * (x + 6) ** 2 - 0.2 * (x == -7 + 2 * seed), seed) for x in rates for seed in (0, 1)
         ]
@@ -202,6 +204,7 @@ class TestVerdict:
     def test_a_best_rate_at_an_end_is_no_optimum_and_has_no_wall(self):
         (low, high, middle) = self.curves([-12, 0, -6.2])
         assert low.optimum is high.optimum is None and middle.optimum == pytest.approx(-6.2, abs=0.05)
+        assert low.floor == low.lowest and middle.floor == pytest.approx(3, abs=0.003)
         assert low.is_at_an_end and high.is_at_an_end and not middle.is_at_an_end
         assert "three rates on this side" in drifts([high, high])[1].verdict
 
@@ -270,6 +273,31 @@ class TestStoredEvidence:
         assert half == pytest.approx([0.111, 0.151, 0.156, 0.168], abs=0.02)
         assert all(10 * x < 1.2 * y for x, y in zip(fitted, half, strict=True))
         assert report.regrets[-1].low <= 0.01 <= report.regrets[-1].high < 0.06
+
+    def test_readmes_picture_marks_what_the_kept_rate_loses(self, tmp_path: Path, monkeypatch):
+        """One panel a parametrization on common axes, the curves' lowest at 0, the legend outside of them."""
+        drawn = []
+        monkeypatch.setattr(report, "save_figure", lambda figure, path, advice: drawn.append(figure) or path)
+        folders = [shutil.copytree(EVIDENCE / x, tmp_path / x) for x in ("widths", "width_512", "standard")]
+        before = (folders[0] / "report.md").read_bytes()
+        status, out, err = run_command("plot", *folders)
+        assert status == 0 and str(folders[0] / "sweep.png") in out, err
+        assert (folders[0] / "report.md").read_bytes() == before
+        (figure,) = drawn
+        assert [axes.get_title("left") for axes in figure.axes] == ["muP, AdamW", "standard, AdamW"]
+        assert len({(*axes.get_ylim(), *axes.get_xlim()) for axes in figure.axes}) == 1
+        assert all(axes.get_legend() is None for axes in figure.axes) and len(figure.legends) == 1
+        # of a run that two folders have, the first one's counts, as in `sweep --report`
+        rows = reports({k: x for f in folders[::-1] for k, x in Results(f).read().items()}.values())
+        for axes, row in zip(figure.axes, rows, strict=True):
+            bars = [bar.lines[0].get_ydata()[0] for bar in axes.containers]
+            assert bars == [x.fit for x in row.regrets[1:]]
+            rates = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"]
+            assert rates == [pytest.approx(row.curves[0].optimum, abs=0.05)]
+            assert f"{bars[-1]:.3f} at {row.curves[-1].width}" in axes.get_title("right")
+            for page in ("README.md", "docs/mup.md"):
+                text, x = (EVIDENCE.parents[1] / page).read_text(), row.regrets[-1]
+                assert f" {x.fit:.3f} " in text and f"{x.low:.3f} to {x.high:.3f})" in text, page
 
     def test_a_folder_without_results_is_named(self, tmp_path: Path):
         status, _, err = run_command("sweep", EVIDENCE / "widths", tmp_path, "--report")

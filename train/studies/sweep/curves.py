@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from delta_trn.train.studies.fits import optimum
+import numpy as np
+
+from delta_trn.train.studies.fits import optimum, parabola
 from delta_trn.train.studies.sweep.results import DIGITS
 
 # A parabola is fitted to the rates within OCTAVES of the best one, or to the NEAREST if those are fewer:
@@ -71,6 +73,16 @@ class Curve:
             return None
         at = optimum(*zip(*(point for point in self.points if point[0] in chosen), strict=True))
         return at if at is not None and min(chosen) <= at <= max(chosen) else None
+
+    @cached_property
+    def floor(self) -> float:
+        """Returns the lowest loss of a parabola about the best rate; of a mean, where there is none."""
+        points = [(x, y) for x, y, _ in self.points if x in self.near_best and math.isfinite(y)]
+        if self.optimum is None:
+            return self.lowest
+        x, y = np.array(points).T
+        a, at = parabola(x, y)
+        return float(np.mean(y - a * (x - at) ** 2))
 
     def losses(self, rate: float) -> Losses:
         """Returns the losses at log2 of a rate."""

@@ -39,6 +39,7 @@ class Regret:
 
     paid            by strategy, the mean and the worst over choices
     fit, low, high  by parabolas through all seeds, with a 95% interval
+    rate            log2 of the rate that is kept, where the narrow one's is lowest
     """
 
     width: int
@@ -46,6 +47,7 @@ class Regret:
     fit: float
     low: float
     high: float
+    rate: float
 
 
 def regrets(curves: Sequence[Curve]) -> list[Regret]:
@@ -79,11 +81,11 @@ def _of(curve: Curve, wanted: Callable[[int], bool]) -> Curve:
     return replace(curve, points=[point for point in curve.points if wanted(point[2])])
 
 
-def _fit(narrow: Curve, wide: Curve) -> tuple[float, float, float]:
-    """Returns the regret by parabolas, and its 95% interval; NaN where one has no minimum."""
+def _fit(narrow: Curve, wide: Curve) -> tuple[float, float, float, float]:
+    """Returns the regret by parabolas, its 95% interval and the rate kept; NaN where one has no minimum."""
     fits = _near_best(narrow), _near_best(wide)
     if fits[0] is None or fits[1] is None:
-        return math.nan, math.nan, math.nan
+        return math.nan, math.nan, math.nan, math.nan
     generator, (x, y, scatter), (_, kept) = np.random.default_rng(0), fits[0], parabola(*fits[0][:2])
     rates = [parabola(x, y + generator.normal(0.0, scatter))[1] for _ in range(DRAWS)]
     x, y, scatter = fits[1]
@@ -93,7 +95,7 @@ def _fit(narrow: Curve, wide: Curve) -> tuple[float, float, float]:
     lost = [a * (rate - lowest) ** 2 for rate, (a, lowest) in zip(rates, wides, strict=True)]
     low, high = np.nanquantile(lost, (0.025, 0.975))
     a, lowest = parabola(x, y)
-    return a * (kept - lowest) ** 2, float(low), float(high)
+    return a * (kept - lowest) ** 2, float(low), float(high), kept
 
 
 def _near_best(curve: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:

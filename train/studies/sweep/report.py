@@ -11,18 +11,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from delta_trn.train.files import write_file
 from delta_trn.train.studies.sweep.curves import Curve, Losses
 from delta_trn.train.studies.sweep.regret import STRATEGIES, Regret, regrets
 from delta_trn.train.studies.sweep.results import ANY, SAFE, Result, Results
 from delta_trn.train.studies.sweep.sides import Side, side
-from delta_trn.train.watch.figure import dress, new_figure, save_figure
+from delta_trn.train.watch.figure import GRAY, dress, new_figure, save_figure
 
 # Octaves beside the narrowest width's best rate at which the table says what that costs.
 BESIDE = (-1.0, 0.0, 1.0)
 # The picture ends at so many nats above the best: rates that lose more say nothing about it.
-SHOWN = 0.5
+SHOWN = 0.4
+TITLES = {"sp": "standard,", "mup": "muP,", "adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
 
 
 @dataclass(frozen=True)
@@ -153,29 +155,49 @@ def table(rows: Sequence[Report]) -> str:
 
 
 def draw_curves(rows: Sequence[Report], path: Path) -> Path:
-    """Draws one panel per series."""
+    """Draws one panel per series on common axes: mean losses, and what the narrowest's best rate loses."""
     from matplotlib import colormaps
 
-    figure = new_figure(4.6 * len(rows), 3.6)
-    for axes, row in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
-        for i, c in enumerate(row.curves):
-            color = colormaps["viridis"](0.85 * i / max(len(row.curves) - 1, 1))
+    figure = new_figure(0.6 + 4.4 * len(rows), 3.9)
+    widths = sorted({c.width for row in rows for c in row.curves})
+    color = {w: colormaps["viridis"](0.85 * i / max(len(widths) - 1, 1)) for i, w in enumerate(widths)}
+    named: dict[str, Any] = {f"width {width}": None for width in widths}  # the legend of all panels
+    panels = figure.subplots(1, len(rows), squeeze=False, sharex=True, sharey=True)[0]
+    for axes, row in zip(panels, rows, strict=True):
+        narrow = row.curves[0].width
+        for c in row.curves:
             xs = [x for x, y in c.rates.items() if math.isfinite(y)]
-            label = f"d = {c.width} (shifted by {c.lowest:.4f})"
-            axes.plot(xs, [c.rates[x] - c.lowest for x in xs], color=color, marker="o", label=label)
+            ys = [c.rates[x] - c.floor for x in xs]
+            (named[f"width {c.width}"],) = axes.plot(xs, ys, color=color[c.width], marker=".", alpha=0.7)
+        known = [x for x in row.regrets if math.isfinite(x.fit)]
+        for i, lost in enumerate(known):
+            if lost.width == narrow:
+                named[f"best rate of width {narrow}"] = axes.axvline(lost.rate, color=GRAY, ls="--", lw=1)
+                continue
+            ends = [[max(lost.fit - lost.low, 0)], [max(lost.high - lost.fit, 0)]]
+            at = lost.rate + 0.15 * (i - len(known) / 2)  # of several widths, one beside another
+            style = {"fmt": "D", "color": color[lost.width], "markeredgecolor": "black", "ecolor": "black"}
+            bar = axes.errorbar(at, lost.fit, ends, markersize=8, elinewidth=1, capsize=3, zorder=3, **style)
+            named["what that rate loses at other widths, 95%"] = bar
+        said = ", ".join(f"{x.fit:.3f} at {x.width}" for x in known if x.width != narrow)
+        axes.set_title(f"nats lost: {said}" if said else "", loc="right", fontsize=8, color=GRAY)
         axes.set_ylim(-0.1 * SHOWN, SHOWN)
-        dress(axes, row.name, size=10)
+        dress(axes, " ".join(TITLES.get(word, word) for word in row.name.split()), size=10)
         axes.set_xlabel("log2 of the learning rate")
-        axes.set_ylabel("loss above the best, nats per token")
-        axes.legend(frameon=False, fontsize=7, loc="upper center")
+    figure.axes[0].set_ylabel("loss above the best, nats per token")
+    figure.legend(named.values(), named, frameon=False, fontsize=8, ncols=4, loc="outside lower center")
     return save_figure(figure, path, SAFE)
 
 
-def write_report(folder: Path) -> str:
-    """Writes report.md and sweep.png into a sweep's folder. Returns the table and where they lie."""
-    results = Results(folder)
-    rows = reports(results.read().values())
+def write_report(folder: Path, *others: Path) -> str:
+    """Writes report.md and sweep.png into a sweep's folder. Returns the table and where they lie.
+
+    With others, whose results count as its own, the picture shows them all, and report.md is left alone.
+    """
+    lines = {key: line for each in (folder, *others)[::-1] for key, line in Results(each).read().items()}
+    rows = reports(lines.values())
     text = table(rows)
-    write_file(folder / "report.md", text + "\n", SAFE)
+    if not others:
+        write_file(folder / "report.md", text + "\n", SAFE)
     picture = draw_curves(rows, folder / "sweep.png") if rows else "-"
-    return f"{text}\n\nresults  {results.path}   picture  {picture}"
+    return f"{text}\n\nresults  {Results(folder).path}   picture  {picture}"
