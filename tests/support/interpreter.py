@@ -3,6 +3,7 @@
 import inspect
 from functools import cache
 from math import prod
+from typing import Any
 
 from triton.language import core
 from triton.language.semantic import TritonSemantic
@@ -35,7 +36,12 @@ def patch_once():
         replaced.update(needed)
         if launch:
             restore = scope.restore
-            scope.restore = lambda: (replaced.clear(), restore())
+
+            def end():
+                replaced.clear()
+                restore()
+
+            scope.restore = end
         return scope
 
     def get_np_dtype(dtype):
@@ -71,7 +77,7 @@ def remember_shapes():
 
     def init_block(self, element_ty, shape):
         if (entry := made.get(id(shape))) is None:
-            key = tuple([unwrap_if_constexpr(n) for n in shape])
+            key: Any = tuple([unwrap_if_constexpr(n) for n in shape])
             if (entry := shapes.get(key)) is None:
                 make_block(self, element_ty, shape)  # which refuses a wrong one
                 of_tensors = core.constexpr(prod(key)), core.tuple([core.constexpr(n) for n in key])
