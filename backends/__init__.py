@@ -1,6 +1,7 @@
 """Delta-rule operations, each computed by whichever backend suits the device of its tensors.
 
 gated_delta_rule, gated_delta_rule_step     the operations over time
+kimi_delta_attention, kimi_delta_attention_step     the same with a decay for each channel of a key
 delta_residual                              the operation over depth
 gated_delta_layer                           what a layer computes between its projections
 log_decay, write_strength                   the gates of Gated DeltaNet alone, which the rule makes too
@@ -16,6 +17,7 @@ from delta_trn.backends.dispatch import describe as _describe
 from delta_trn.backends.gated_delta_layer import find_layer_backend, gated_delta_layer
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.gated_delta_rule.contract import log_decay, write_strength
+from delta_trn.backends.kimi_delta_attention import kimi_delta_attention, kimi_delta_attention_step
 from delta_trn.backends.layers import add_rms_norm, gated_rms_norm, linear_cross_entropy, short_convolution
 from delta_trn.backends.machine import platforms
 
@@ -31,6 +33,8 @@ __all__ = [
     "gated_delta_rule",
     "gated_delta_rule_step",
     "gated_rms_norm",
+    "kimi_delta_attention",
+    "kimi_delta_attention_step",
     "linear_cross_entropy",
     "log_decay",
     "short_convolution",

@@ -351,6 +351,8 @@ def _nki(devices: frozenset[str], automatic: frozenset[str]) -> dict[str, Row]:
 _TRITON_RULE = _triton("gated_delta_rule.triton_adapter", _limits("rule_triton"))
 _TRITON_NORM = _triton("layers.triton_adapter", _limits("triton_norm"))
 _CHUNKED = Row(_at("gated_delta_rule.chunked"), FLOATS, automatic=CPU)
+# no kernel of it is for a GPU: PyTorch's form is, and says so (`kimi_delta_attention`)
+_CHANNELS = Row(_at("gated_delta_rule.chunked"), FLOATS, automatic=CPU | CUDA)
 _RECURRENT = Row(_at("gated_delta_rule.recurrent"), FLOATS)
 _LAYERS = Row(_at("layers.pytorch"), FLOATS, automatic=None)  # PyTorch's form is every device's
 
@@ -369,6 +371,8 @@ TABLE: Mapping[str, Mapping[str, Row]] = {
     "chunked": {
         "gated_delta_rule": _CHUNKED,
         "gated_delta_rule_step": _CHUNKED,
+        "kimi_delta_attention": _CHANNELS,
+        "kimi_delta_attention_step": _CHANNELS,
         "delta_residual": Row(_at("delta_residual.pytorch"), FLOATS, automatic=CPU),
         "short_convolution": _LAYERS,
         "gated_rms_norm": _LAYERS,
@@ -380,6 +384,8 @@ TABLE: Mapping[str, Mapping[str, Row]] = {
     "recurrent": {
         "gated_delta_rule": _RECURRENT,
         "gated_delta_rule_step": _RECURRENT,
+        "kimi_delta_attention": _RECURRENT,
+        "kimi_delta_attention_step": _RECURRENT,
         "delta_residual": Row(_at("delta_residual.pytorch"), FLOATS),
     },
 }

@@ -2,6 +2,7 @@
 
     name                                        what it is
     gated_delta_rule, gated_delta_rule_step     the scan over time, and one token of it
+    kimi_delta_attention, ..._step              the same with a decay for each channel of a key
     delta_residual                              the same rule over depth
     default_backend, checking, describe         which backend runs, whether data is checked, what runs here
     BackendRefusal                              no backend, or not the one asked for, can run a call
@@ -29,7 +30,7 @@ from delta_trn import registration
 
 _BACKENDS = (
     *("gated_delta_rule", "gated_delta_rule_step", "delta_residual", "default_backend", "checking"),
-    *("describe", "BackendRefusal"),
+    *("describe", "BackendRefusal", "kimi_delta_attention", "kimi_delta_attention_step"),
 )
 _MODELS = ("DeltaConfig", "DeltaForCausalLM", "DeltaModel", "DeltaForSequenceClassification", "DeltaCache")
 _ECOSYSTEM = (

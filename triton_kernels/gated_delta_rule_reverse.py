@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
+from delta_trn.triton_kernels.launch import Config, config, power_of_two, row_stride, take_turns
 from delta_trn.triton_kernels.tiles import (
     ROWS,
     add_from_left,
@@ -27,7 +27,7 @@ from delta_trn.triton_kernels.tiles import (
     round_to,
     split_power,
 )
-from delta_trn.triton_kernels.variants import FEW, Variant, by_heads, layouts, of_tile
+from delta_trn.triton_kernels.variants import FEW, Variant, by_heads, layouts, of_tile, rows_of
 
 TYPES = {
     "*x": "q k do T P S U dY dS",
@@ -43,7 +43,8 @@ def reverse_scan_kernel(
     q, k, do, T, P, rows, units, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
     cu_seqlens, chunk_offsets, scale, power, unit, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, UPRIGHT: tl.constexpr, ALONE: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, QR: tl.constexpr, KR: tl.constexpr, UPRIGHT: tl.constexpr, ALONE: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """Walks over the chunks from last to first; one program per (sequence, value head, BV columns of V).
 
@@ -66,7 +67,6 @@ def reverse_scan_kernel(
     m_k = o_k < K
     m_v = o_v < V
     m_state = by_row(m_k, UPRIGHT) & by_column(m_v, UPRIGHT)
-    o_ck = o_c[:, None] * (H * K) + o_k[None, :]
     o_tv = by_row(o_c, UPRIGHT) * (HV * V) + by_column(o_v, UPRIGHT)
     o_cc = o_c[:, None] * C + o_c[None, :]
     o_state = by_row(o_k, UPRIGHT) * V + by_column(o_v, UPRIGHT)
@@ -105,8 +105,10 @@ def reverse_scan_kernel(
                 b_low = round_to(b_dS - b_dSd.to(tl.float32), tl.bfloat16, DOT).to(tl.float32)
                 tl.store(dinitial_state + (i_n * HV + i_h) * (K * V) + o_state, b_low, mask=m_state)
 
-        b_q = tl.load(q + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
-        b_k = tl.load(k + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
+        p_q = q + t * QR + i_hk * K + o_c[:, None] * QR + o_k[None, :]
+        p_k = k + t * KR + i_hk * K + o_c[:, None] * KR + o_k[None, :]
+        b_q = tl.load(p_q, mask=m_ck, other=0.0)
+        b_k = tl.load(p_k, mask=m_ck, other=0.0)
         m_tv = by_row(m_t, UPRIGHT) & by_column(m_v, UPRIGHT)
         b_do = tl.load(do + (t * HV + i_h) * V + o_tv, mask=m_tv, other=0.0)
         b_T = tl.load(T + tile * (C * C) + o_cc)
@@ -180,16 +182,16 @@ def reverse_scan(
         q, k, do, T, P, rows, units, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
         chunks.cu_seqlens, chunks.offsets, scale, power, unit, chunks.tokens, chunks.per_sequence,
         chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns,
-        C=chunks.size, UPRIGHT=tile.upright, ALONE=tile.warps > 4, DOT=config.dot, num_warps=tile.warps,
-        num_stages=tile.stages,
+        C=chunks.size, QR=row_stride(q), KR=row_stride(k), UPRIGHT=tile.upright, ALONE=tile.warps > 4,
+        DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row, tiles = config(K, V, itemsize=itemsize), by_heads("reverse", K, V, itemsize)
-    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C, "DOT": row.dot}
-    sizes |= {"units": None}
+    sizes = {"K": K, "KP": power_of_two(K), "V": V, "C": row.C, "DOT": row.dot, "units": None}
+    sizes |= rows_of(2, 4, K, V)
 
     def variant(options: str, heads: str, values: dict) -> Variant:
         values = values | of_tile(tiles[heads])

@@ -10,7 +10,8 @@ formulas.
 Source: arXiv:2412.06464. The state is read once and written once, 8 K V bytes per head, which bounds the
 time; a program holds K x BV of it in registers and sums over K itself.
 
-Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V]; A_log, dt_bias [HV].
+Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V]; A_log, dt_bias [HV]. QR, KR,
+VR, GR, BR are the elements from a sequence of q, k, v, g, beta to the next: these may be parts of wider rows.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -22,12 +23,17 @@ from delta_trn.triton_kernels.launch import arithmetic, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import compute_gates, round_to
 from delta_trn.triton_kernels.variants import Variant, gates
 
-TYPES = {"*x": "q k v o", "*fp32": "g beta A_log dt_bias state new_state", "fp32": "scale beta_max"}
+TYPES = {
+    "*x": "q k v o",
+    "*fp32": "g beta A_log dt_bias state new_state",
+    "fp32": "scale beta_max",
+    "i32": "QR KR VR GR BR",
+}
 
 
 @triton.jit
 def step_kernel(
-    q, k, v, g, beta, A_log, dt_bias, state, o, new_state, scale, beta_max,
+    q, k, v, g, beta, A_log, dt_bias, state, o, new_state, scale, beta_max, QR, KR, VR, GR, BR,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     L2NORM: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -39,17 +45,18 @@ def step_kernel(
     pid = tl.program_id(0).to(tl.int64)
     i_v = (pid % NV).to(tl.int32)
     i_nh = pid // NV  # sequence and value head
-    i_hk = (i_nh // HV) * H + (i_nh % HV) // (HV // H)
+    i_n, i_h = i_nh // HV, i_nh % HV
+    i_hk = i_h // (HV // H)
     o_k = tl.arange(0, KP)
     o_v = i_v * BV + tl.arange(0, BV)
     m_k = o_k < K
     m_v = o_v < V
-    b_q = tl.load(q + i_hk * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-    b_k = tl.load(k + i_hk * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-    b_v = tl.load(v + i_nh * V + o_v, mask=m_v, other=0.0).to(tl.float32)
-    b_g = tl.load(g + i_nh).to(tl.float32)
-    b_beta = tl.load(beta + i_nh).to(tl.float32)
-    b_g, b_beta = compute_gates(b_g, b_beta, A_log, dt_bias, i_nh % HV, beta_max)
+    b_q = tl.load(q + i_n * QR + i_hk * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_k = tl.load(k + i_n * KR + i_hk * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_v = tl.load(v + i_n * VR + i_h * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+    b_g = tl.load(g + i_n * GR + i_h).to(tl.float32)
+    b_beta = tl.load(beta + i_n * BR + i_h).to(tl.float32)
+    b_g, b_beta = compute_gates(b_g, b_beta, A_log, dt_bias, i_h, beta_max)
     if L2NORM:
         b_q *= tl.rsqrt(tl.sum(b_q * b_q, axis=0) + 1e-6)
         b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
@@ -75,9 +82,10 @@ def step(q, k, v, g, beta, A_log, dt_bias, state, o, new_state, *, scale, l2norm
     B, H, K = q.shape
     HV, V = v.shape[1:]
     row = tile("step", V)
+    strides = (x.stride(0) if B > 1 else x.shape[1:].numel() for x in (q, k, v, g, beta))
     step_kernel[(B * HV * -(-V // row.columns),)](
         q, k, v, g, beta, A_log, dt_bias, state, o, new_state, scale, beta_max or None,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=row.columns, L2NORM=l2norm, DOT=arithmetic(),
+        *strides, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=row.columns, L2NORM=l2norm, DOT=arithmetic(),
         num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip
 
@@ -87,4 +95,5 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     row = tile("step", V)
     values = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "BV": row.columns, "L2NORM": True}
     for form, arguments in gates(quick).items():
-        yield Variant("step", form, step_kernel, TYPES, row, values | arguments | {"DOT": "ieee"})
+        own, multiples = values | arguments | {"DOT": "ieee"}, ("QR", "KR", "VR")
+        yield Variant("step", form, step_kernel, TYPES, row, own, multiples)

@@ -201,6 +201,11 @@ def power_of_two(size: int, least: int = 16) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
+def row_stride(x) -> int:
+    """Returns the elements from a token of x [B, T, ...] to the next; of one token, those of its row."""
+    return x.stride(1) if x.shape[1] > 1 else x.shape[2:].numel()
+
+
 def adds_pairs(H: int, HV: int, K: int, V: int, itemsize: int) -> bool:
     """Returns whether the gradients kernel adds dq of two value heads that share a key, in two launches.
 

@@ -8,7 +8,8 @@ its 20th and 80th percentile. A floor is the least time that the pass can take h
 what a forward and backward takes beyond the inputs: from CUDA's allocator, or as the resident size of a fresh
 process. One step starts from the same state in every round, since its time does not depend on it.
 
-Beside packed sequences the same tokens are timed as one sequence ("in one"): what packing costs.
+Beside packed sequences the same tokens are timed as one sequence ("in one"): what packing costs. Beside Kimi
+Delta Attention the gated delta rule is timed on the same shapes ("one decay"): what decays per channel cost.
 
 The exit status is 1 where a case fails parity, which is then not timed, and where a pass takes less time than
 its floor: then the machine was busy while its best was measured, and that line has no floor.
@@ -39,15 +40,18 @@ from delta_trn.backends.bench.timing import Spread, modes, ratios, time_in_turns
 from delta_trn.backends.checks import BackendRefusal, dtype_name
 from delta_trn.backends.dispatch import describe_choice
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
+from delta_trn.backends.kimi_delta_attention import kimi_delta_attention
 from delta_trn.backends.machine import facts
+from delta_trn.backends.parity import channel_cases
 from delta_trn.backends.parity.__main__ import Subject, subjects
 from delta_trn.backends.parity.judge import Verdict
 from delta_trn.backends.parity.page import NOT_RUN
 from delta_trn.backends.parity.rule import GRADIENTS, step_verdicts, verdicts
-from delta_trn.backends.parity.rule_cases import Case, Inputs, inputs, select
+from delta_trn.backends.parity.rule_cases import BY_NAME, Case, Inputs, find, inputs
 
 STEP = "gated_delta_rule_step"
 IN_ONE = " in one"  # behind a backend's name: packed sequences as one
+ONE_DECAY = " one decay"  # the rule with the first channel's decay
 # A line of results: the times of one contender on one pass of one case. Some of its fields:
 #
 #   ratio           its time over ours, round by round; None for ourselves
@@ -66,15 +70,23 @@ def contender(name: str) -> Run:
     """Returns a peer's operation, or the public operation on one of our backends."""
     if name in PEERS:
         return PEERS[name].run()
+    if name.endswith(ONE_DECAY):
+        return contender(name.removesuffix(ONE_DECAY))
 
     def run(x: Inputs) -> Tensor:
         options: dict[str, Any] = x.arguments()
         if name.endswith(IN_ONE):
             options = {**options, "cu_seqlens": None}
         backend = name.removesuffix(IN_ONE)
-        return gated_delta_rule(x.q, x.k, x.v, x.g, x.beta, backend=backend, **options)[0]
+        operation = kimi_delta_attention if x.g.dim() == x.q.dim() else gated_delta_rule
+        return operation(x.q, x.k, x.v, x.g, x.beta, backend=backend, **options)[0]
 
     return run
+
+
+def inputs_of(name: str, x: Inputs) -> Inputs:
+    """Returns what a contender gets: a decay per channel, or the first one for all."""
+    return replace(x, g=x.g[..., 0].contiguous()) if name.endswith(ONE_DECAY) else x
 
 
 def pass_call(run: Run, x: Inputs, phase: str) -> Callable[[], None]:
@@ -113,8 +125,8 @@ def step_call(name: str, x: Inputs) -> Callable[[], tuple[Tensor, Tensor]]:
 def peak_bytes(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> int:
     """Measures the memory that one forward and backward takes beyond the inputs, after a small warm-up."""
     small = replace(case, B=1, T=min(case.T, 64), lengths=None)
-    pass_call(contender(name), inputs(small, dtype).to(device), "forward+backward")()
-    call = pass_call(contender(name), inputs(case, dtype).to(device), "forward+backward")
+    pass_call(contender(name), inputs_of(name, inputs(small, dtype)).to(device), "forward+backward")()
+    call = pass_call(contender(name), inputs_of(name, inputs(case, dtype)).to(device), "forward+backward")
     machine.synchronize(device)
     machine.return_freed_memory()
     machine.reset_peak_memory(device)
@@ -160,14 +172,15 @@ def bench(
     device = torch.device(subject.device)
     worst = max(verdict.ratio for verdict in judge(subject, case, dtype))
     in_one = [subject.backend + IN_ONE] if case.lengths and not case.state else []
-    names = [subject.backend, *in_one, *peers]
+    one_decay = [subject.backend + ONE_DECAY] if case.has_channels else []
+    names = [subject.backend, *in_one, *one_decay, *peers]
     x, least = inputs(case, dtype).to(device), work(case, dtype)
     for phase in passes(case):
         memories: dict[str, int | None] = dict.fromkeys(names)
         if phase == "step":
             calls = {name: step_call(name, x) for name in names}
         else:
-            calls = {name: pass_call(contender(name), x, phase) for name in names}
+            calls = {name: pass_call(contender(name), inputs_of(name, x), phase) for name in names}
         if phase == "forward+backward":
             memories = {name: memory(name, case, dtype, device) for name in names}
         for mode, running in modes(calls, device).items():
@@ -178,7 +191,7 @@ def bench(
             for name, milliseconds in times.items():
                 ours = name == subject.backend
                 yield {
-                    "op": STEP if phase == "step" else "gated_delta_rule",
+                    "op": STEP if phase == "step" else case.op,
                     "backend": name,
                     "pass": phase + mode,
                     "case": case.name,
@@ -239,7 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         subject = subjects([options.backend] if options.backend else None)[0]
         tag = "bench-cpu" if subject.device == "cpu" else "bench"
-        cases = select(options.case, tags=frozenset({tag}))
+        known = {**BY_NAME, **channel_cases.BY_NAME}
+        timed = [find(name, known) for name in options.case or ()]
+        cases = timed or [case for case in known.values() if tag in case.tags]
     except (BackendRefusal, ValueError) as complaint:
         print(complaint, file=sys.stderr)
         return 2
@@ -265,7 +280,8 @@ def _run(options: argparse.Namespace, subject: Subject, cases: Sequence[Case]) -
     rows: list[Row] = []
     red = False
     for case in cases:
-        able = [name for name in wanted if name not in absent and (PEERS[name].packed or not case.lengths)]
+        takes = {name: PEERS[name].load_channels or not case.has_channels for name in wanted}
+        able = [x for x in wanted if x not in absent and takes[x] and (PEERS[x].packed or not case.lengths)]
         try:
             for row in bench(subject, case, dtype, able, options.seconds, limits):
                 rows.append(row | machine_facts)

@@ -6,6 +6,8 @@ fla     flash-linear-attention's `chunk_gated_delta_rule`, CUDA only: Triton, or
         the call to, FlashQLA or TileLang, where these are installed. FLA_DISABLE_BACKEND_DISPATCH=1 in the
         environment times its Triton alone.
 
+hf has Kimi Delta Attention, too: `chunk_kimi_delta_attention` (Kimi Linear), from release 5.23 on.
+
 For one token theirs are `torch_recurrent_gated_delta_rule` and `fused_recurrent_gated_delta_rule`.
 """
 
@@ -15,7 +17,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -36,7 +38,10 @@ GATES = ("use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel",
 
 @dataclass(frozen=True)
 class Peer:
-    """Names a peer, where it comes from and what it takes; `load` and `load_step` return its functions."""
+    """Names a peer, where it comes from and what it takes; `load` and `load_step` return its functions.
+
+    load_channels   the same of the operation with a decay per channel; None: the peer has none
+    """
 
     name: str
     distribution: str
@@ -45,6 +50,7 @@ class Peer:
     packed: bool
     load: Callable[[], Rule]
     load_step: Callable[[], Rule]
+    load_channels: Callable[[], Rule] | None = None
 
     def absent(self, device: str) -> str | None:
         """Returns why the peer cannot run on this machine's `device`; None if it can."""
@@ -56,8 +62,12 @@ class Peer:
 
     def run(self) -> Run:
         """Returns the function from a case's inputs to o."""
-        rule = self.load()
-        return lambda x: rule(x.q, x.k, x.v, x.g, x.beta, **x.arguments())[0]
+
+        @cache
+        def form(channels: bool) -> Rule:
+            return self.load_channels() if channels and self.load_channels else self.load()
+
+        return lambda x: form(x.case.has_channels)(x.q, x.k, x.v, x.g, x.beta, **x.arguments())[0]
 
     def step(self) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
         """Returns the function from a case's inputs, of one token, to o and the state."""
@@ -102,10 +112,10 @@ def _apply_gates(
     return make_gates(g, beta, gates.get("A_log"), gates.get("dt_bias"), beta_max)
 
 
-def _huggingface(name: str) -> Rule:
+def _huggingface(name: str, model: str = "qwen3_next") -> Rule:
     # first of all, because `delta_trn` registers its models when this one is loaded
     import_module("transformers.models.auto.modeling_auto")
-    module = import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    module = import_module(f"transformers.models.{model}.modeling_{model}")
     # unwrapped: transformers replaces the function by flash-linear-attention's where that is installed
     form = inspect.unwrap(getattr(module, name))
 
@@ -146,6 +156,7 @@ PEERS = {
         "hf", "transformers", "transformers", ("cpu", "cuda"), False,
         partial(_huggingface, "torch_chunk_gated_delta_rule"),
         partial(_huggingface, "torch_recurrent_gated_delta_rule"),
+        partial(_huggingface, "chunk_kimi_delta_attention", "kimi_linear"),
     ),
     "fla": Peer(
         "fla", "flash-linear-attention", "fla", ("cuda",), True,

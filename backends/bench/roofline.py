@@ -75,7 +75,7 @@ def work(case: Case, dtype: torch.dtype) -> Mapping[str, Work]:
     C = min(CHUNK, tokens // case.sequences)
     KV = K * V if C == CHUNK or case.state else 0
     state = 4 * case.sequences * HV * K * V
-    keys, values, gates = 2 * H * K * s, HV * V * s, HV * (4 + s)
+    keys, values, gates = 2 * H * K * s, HV * V * s, HV * (4 * K if case.has_channels else 4) + HV * s
     forward = Work(
         tokens * HV * (6 * KV + 4 * C * V + 4 * C * K * H / HV + 2 * C * C / 3),
         tokens * (keys + 2 * values + gates) + case.state * state,

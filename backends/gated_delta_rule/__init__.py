@@ -34,7 +34,15 @@ from torch import Tensor
 
 from delta_trn.backends import dispatch
 from delta_trn.backends.gated_delta_rule import checks
-from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Step, make_call_gates, state_dtype
+from delta_trn.backends.gated_delta_rule.contract import (
+    AnyCall,
+    Gradients,
+    Rule,
+    Step,
+    make_call_gates,
+    state_dtype,
+)
+from delta_trn.backends.gated_delta_rule.once import once
 from delta_trn.backends.gated_delta_rule.states import compute_states
 from delta_trn.backends.operator import Operator, gradients_wanted
 
@@ -106,18 +114,18 @@ def gated_delta_rule(
         >>> o.flatten().tolist(), state.item()
         ([2.0, 2.0], 2.0)
     """
-    initial_state = _first_state(initial_state, q, state_v_first)
+    initial_state = first_state(initial_state, q, state_v_first)
     checks.arguments(q, k, v, g, beta, initial_state, cu_seqlens, cp_context)
     beta_max = checks.gate_arguments(
         q, v.shape[2], use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
     )
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    name, save = OPERATOR.choose(tensors, _sizes(q, v), backend, *(() if cu_seqlens is None else ("packed",)))
-    scale = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
-    options = scale, beta_max, use_qk_l2norm_in_kernel, output_final_state
-    call = Rule(*tensors, None if cu_seqlens is None else cu_seqlens.long(), *options)
-    o, state = _compute(call, checks.positions(return_states_at, q.shape[1], output_final_state), save, name)
-    return o, None if state is None else state.mT.contiguous() if state_v_first else state
+    name, save = OPERATOR.choose(tensors, sizes(q, v), backend, *(() if cu_seqlens is None else ("packed",)))
+    factor = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
+    options = {"l2norm": use_qk_l2norm_in_kernel, "output_final_state": output_final_state}
+    call = Rule(*tensors, _bounds(cu_seqlens), factor, beta_max, **options)
+    at = checks.positions(return_states_at, q.shape[1], output_final_state)
+    return run(OPERATOR, call, at, save, name, state_v_first)
 
 
 def gated_delta_rule_step(
@@ -176,39 +184,48 @@ def gated_delta_rule_step(
         )
         assert final_state is not None
         return o[:, 0], final_state
-    name, _ = STEP_OPERATOR.choose((q,), _sizes(q, v), backend)
     call = Step(
         q, k, v, g, beta, state, A_log, dt_bias,
         scale=float(q.shape[-1]) ** -0.5 if scale is None else float(scale),
         beta_max=beta_max, l2norm=use_qk_l2norm_in_kernel,
     )  # fmt: skip
-    if not _makes_gates(name):
-        call = make_call_gates(call)
-    o, state = STEP_OPERATOR(call, save=False, backend=name)
+    return run_step(STEP_OPERATOR, call, backend)
+
+
+def run_step(operator: Operator, call: Step, backend: str | None) -> tuple[Tensor, Tensor]:
+    """Returns o and the state after one token, on a backend or on the one that is chosen."""
+    name, _ = operator.choose((call.q,), sizes(call.q, call.v), backend)
+    o, state = operator(_with_gates(operator, call, name), save=False, backend=name)
     return o, state
 
 
-def _compute(
-    call: Rule, positions: tuple[int, ...] | None, save: bool, name: str
+def run(
+    operator: Operator, call: Rule, positions: tuple[int, ...] | None, save: bool, name: str, v_first: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns o, and the final state or those at positions."""
-    made = call if _makes_gates(name) else make_call_gates(call)
-    compute = partial(OPERATOR, save=save, backend=name)
+    """Returns o, and the final state or those at positions; `name` is the backend's."""
+    made, compute = _with_gates(operator, call, name), partial(operator, save=save, backend=name)
     if positions is None:
         o, state = compute(made)
-        return o, state if call.output_final_state else None
-    if not (torch.compiler.is_compiling() or call.q.is_meta):
-        checks.values(made)  # of the whole, before its first piece runs
-    return compute_states(made, positions, compute)
+        state = state if call.output_final_state else None
+    else:
+        if not (torch.compiler.is_compiling() or call.q.is_meta):
+            checks.values(made)  # of the whole, before its first piece runs
+        o, state = compute_states(made, positions, compute)
+    return o, None if state is None else state.mT.contiguous() if v_first else state
+
+
+def _with_gates(operator: Operator, call: AnyCall, backend: str) -> AnyCall:
+    """Returns the call as the backend takes it: g and beta are made by PyTorch where it cannot make them."""
+    return call if _makes_gates(operator.name, backend) else make_call_gates(call)
 
 
 @torch.compiler.assume_constant_result
-def _makes_gates(backend: str) -> bool:
+def _makes_gates(op: str, backend: str) -> bool:
     """Returns whether a backend's kernels make g and beta of projections; for the others PyTorch does."""
-    return getattr(dispatch.adapter(backend), "MAKES_GATES", False)
+    return getattr(dispatch.adapter(backend, op), "MAKES_GATES", False)
 
 
-def _first_state(state: Tensor | None, q: Tensor, v_first: bool) -> Tensor | None:
+def first_state(state: Tensor | None, q: Tensor, v_first: bool) -> Tensor | None:
     """Returns the state [N, HV, K, V]; one in the dtype of q is widened, which is exact."""
     if not isinstance(state, Tensor):
         return state
@@ -217,7 +234,17 @@ def _first_state(state: Tensor | None, q: Tensor, v_first: bool) -> Tensor | Non
     return state.to(state_dtype(q.dtype)) if same else state
 
 
-def _sizes(q: Tensor, v: Tensor) -> dict[str, int]:
+def _bounds(cu_seqlens: Tensor | None) -> Tensor | None:
+    """Returns cu_seqlens as int64, the same tensor in every layer."""
+    if cu_seqlens is None or cu_seqlens.dtype == torch.int64:
+        return cu_seqlens
+    if torch.compiler.is_compiling() or cu_seqlens.is_meta:
+        return cu_seqlens.long()
+    return once(cu_seqlens, "int64", cu_seqlens.long)
+
+
+def sizes(q: Tensor, v: Tensor) -> dict[str, int]:
+    """Returns the sizes by which a backend is chosen."""
     return {"H": q.shape[-2], "HV": v.shape[-2], "K": q.shape[-1], "V": v.shape[-1]}
 
 
@@ -238,22 +265,27 @@ def _empty_outputs(call: Rule) -> tuple[Tensor, Tensor | None]:
     return o, final_state
 
 
-# takes the public functions' calls to an adapter
-OPERATOR = Operator(
-    "gated_delta_rule",
-    Rule,
-    fakes=_outputs_like,
-    outputs=("o", "final_state?"),
-    gradients=[(name,) for name in Gradients._fields],
-    values=checks.values,
-    empty=_empty_outputs,
-)
-STEP_OPERATOR = Operator(
-    "gated_delta_rule_step",
-    Step,
-    fakes=lambda call: (call.v.new_empty(call.v.shape), call.state.new_empty(call.state.shape)),
-    outputs=("o", "state"),
-    forward="step",
-    gradients=(),
-    values=checks.values,
-)
+def make_operators(name: str) -> tuple[Operator, Operator]:
+    """Returns what takes the calls of an operation, and of the one for a token, to an adapter."""
+    scan = Operator(
+        name,
+        Rule,
+        fakes=_outputs_like,
+        outputs=("o", "final_state?"),
+        gradients=[(word,) for word in Gradients._fields],
+        values=checks.values,
+        empty=_empty_outputs,
+    )
+    step = Operator(
+        f"{name}_step",
+        Step,
+        fakes=lambda call: (call.v.new_empty(call.v.shape), call.state.new_empty(call.state.shape)),
+        outputs=("o", "state"),
+        forward="step",
+        gradients=(),
+        values=checks.values,
+    )
+    return scan, step
+
+
+OPERATOR, STEP_OPERATOR = make_operators("gated_delta_rule")

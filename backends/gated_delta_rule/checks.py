@@ -23,7 +23,7 @@ from delta_trn.backends.checks import (
     require_strengths,
     shape_of,
 )
-from delta_trn.backends.gated_delta_rule.contract import RESET, Rule, Step, make_gates, state_dtype
+from delta_trn.backends.gated_delta_rule.contract import RESET, Rule, Step, gates_of, make_gates, state_dtype
 
 
 def arguments(
@@ -35,14 +35,18 @@ def arguments(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     cp_context: object = None,
+    channels: str = "",
 ) -> None:
-    """Raises TypeError or ValueError unless shapes, dtypes and devices fit `gated_delta_rule`."""
+    """Raises TypeError or ValueError unless shapes, dtypes and devices fit the operation.
+
+    channels    " K" where each channel of a key has a decay, g [B, T, HV, K]
+    """
     if cp_context is not None:
         raise ValueError(
             f"cp_context is a {type(cp_context).__name__}; no sequence is divided over processes here: pass "
             "None, and train with distribution.context=N"
         )
-    sizes = _tensors("B T ", q, k, v, g, beta)
+    sizes = _tensors("B T ", q, k, v, g, beta, channels)
     sequences = sizes["B"]
     if cu_seqlens is not None:
         _packed_shapes(q, cu_seqlens)
@@ -51,9 +55,11 @@ def arguments(
         _state("initial_state", initial_state, q, sizes | {"N": sequences}, "N HV K V")
 
 
-def step_arguments(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:
-    """Raises TypeError or ValueError unless shapes, dtypes and devices fit `gated_delta_rule_step`."""
-    _state("state", state, q, _tensors("B ", q, k, v, g, beta), "B HV K V")
+def step_arguments(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, channels: str = ""
+) -> None:
+    """Raises TypeError or ValueError unless shapes, dtypes and devices fit the operation for one token."""
+    _state("state", state, q, _tensors("B ", q, k, v, g, beta, channels), "B HV K V")
 
 
 def gate_arguments(
@@ -64,6 +70,7 @@ def gate_arguments(
     dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
+    channels: str = "",
 ) -> float:
     """Returns beta_max; 0 where beta is a strength. Raises TypeError or ValueError for what does not fit."""
     if use_gate_in_kernel and A_log is None:
@@ -80,7 +87,8 @@ def gate_arguments(
             "pass that too, or 2 sigmoid(z) as beta"
         )
     for name, x in parameters.items():
-        require_shapes({name: "HV"}, {name: x}, {"HV": HV})
+        letters = "HV" + (channels if name == "dt_bias" else "")
+        require_shapes({name: letters}, {name: x}, {"HV": HV, "K": q.shape[-1]})
         if not x.is_floating_point():
             raise TypeError(f"{name} is {x.dtype}; pass a floating point tensor")
     require_one_device(q, "q", parameters)
@@ -112,9 +120,11 @@ def positions(
     return tuple(return_states_at)
 
 
-def _tensors(lead: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> dict[str, int]:
+def _tensors(
+    lead: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, channels: str
+) -> dict[str, int]:
     """Returns the sizes of the tensors that all calls have; `lead` names the dimensions before the heads."""
-    last = {"q": "H K", "k": "H K", "v": "HV V", "g": "HV", "beta": "HV"}
+    last = {"q": "H K", "k": "H K", "v": "HV V", "g": "HV" + channels, "beta": "HV"}
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     sizes = require_shapes({name: lead + words for name, words in last.items()}, tensors)
     H, HV, K, V = (sizes[letter] for letter in ("H", "HV", "K", "V"))
@@ -166,7 +176,7 @@ def values(call: Rule | Step) -> None:
     if call.A_log is None:
         tensors["g"] = call.g.clamp(min=RESET)  # -infinity is a reset; NaN stays
     require_finite(tensors)
-    g, beta = make_gates(call.g, call.beta, call.A_log, call.dt_bias, call.beta_max)
+    g, beta = make_gates(*gates_of(call))
     refuse_where(
         g > 0, "g", g, "is above 0; g is the logarithm of a decay in (0, 1]: pass log(alpha), not alpha"
     )

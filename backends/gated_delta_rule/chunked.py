@@ -12,6 +12,13 @@ tokens of one value head, in the notation of `backends.gated_delta_rule`, S is t
 `scale` multiplies O, so that a tiny one makes no other product underflow, forward or backward. lam multiplies
 U and not K: its gradient is then <K dS', U>, where equal keys have equal rows, whose roundings cancel where
 their writes do. Sums are float32, float64 for float64 inputs; those of g are float64.
+
+In Kimi Delta Attention gam and lam are [C, K], D is a matrix for each channel, and what it multiplies is cut
+(`multiply_pairs`):
+
+    kk_ij = sum_c k_ic k_jc exp(b_ic - b_jc), i > j         P_ij = sum_c q_ic k_jc exp(b_ic - b_jc), i >= j
+    L = diag(beta) kk           R = V - (K . gam) S         U = (I + L)^-1 diag(beta) R
+    O = scale ((Q . gam) S + P U)                           S' = diag(gam_C) S + (K . lam)^T U
 """
 
 from __future__ import annotations
@@ -54,7 +61,7 @@ def chunk_size(K: int, V: int) -> int:
 
 def saved_shapes(call: Rule) -> Shapes:
     """Returns the shapes of what the C++ kernel saves; without it backward computes everything again."""
-    if not chunked_kernel.takes(call.q):
+    if not chunked_kernel.takes(call):
         return []
     return chunked_kernel.saved_shapes(call, chunk_size(call.q.shape[3], call.v.shape[3]))
 
@@ -62,7 +69,7 @@ def saved_shapes(call: Rule) -> Shapes:
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Returns o, final_state and what `saved_shapes` lists."""
     call = make_call_gates(call)
-    if chunked_kernel.takes(call.q):
+    if chunked_kernel.takes(call):
         return chunked_kernel.forward(call, chunk_size(call.q.shape[3], call.v.shape[3]), save=save)
     o, final_state = compute(call)
     return o, final_state if call.output_final_state else None, []
@@ -70,7 +77,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients: the C++ kernel's, or autograd's, which also finds those through the gates."""
-    if not chunked_kernel.takes(call.q):
+    if not chunked_kernel.takes(call):
         leaves = _leaves(call, Gradients._fields)
         with torch.enable_grad():
             outputs = compute(make_call_gates(replace(call, **leaves)))
@@ -102,11 +109,12 @@ def _gradients_of(leaves: dict[str, Tensor], outputs: Sequence[tuple[Tensor, Ten
 def step(call: Step) -> tuple[Tensor, Tensor]:
     """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
     call = make_call_gates(call)
-    if chunked_kernel.takes(call.q):
+    if chunked_kernel.takes(call):
         return chunked_kernel.step(call)
     dtype, groups = call.state.dtype, call.v.shape[1] // call.q.shape[1]
     q, k = (_keys(x, dtype, call.l2norm).repeat_interleave(groups, 1)[..., None, :] for x in (call.q, call.k))
-    S = call.state * call.g.to(dtype).exp()[..., None, None]
+    decay = call.g.to(dtype).exp()[..., None]
+    S = call.state * (decay if call.has_channels else decay[..., None])
     R = call.v.to(dtype)[..., None, :] - k @ S
     S = S + k.mT @ (call.beta.to(dtype)[..., None, None] * R)
     return (call.scale * (q @ S))[..., 0, :].to(call.v.dtype), S
@@ -120,12 +128,16 @@ def compute(call: Rule) -> tuple[Tensor, Tensor]:
     C, groups = chunk_size(K, V), HV // H
     q, k = (_keys(x, dtype, call.l2norm).repeat_interleave(groups, 2) for x in (call.q, call.k))
     # g is a sum in float64: where decays of -20 and -0.01 meet, differences of float32 sums cost o too much
-    tensors = (q, k, call.v.to(dtype), call.g.double().clamp(min=RESET)[..., None], call.beta[..., None])
+    g = call.g.double().clamp(min=RESET)
+    tensors = (q, k, call.v.to(dtype), g if call.has_channels else g[..., None], call.beta[..., None])
     chunks = [_split(x, C) for x in tensors]
     S = q.new_zeros((B, HV, K, V)) if call.initial_state is None else call.initial_state
     outputs = [call.v.new_zeros((B, HV, 0, V), dtype=dtype)]
     for q, k, v, g, beta in zip(*chunks, strict=True):
-        o, S = compute_chunk(q, k, v, g[..., 0], beta.to(dtype), S)
+        if call.has_channels:
+            o, S = compute_channels(q, k, v, g, beta.to(dtype), S)
+        else:
+            o, S = compute_chunk(q, k, v, g[..., 0], beta.to(dtype), S)
         outputs.append(o)
     o = torch.cat(outputs, 2).transpose(1, 2)[:, :T]
     return (call.scale * o).to(call.v.dtype), S
@@ -163,6 +175,49 @@ def compute_chunk(
     U = Solve.apply(L, beta * (v - gam * (k @ S)))
     o = gam * (q @ S) + (q @ k.mT * D) @ U
     return o, gam[..., -1:, :] * S + k.mT @ (lam * U)
+
+
+def compute_channels(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the same with a decay for each channel, g [N, HV, C, K] in float64."""
+    behind = pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+    gam, lam = (x.exp().to(S.dtype) for x in (g.cumsum(-2), behind))
+    P, kk = multiply_pairs(q, k, g.to(S.dtype))
+    U = Solve.apply(beta * kk, beta * (v - (k * gam) @ S))
+    o = (q * gam) @ S + P @ U
+    return o, gam[..., -1, :, None] * S + (k * lam).mT @ U
+
+
+def multiply_pairs(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns P and kk [..., C, C] of q, k, g [..., C, K], C a power of two: products of pairs, decayed.
+
+    Blocks of one token are joined to blocks of two, of four, and so on. Between the halves of a block the
+    decay from token j of the left to token i of the right is right_i left_j, from the cut to i and from j to
+    the cut:
+
+        right_i = exp(sum over cut <= t <= i of g_t)        left_j = exp(sum over j < t < cut of g_t)
+
+    Both exponents are sums of numbers <= 0, and so are their gradients' terms: nothing overflows, and nothing
+    is added and taken away again. exp(b_i) exp(-b_j) would overflow, and lose weak decays beside strong ones.
+    """
+    x = torch.stack([q, k])
+    pairs = torch.stack([(q * k).sum(-1), torch.zeros_like(q[..., 0])])[..., None, None]
+    upto, after = g, torch.zeros_like(g)  # the sums from a block's first token, and to its last
+    size = 1
+    while size < g.shape[-2]:
+        halves = [y.unflatten(-2, (-1, 2, size)).unbind(-3) for y in (x, k, upto, after)]
+        (_, x_right), (k_left, _), (upto_left, upto_right), (after_left, after_right) = halves
+        cut = (x_right * upto_right.exp()) @ (k_left * after_left.exp()).mT
+        first, second = pairs.unflatten(-3, (-1, 2)).unbind(-3)
+        pairs = torch.cat([pad(first, (0, size)), torch.cat([cut, second], -1)], -2)
+        # of whole blocks: the right half has the left one before it, and the left one the right one behind it
+        before, behind = upto_left[..., -1:, :], upto_right[..., -1:, :]
+        upto = torch.stack([upto_left, upto_right + before], -3).flatten(-4, -2)
+        after = torch.stack([after_left + behind, after_right], -3).flatten(-4, -2)
+        size *= 2
+    P, kk = pairs.squeeze(-3).unbind()
+    return P, kk
 
 
 def decays(g: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,7 +20,7 @@ struct Strides {
 
 // The arguments, in the order in which chunked_kernel.py has them. Pointers may be null where it says so.
 struct Call {
-    const float *q, *k, *v, *g, *beta;
+    const float *q, *k, *v, *g, *beta;  // g [B, T, HV], or with decays per channel [B, T, HV, K]; dg is like it
     const float *initial_state;     // [N, HV, K, V] or null
     const int64_t *bounds, *saved;  // [N + 1] first tokens and saved states of packed sequences, or null
     float *o, *E;                   // [B, T, HV, V]; forward writes E unless null, backward reads it
@@ -180,6 +180,12 @@ INLINE void add_row(float *y, float a, const float *x, long n) {
     for (long j = 0; j < n; j += W) store(y + j, load(y + j) + load(x + j) * a);
 }
 
+INLINE ivec places(long first) {
+    ivec x;
+    for (int i = 0; i < W; i++) x[i] = first + i;
+    return x;
+}
+
 // One token of a head: q and k, normalized where asked, and its gates.
 struct Token {
     const float *q, *k;
@@ -197,5 +203,20 @@ struct Token {
         beta = c.beta[h.offset(c.beta_strides, 0, h.head)];
     }
 };
+
+// Computes all heads of all sequences; a Pass holds what one of them needs.
+template <class Pass>
+void run(const Call &c, double scale, void (*pass)(const Head &, Pass &)) {
+    const long K = round_up(c.K), V = round_up(c.V), tasks = c.N * c.HV;
+    Arena count;
+    Pass(count, c.C, K, V);
+    const long together = tasks / (16 * c.threads) + 1;  // of thousands of short ones
+#pragma omp parallel for schedule(dynamic, together) num_threads(c.threads) if (tasks > 1 && c.threads > 1)
+    for (long task = 0; task < tasks; task++) {
+        Arena arena{scratch(count.used)};
+        Pass f(arena, c.C, K, V);
+        pass(Head(c, scale, task), f);
+    }
+}
 
 }  // namespace

@@ -25,12 +25,6 @@ struct Chunk {
           rq(arena.row(C)), rk(arena.row(C)), b(reinterpret_cast<double *>(arena.row(2 * C))) {}
 };
 
-INLINE ivec places(long first) {
-    ivec x;
-    for (int i = 0; i < W; i++) x[i] = first + i;
-    return x;
-}
-
 // Computes b, gam, lam and beta of a chunk, and D, all of m rows.
 void gates(const Head &h, Chunk &x, long chunk, long m) {
     const long count = h.tokens(chunk);
@@ -363,20 +357,6 @@ void step_head(const Head &h, float *x) {
             o += t.q[i] * s;
         }
         out[j] = h.scale * o;
-    }
-}
-
-template <class Pass>
-void run(const Call &c, double scale, void (*pass)(const Head &, Pass &)) {
-    const long K = round_up(c.K), V = round_up(c.V), tasks = c.N * c.HV;
-    Arena count;
-    Pass(count, c.C, K, V);
-    const long together = tasks / (16 * c.threads) + 1;  // of thousands of short ones
-#pragma omp parallel for schedule(dynamic, together) num_threads(c.threads) if (tasks > 1 && c.threads > 1)
-    for (long task = 0; task < tasks; task++) {
-        Arena arena{scratch(count.used)};
-        Pass f(arena, c.C, K, V);
-        pass(Head(c, scale, task), f);
     }
 }
 

@@ -1,5 +1,6 @@
-"""Runs the C++ kernel of the chunked backend, chunked_kernel.cpp; float64 stays with PyTorch.
+"""Runs the C++ kernels of the chunked backend, one for each delta rule; float64 stays with PyTorch.
 
+The one of the gated delta rule is chunked_kernel.cpp here; Kimi Delta Attention has its own in its folder.
 float16 and bfloat16 inputs are converted to float32 before, and results back after. Forward saves E, what
 each token finds missing [B, T, HV, V], and the first state of each chunk but a sequence's first.
 """
@@ -29,24 +30,31 @@ HEADERS = (FOLDER / "chunked_head.h", FOLDER / "chunked_products.h", FOLDER.pare
 Arguments = c_int64 * (len(POINTERS) + 3 * len(STRIDED) + len(NUMBERS))
 
 
-def takes(x: Tensor) -> bool:
-    """Returns whether the kernel computes a call with this q."""
-    return refusal(x.dtype, x.device.type) is None
+def takes(call: Rule | Step) -> bool:
+    """Returns whether the kernel computes a call."""
+    return refusal(call.q.dtype, call.q.device.type, call.has_channels) is None
 
 
-def refusal(dtype: torch.dtype, device: str) -> str | None:
+def refusal(dtype: torch.dtype, device: str, channels: bool = False) -> str | None:
     """Returns why PyTorch computes calls of a dtype on a device; None if the kernel does."""
     if device != "cpu":
         return f"PyTorch, since the C++ kernel is for CPUs and tensors are on {device}"
     if dtype == torch.float64:
         return "PyTorch, since the C++ kernel computes in float32 and tensors are float64"
-    return None if library().functions is not None else library().note
+    compiled = channel_library() if channels else library()
+    return None if compiled.functions is not None else compiled.note
 
 
 @cache
 def library() -> compiler.Library:
     """Returns the compiled kernel, or why there is none."""
     return compiler.load(FOLDER / "chunked_kernel.cpp", HEADERS)
+
+
+@cache
+def channel_library() -> compiler.Library:
+    """Returns that of decays per channel."""
+    return compiler.load(FOLDER.parent / "kimi_delta_attention" / "chunked_kernel.cpp", HEADERS)
 
 
 def saved_shapes(call: Rule, C: int) -> Shapes:
@@ -65,7 +73,7 @@ def forward(call: Rule, C: int, *, save: bool) -> tuple[Tensor, Tensor | None, l
         final_state = o.new_empty((call.sequences, call.v.shape[2], call.q.shape[3], call.v.shape[3]))
     outputs = {"o": o, "E": E, "states": states, "final_state": final_state}
     numbers = _pack(call, call.initial_state, C, outputs)
-    _function("forward")(numbers, c_double(call.scale))
+    _function("forward", call)(numbers, c_double(call.scale))
     return o.to(call.v.dtype), final_state, [] if E is None or states is None else [E, states]
 
 
@@ -74,13 +82,13 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor],
     (B, T, H, K), HV = call.q.shape, call.v.shape[2]
     E, states = saved
     dq, dk, dv = E.new_empty((B, T, HV, K)), E.new_empty((B, T, HV, K)), torch.empty_like(E)
-    dg, dbeta = E.new_empty((B, T, HV)), E.new_empty((B, T, HV))
+    dg, dbeta = E.new_empty(call.g.shape), E.new_empty((B, T, HV))
     dinitial = None if call.initial_state is None else E.new_empty(call.initial_state.shape)
     tensors = {"E": E, "states": states, "d_o": _rows(do), "dinitial_state": dinitial}
     tensors |= {"dq": dq, "dk": dk, "dv": dv, "dg": dg, "dbeta": dbeta}
     tensors["dfinal_state"] = None if dstate is None else dstate.contiguous()
     numbers = _pack(call, call.initial_state, C, tensors)
-    _function("backward")(numbers, c_double(call.scale))
+    _function("backward", call)(numbers, c_double(call.scale))
     if H != HV:
         dq, dk = (x.unflatten(2, (H, HV // H)).sum(3) for x in (dq, dk))
     like = ((dq, call.q), (dk, call.k), (dv, call.v), (dg, call.g), (dbeta, call.beta))
@@ -93,11 +101,13 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
     o = state.new_empty(call.v.shape)
     tensors: dict[str, Tensor | None] = {"o": o, "final_state": state}
     numbers = _pack(call, call.state, 1, tensors)
-    _function("step")(numbers, c_double(call.scale))
+    _function("step", call)(numbers, c_double(call.scale))
     return o.to(call.v.dtype), state
 
 
-def _function(name: str) -> Callable[..., None]:
+def _function(name: str, call: Rule | Step) -> Callable[..., None]:
+    if call.has_channels:
+        return getattr(channel_library().functions, f"kimi_delta_attention_{name}")
     return getattr(library().functions, f"gated_delta_rule_{name}")
 
 
@@ -106,6 +116,7 @@ def _pack(
 ) -> Array[c_int64]:
     """Returns the kernel's `Call`; adds the call's tensors in float32 to `tensors`, which keep them alive."""
     q, k, v, g, beta = _rows(call.q), _rows(call.k), _rows(call.v), call.g.float(), call.beta.float()
+    g = _rows(g) if call.has_channels else g
     tensors |= {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     if initial_state is not None:
         tensors["initial_state"] = initial_state.contiguous()

@@ -45,6 +45,7 @@ struct Matrix {
     float *x;
     long stride;
     float *operator[](long i) const { return x + i * stride; }
+    Matrix from(long i, long j = 0) const { return {x + i * stride + j, stride}; }
 };
 
 // How a product reads its left factor, A or A^T.

@@ -1,4 +1,7 @@
-"""The contract between the gated delta rule and a backend: a call, its gradients, and four functions.
+"""The contract between the delta rules and a backend: a call, its gradients, and four functions.
+
+Kimi Delta Attention is the same contract with g [..., HV, K], a decay per channel of a key. A backend says in
+its rows of the table which of the two it computes.
 
 To add a backend, write a module with the functions of `Adapter` and add a row to the table of
 `backends.dispatch`. The grid of `backends.parity` and its judge then apply to it.
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -21,6 +25,7 @@ L2NORM_EPS = 1e-6
 RESET = -1024.0
 VECTORS = 32  # elements of the most vectors that PyTorch computes at once: two of 512 bits in float32
 ONE_THREAD = 32767  # PyTorch divides more elements among threads
+MOST_COLUMNS = ONE_THREAD // VECTORS
 
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
@@ -29,7 +34,9 @@ Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 class Rule:
     """One call of `gated_delta_rule`; shapes, dtypes and equations are in `backends.gated_delta_rule`.
 
+    g           one more dimension, K, makes it a call of `kimi_delta_attention`; dt_bias is [HV, K] then
     A_log       if present, g is the projection a of the gate:  g <- -exp(A_log) softplus(a + dt_bias)
+    lower_bound     with A_log, the gate is another:  g <- lower_bound sigmoid(exp(A_log) (a + dt_bias))
     beta_max    if above 0, beta is a projection, too:  beta <- beta_max sigmoid(beta)
     l2norm      q and k are to be normalized
 
@@ -49,6 +56,12 @@ class Rule:
     beta_max: float = 0.0
     l2norm: bool = False
     output_final_state: bool = False
+    lower_bound: float | None = None
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether each channel of a key has a decay of its own."""
+        return self.g.dim() == self.q.dim()
 
     @property
     def sequences(self) -> int:
@@ -71,6 +84,12 @@ class Step:
     scale: float = 1.0
     beta_max: float = 0.0
     l2norm: bool = False
+    lower_bound: float | None = None
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether each channel of a key has a decay of its own."""
+        return self.g.dim() == self.q.dim()
 
 
 AnyCall = TypeVar("AnyCall", Rule, Step)
@@ -79,7 +98,7 @@ AnyCall = TypeVar("AnyCall", Rule, Step)
 class Gradients(NamedTuple):
     """The gradients of a `Rule`'s tensors, each in its tensor's shape and dtype; None where it is absent.
 
-    No two may share memory.
+    No two may share an element; dq, dk, dv, and dg, dbeta, may lie side by side in one tensor.
     """
 
     q: Tensor
@@ -129,9 +148,12 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
+def log_decay(
+    a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower_bound: float | None = None
+) -> Tensor:
     """Returns g = -exp(A_log) softplus(a + dt_bias), the logarithm of the decay (arXiv:2405.21060).
 
+    With a lower bound it is lower_bound sigmoid(exp(A_log) (a + dt_bias)), of Kimi Delta Attention's layers.
     a is [..., HV], A_log and dt_bias are [HV]. Computed in the dtype of a, in float32 at least: a decay of
     0.999 is 1 in bfloat16. No factor overflows alone, so that no 0 meets an infinity, and none is so small
     that a small gradient of g underflows on its way.
@@ -142,6 +164,9 @@ def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor
     a = _full(a)
     x = a if dt_bias is None else a + dt_bias.to(a.dtype)
     log_rate = A_log.to(a.dtype)
+    if lower_bound is not None:
+        # beyond 800 a sigmoid is 0 or 1 in every dtype, and infinity times its gradient would be NaN
+        return lower_bound * (log_rate.clamp(max=80.0).exp() * x).clamp(-800.0, 800.0).sigmoid()
     if x.device.type == "xla":
         return LazyDecay.apply(x, log_rate)  # type: ignore[return-value]
     # softplus(x) is exp(x) below -40; above, exp(80) softplus(x) is a reset already
@@ -198,15 +223,37 @@ def write_strength(z: Tensor, beta_max: float = 1.0) -> Tensor:
 
 
 def make_gates(
-    g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, beta_max: float
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    beta_max: float,
+    lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns g and beta [..., HV] of a call; differentiable in all arguments."""
+    """Returns g [..., HV] or [..., HV, K] and beta [..., HV] of a call; differentiable in all arguments."""
     with torch.autocast("cpu" if g.is_meta else g.device.type, enabled=False):
-        if A_log is not None:
-            g = _in_whole_vectors(lambda a: log_decay(a, A_log, dt_bias), g)
+        if A_log is not None and g.dim() > beta.dim():
+            g = _make_channels(g, A_log, dt_bias, lower_bound)
+        elif A_log is not None:
+            g = _in_whole_vectors(lambda a: log_decay(a, A_log, dt_bias, lower_bound), g)
         if beta_max > 0:
             beta = _in_whole_vectors(lambda z: write_strength(z, beta_max), beta)
     return g, beta
+
+
+def _make_channels(a: Tensor, A_log: Tensor, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
+    """Returns g [..., HV, K] of a, with A_log [HV] and dt_bias [HV, K]; head by head if K is large."""
+    HV, K = a.shape[-2:]
+    heads = max(1, min(HV, MOST_COLUMNS // K))
+    parts = []
+    for h in (slice(n, n + heads) for n in range(0, HV, heads)):
+        rate = A_log[h].repeat_interleave(K)
+        bias = None if dt_bias is None else dt_bias[h].reshape(-1)
+        part = a[..., h, :].flatten(-2)
+        parts.append(
+            _in_whole_vectors(partial(log_decay, A_log=rate, dt_bias=bias, lower_bound=lower_bound), part)
+        )
+    return torch.cat(parts, -1).view(a.shape)
 
 
 def _in_whole_vectors(gate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -214,7 +261,7 @@ def _in_whole_vectors(gate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
     PyTorch takes what is left of a thread's share behind its last whole vector one by one, and so all that is
     not contiguous; softplus and sigmoid end in other bits then. Here no such rest remains: pieces are whole
-    vectors of one thread, for up to 1023 heads.
+    vectors of one thread, for up to MOST_COLUMNS heads.
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return gate(x)
@@ -228,8 +275,13 @@ def make_call_gates(call: AnyCall) -> AnyCall:
     """Returns the call with g and beta made by PyTorch, for a backend whose kernels cannot make them."""
     if call.A_log is None and not call.beta_max:
         return call
-    g, beta = make_gates(call.g, call.beta, call.A_log, call.dt_bias, call.beta_max)
-    return replace(call, g=g, beta=beta, A_log=None, dt_bias=None, beta_max=0.0)
+    g, beta = make_gates(*gates_of(call))
+    return replace(call, g=g, beta=beta, A_log=None, dt_bias=None, beta_max=0.0, lower_bound=None)
+
+
+def gates_of(call: Rule | Step) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, float | None]:
+    """Returns what `make_gates` takes of a call."""
+    return call.g, call.beta, call.A_log, call.dt_bias, call.beta_max, call.lower_bound
 
 
 def _full(x: Tensor) -> Tensor:

@@ -12,11 +12,19 @@ Backward, from the last token to the first; dS is at first the gradient of S_t t
     dk_t = dS u_t - S'_t dv_t       dS -= k_t dv_t^T            (now the gradient of S'_t)
     dg_t = <dS, S'_t>               dS <- exp(g_t) dS           (now the gradient of S_{t-1})
 
+Kimi Delta Attention has a decay for each of the K rows of S: exp(g_t) is a column, and <dS, S'_t> one sum for
+each row. Here g is [.., K] then, and [.., 1] where a head has one decay.
+
 A layer's projections a and z become gates first, where the call has them:
 
     x = a + dt_bias                 g = -exp(A_log) softplus(x)     beta = beta_max sigmoid(z)
     da = -exp(A_log) sigmoid(x) dg  dA_log = sum g dg               ddt_bias = sum da
     dz = beta_max sigmoid(z) sigmoid(-z) dbeta
+
+or, with a lower bound, y = exp(A_log) x:
+
+    g = lower_bound sigmoid(y)      dy = lower_bound sigmoid(y) sigmoid(-y) dg
+    da = exp(A_log) dy              dA_log = sum y dy               ddt_bias = sum da
 
 As the judge this file shares no line with another: from the contract it has only the dataclasses.
 
@@ -74,7 +82,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
                 before.append(_write(before[-1], K[:, t], V[:, t], g[:, t], beta[:, t]))
             for t in reversed(segment_tokens):
                 token = (slice(None), t)  # of every row of the batch
-                decay = g[token].exp()[..., None, None]
+                decay = g[token].exp()[..., None]
                 S_decayed = decay * before.pop()
                 missing = V[token] - _read(S_decayed, K[token])
                 u = beta[token][..., None] * missing
@@ -85,7 +93,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
                 dV[token] = beta[token][..., None] * du
                 dK[token] = _apply(dS, u) - _apply(S_decayed, dV[token])
                 dS = dS - _outer(K[token], dV[token])
-                dg[token] = (dS * S_decayed).sum((-1, -2))
+                by_row = (dS * S_decayed).sum(-1)
+                dg[token] = by_row if call.has_channels else by_row.sum(-1, keepdim=True)
                 dS = decay * dS
         dfirst[rows] = dS
     dq = _gradient_of_input(dQ, call.q, call.l2norm).to(call.q.dtype)
@@ -99,7 +108,10 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
 def step(call: Step) -> tuple[Tensor, Tensor]:
     """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
     q, k, v, g, beta = (x.unsqueeze(1) for x in (call.q, call.k, call.v, call.g, call.beta))
-    one_token = Rule(q, k, v, g, beta, call.A_log, call.dt_bias, beta_max=call.beta_max, l2norm=call.l2norm)
+    one_token = Rule(
+        q, k, v, g, beta, call.A_log, call.dt_bias, beta_max=call.beta_max, l2norm=call.l2norm,
+        lower_bound=call.lower_bound,
+    )  # fmt: skip
     Q, K, V, g, beta = (x[:, 0] for x in _prepare(one_token))
     S = _write(call.state.to(V.dtype), K, V, g, beta)
     return (call.scale * _read(S, Q)).to(call.v.dtype), S
@@ -111,8 +123,8 @@ def saved_shapes(call: Rule) -> Shapes:
 
 
 def _write(S: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Returns S_t from S_{t-1} [.., K, V] and one token's k [.., K], v [.., V], g, beta [..]."""
-    S = g.exp()[..., None, None] * S
+    """Returns S_t from S_{t-1} [.., K, V] and one token's k [.., K], v [.., V], g [.., 1 or K], beta [..]."""
+    S = g.exp()[..., None] * S
     u = beta[..., None] * (v - _read(S, k))
     return S + _outer(k, u)
 
@@ -144,9 +156,13 @@ def _prepare(call: Rule) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if call.l2norm:
         q, k = (x * _reciprocal_norm(x) for x in (q, k))
     q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))
+    g = g if call.has_channels else g[..., None]
     if call.A_log is not None:
-        x = g if call.dt_bias is None else g + call.dt_bias.to(dtype)
-        g = -_rate_times(torch.logaddexp(x, torch.zeros_like(x)), call.A_log, x)
+        x, A_log = _projection(call, dtype)
+        if call.lower_bound is None:
+            g = -_rate_times(torch.logaddexp(x, torch.zeros_like(x)), A_log, x)
+        else:
+            g = call.lower_bound * torch.sigmoid(_bounded(x, A_log))
     if call.beta_max:
         beta = call.beta_max * torch.sigmoid(beta)
     return q, k, v, g, beta
@@ -158,15 +174,43 @@ def _gradients_of_gates(
     """Returns the gradients of what the call has as g and beta, of A_log and of dt_bias."""
     dA_log = ddt_bias = None
     if call.A_log is not None:
-        x = call.g.to(dg.dtype) if call.dt_bias is None else call.g.to(dg.dtype) + call.dt_bias.to(dg.dtype)
-        dA_log = (g.clamp(min=-torch.finfo(dg.dtype).max) * dg).sum((0, 1)).to(call.A_log.dtype)
-        dg = -_rate_times(torch.sigmoid(x), call.A_log, x) * dg
-        ddt_bias = None if call.dt_bias is None else dg.sum((0, 1)).to(call.dt_bias.dtype)
+        x, A_log = _projection(call, dg.dtype)
+        if call.lower_bound is None:
+            by_rate = g.clamp(min=-torch.finfo(dg.dtype).max) * dg
+            dg = -_rate_times(torch.sigmoid(x), A_log, x) * dg
+        else:
+            y = _bounded(x, A_log)
+            dy = call.lower_bound * torch.sigmoid(y) * torch.sigmoid(-y) * dg
+            by_rate, dg = y * dy, _rate(A_log) * dy
+        dA_log = by_rate.sum((0, 1, 3)).to(call.A_log.dtype)
+        ddt_bias = (
+            None if call.dt_bias is None else dg.sum((0, 1)).view(call.dt_bias.shape).to(call.dt_bias.dtype)
+        )
     if call.beta_max:
         z = call.beta.to(dbeta.dtype)
         # not s (1 - s), which has no digits where s is about 1
         dbeta = call.beta_max * torch.sigmoid(z) * torch.sigmoid(-z) * dbeta
-    return dg.to(call.g.dtype), dbeta.to(call.beta.dtype), dA_log, ddt_bias
+    return dg.view(call.g.shape).to(call.g.dtype), dbeta.to(call.beta.dtype), dA_log, ddt_bias
+
+
+def _projection(call: Rule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns a + dt_bias [B, T, HV, 1 or K], and A_log [HV, 1]."""
+    assert call.A_log is not None
+    x = call.g.to(dtype)
+    x = x if call.has_channels else x[..., None]
+    if call.dt_bias is not None:
+        x = x + call.dt_bias.to(dtype).view(x.shape[2], -1)
+    return x, call.A_log.to(dtype)[:, None]
+
+
+def _bounded(x: Tensor, A_log: Tensor) -> Tensor:
+    """Returns exp(A_log) x, within what a sigmoid tells from 0 and 1."""
+    return (_rate(A_log) * x).clamp(-800.0, 800.0)
+
+
+def _rate(A_log: Tensor) -> Tensor:
+    """Returns exp(A_log), finite: times a projection that is not tiny it bounds the sigmoid anyway."""
+    return A_log.clamp(max=600.0 if A_log.dtype == torch.float64 else 80.0).exp()
 
 
 def _rate_times(y: Tensor, A_log: Tensor, x: Tensor) -> Tensor:

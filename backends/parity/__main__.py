@@ -31,7 +31,7 @@ from delta_trn.backends import machine
 from delta_trn.backends.checks import BackendRefusal, dtype_name
 from delta_trn.backends.dispatch import BACKENDS, OPERATIONS
 from delta_trn.backends.machine import facts
-from delta_trn.backends.parity import goldens, layer_cases, mixer_cases, page, rule, rule_cases
+from delta_trn.backends.parity import channel_cases, goldens, layer_cases, mixer_cases, page, rule, rule_cases
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict
 from delta_trn.backends.parity.rule_cases import SMALL, find, select
 
@@ -50,6 +50,8 @@ class Grid:
 GRIDS: Mapping[str, Grid] = {
     "rule": Grid(rule_cases.BY_NAME, rule.verdicts),
     "step": Grid(rule_cases.STEPS, rule.step_verdicts),
+    "channels": Grid(channel_cases.BY_NAME, rule.verdicts),
+    "channel step": Grid(channel_cases.STEPS, rule.step_verdicts),
     "layers": Grid(layer_cases.BY_NAME, layer_cases.verdicts),
     "mixer": Grid(mixer_cases.BY_NAME, mixer_cases.verdicts),
 }

@@ -10,6 +10,10 @@ C tokens, in the notation of `backends.gated_delta_rule`, with V standing for th
     O  = scale * diag(exp(b)) Q S + P U                      [C, V]
     S <- exp(b_C) S + K^T diag(exp(b_C - b)) U               [K, V]
 
+Where each channel of a key decays, D is a matrix for each of them, and what it multiplies is a sum of them:
+
+    (K K^T . D)_ij -> sum over c of k_ic (k_jc D_ijc)        diag(exp(b)) Q -> Q . exp(b)      and so on
+
 Its gradients are PyTorch's own. It is what a careful reader of the papers would write first.
 Every product rounds its operands to the training dtype and adds in float32, forward and backward, as matrix
 units do. State, decay sums, exponentials and the triangular inverse are float32, float64 for float64 inputs.
@@ -197,22 +201,31 @@ def product(a: Tensor, b: Tensor, rounding: Rounding) -> Tensor:
 
 
 def make_gates(
-    a: Tensor, z: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, beta_max: float, noise: Noise | None
-) -> tuple[Tensor, Tensor]:
+    a: Tensor, z: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, beta_max: float, noise: Noise | None,
+    lower_bound: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns g and beta of a call, in float32 at least: from a layer's projections, where they are such.
 
         g = -exp(A_log) softplus(a + dt_bias) = -r (r softplus(x)) = -(r exp(x/2))^2 for x far below 0
 
-    With r = exp(A_log / 2) no factor, and no gradient on its way, overflows where the other underflows.
+    With r = exp(A_log / 2) no factor, and no gradient on its way, overflows where the other underflows. With
+    a lower bound g = lower_bound sigmoid(exp(A_log) x).
     """
     g, beta = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (a, z))
     rounding = Rounding(g.dtype, noise)
     if A_log is not None:
-        x = g if dt_bias is None else g + dt_bias.to(g.dtype)[..., None, None, :]
-        r = rounding((0.5 * A_log.to(g.dtype)).exp())[..., None, None, :]
-        near = r * (r * rounding(torch.logaddexp(x.clamp(min=-40.0), torch.zeros_like(x))))
-        far = (r * rounding((0.5 * x.clamp(max=-40.0)).exp())).square()
-        g = rounding(-torch.where(x < -40.0, far, near))
+        channels = g.dim() - beta.dim()  # their axis, if there is one, is the last
+        head = (..., None, None, slice(None), *[slice(None)] * channels)
+        x = g if dt_bias is None else g + dt_bias.to(g.dtype)[head]
+        r = (0.5 * A_log.to(g.dtype)).exp()
+        r = rounding(r[..., None] if channels else r)[head]
+        if lower_bound is None:
+            near = r * (r * rounding(torch.logaddexp(x.clamp(min=-40.0), torch.zeros_like(x))))
+            far = (r * rounding((0.5 * x.clamp(max=-40.0)).exp())).square()
+            g = rounding(-torch.where(x < -40.0, far, near))
+        else:
+            y = rounding(r * (r * x)).clamp(-800.0, 800.0)
+            g = rounding(lower_bound * torch.special.expit(y))
     if beta_max:
         beta = rounding(beta_max * torch.special.expit(beta))
     return g, beta
@@ -242,6 +255,7 @@ def gated_delta_rule(
         samples = q.shape[0] if q.dim() > 4 else 1
         K, V = (noise.orders(samples, x.shape[-1]).to(x.device) for x in (q, v))
         first = None if initial_state is None else _reorder(initial_state, (-2, K), (-1, V))
+        g = _reorder(g, (-1, K)) if g.dim() == q.dim() else g
         inputs = (_reorder(q, (-1, K)), _reorder(k, (-1, K)), _reorder(v, (-1, V)), g, beta, first)
         o, S = _gated_delta_rule(*inputs, cu_seqlens, scale, l2norm, chunk, noise)
         K, V = K.argsort(-1), V.argsort(-1)
@@ -281,20 +295,23 @@ def _gated_delta_rule(
         q, k = (rounding(x * r) for x, r in zip((q, k), norms, strict=True))
     q, k = (x.repeat_interleave(group, dim=-2) for x in (q, k))
     q, k, v = (x.movedim(-3, -2) for x in (q, k, v))  # [.., B, HV, T, K or V]
-    g, beta = g.mT, beta.mT
+    channels = g.dim() == q.dim()
+    g, beta = g.movedim(-3, -2) if channels else g.mT, beta.mT
     lengths = [q.shape[-2]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     sizes = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
     # split, not slices: the gradient of a slice is as large as the whole
+    time = (-2, -2, -2, -2 if channels else -1, -1)
     parts = zip(
-        *(x.split(sizes, -2) for x in (q, k, v)), *(x.split(sizes, -1) for x in (g, beta)), strict=True
+        *(x.split(sizes, axis) for x, axis in zip((q, k, v, g, beta), time, strict=True)), strict=True
     )
+    step = _channel_chunk if channels else _chunk
     rows = q.shape[-4] if cu_seqlens is None else 1
     zeros = q.new_zeros((*q.shape[:-4], rows * len(lengths), q.shape[-3], q.shape[-1], v.shape[-1]))
     first = zeros if initial_state is None else initial_state.to(full) * unit
     outputs, states = [v[..., :0, :]], []
     for length, S in zip(lengths, first.split(rows, -4), strict=True):
         for _ in range(0, length, chunk):
-            o, S = _chunk(*next(parts), S=S, scale=scale, unit=unit, rounding=rounding)
+            o, S = step(*next(parts), S=S, scale=scale, unit=unit, rounding=rounding)
             outputs.append(o)
         states.append(S / unit)
     return torch.cat(outputs, dim=-2).movedim(-2, -3).to(dtype), torch.cat(states, dim=-4)
@@ -321,6 +338,29 @@ def _chunk(
     from_state = (gam / unit)[..., None] * r(product(q, S, r))
     from_chunk = r(product(r(product(q, k.mT, r) * D) / unit, U, r))
     S = r(gam[..., -1][..., None, None] * S + product(k.mT, r(lam[..., None] * U), r))
+    return scale * (from_state + from_chunk), S
+
+
+def _channel_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, S: Tensor, scale: float, unit: float,
+    rounding: Rounding,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the same where channels decay, g [.., C, K]; kk and P add up channel after channel."""
+    r = rounding
+    gam = r(r(g.cumsum(-2)).exp())
+    lam = r(r(pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)).exp())
+    kk = P = torch.zeros_like(q[..., :1] * k[..., :1].mT)
+    for q_c, k_c, g_c in zip(q.unbind(-1), k.unbind(-1), g.unbind(-1), strict=True):
+        decayed = r.short(r(k_c[..., None, :] * r(r(_segment_sums(g_c)).exp())))
+        kk = kk + r.short(k_c)[..., None] * decayed
+        P = P + r.short(q_c)[..., None] * decayed
+    T = r(invert(r((beta[..., None] * kk).tril(-1)), r))
+    written = product(T, r(beta[..., None] * v), r)
+    erased = product(product(T, r(r(beta[..., None] * gam) * k), r), S, r)
+    U = r(written - erased)
+    from_state = r(product(r(q * gam), S, r)) / unit
+    from_chunk = r(product(r(P / unit), U, r))
+    S = r(gam[..., -1, :, None] * S + product(r(k * lam).mT, U, r))
     return scale * (from_state + from_chunk), S
 
 

@@ -1,4 +1,4 @@
-"""Runs the cases of the gated delta rule on a backend, by the judge, and by the baseline.
+"""Runs the cases of both delta rules on a backend, by the judge, and by the baseline.
 
     judge       the literal recurrence (`gated_delta_rule.recurrent`) in float64, called below the public
                 operation, whose checks, defaults and gates it does not use
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step, recurrent
 from delta_trn.backends.gated_delta_rule.contract import Rule
+from delta_trn.backends.kimi_delta_attention import kimi_delta_attention, kimi_delta_attention_step
 from delta_trn.backends.parity import baseline
 from delta_trn.backends.parity.baseline import Rounding
 from delta_trn.backends.parity.judge import Reference, Spread, Verdict, absolute
@@ -60,9 +61,11 @@ def terms(case: Case) -> int:
     return case.K + case.V + min(case.T, baseline.CHUNK)
 
 
-def outcome(x: Inputs, backend: str, operation: Callable[..., Any] = gated_delta_rule) -> dict[str, Tensor]:
+def outcome(x: Inputs, backend: str, operation: Callable[..., Any] | None = None) -> dict[str, Tensor]:
     """Computes o, final_state and every gradient by the public operation, or one like it, on a backend."""
     leaves = _leaves(x)
+    if operation is None:
+        operation = kimi_delta_attention if x.case.has_channels else gated_delta_rule
     o, final_state = operation(
         *(leaves[name] for name in ("q", "k", "v", "g", "beta")),
         initial_state=leaves.get("initial_state"),
@@ -81,13 +84,14 @@ def decode(x: Inputs, backend: str) -> dict[str, Tensor]:
         raise ValueError(f"case {x.case.name} is packed; decoding takes one token of each sequence")
     tensors = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "beta": x.beta}
     outputs, state = [], x.initial_state
+    step = kimi_delta_attention_step if x.case.has_channels else gated_delta_rule_step
     with torch.no_grad():
         if state is None:
             full = torch.promote_types(x.q.dtype, torch.float32)
             state = torch.zeros(len(x.q), *x.v.shape[2:3], x.case.K, x.case.V, dtype=full, device=x.q.device)
         for t in range(x.case.T):
             token = {name: y[:, t] for name, y in tensors.items()}
-            o, state = gated_delta_rule_step(**token, state=state, **options)
+            o, state = step(**token, state=state, **options)
             outputs.append(o[:, None])
     return {"o": torch.cat(outputs, 1), "final_state": state}
 
@@ -100,7 +104,7 @@ class _Literal(torch.autograd.Function):
         x = dict(zip(names, tensors, strict=True))
         call = Rule(
             **x, scale=case.exact_scale, beta_max=case.beta_max, l2norm=case.normalized_inside,
-            output_final_state=True,
+            output_final_state=True, lower_bound=case.lower_bound,
         )  # fmt: skip
         ctx.call, ctx.names = call, names
         o, final_state, _ = recurrent.forward(call, save=True)
@@ -123,7 +127,7 @@ def formula(case: Case, x: Mapping[str, Tensor], rounding: Rounding, chunk: int 
         outputs: Any = _Literal.apply(case, tuple(x), *x.values())
         return dict(zip(("o", "final_state"), outputs, strict=True))
     noise, gates = rounding.noise, (x["g"], x["beta"], x.get("A_log"), x.get("dt_bias"))
-    g, beta = baseline.make_gates(*gates, case.beta_max, noise)
+    g, beta = baseline.make_gates(*gates, case.beta_max, noise, case.lower_bound)
     o, final_state = baseline.gated_delta_rule(
         x["q"], x["k"], x["v"], g, beta, x.get("initial_state"), x.get("cu_seqlens"), case.exact_scale,
         case.normalized_inside, chunk=chunk, noise=noise,
@@ -177,7 +181,10 @@ def _with_gradients(
 
 
 def parts(case: Case, name: str) -> Tensor:
-    """Returns the number of the sequence and head of each index of a tensor's first axes."""
+    """Returns the number of the sequence and head of each index of a tensor's first axes.
+
+    Where channels decay, each is a part of dg: what strong decay leaves of one is nothing beside another.
+    """
     if name in ("dA_log", "ddt_bias"):
         return torch.arange(case.value_heads)
     heads = case.H if name in ("dq", "dk") else case.value_heads
@@ -185,7 +192,8 @@ def parts(case: Case, name: str) -> Tensor:
     if name not in ("final_state", "dh0", "dinitial_state"):  # which have no axis of tokens
         lengths = [case.T] * case.B if case.lengths is None else case.lengths
         sequence = sequence.repeat_interleave(torch.tensor(lengths)).view(case.B, case.T)
-    return sequence[..., None] * heads + torch.arange(heads)
+    part = sequence[..., None] * heads + torch.arange(heads)
+    return part[..., None] * case.K + torch.arange(case.K) if name == "dg" and case.has_channels else part
 
 
 def reference_for(x: Inputs) -> RuleReference:

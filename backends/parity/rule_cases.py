@@ -1,4 +1,4 @@
-"""The named cases of the gated delta rule, which parity, bench, goldens and tests share; each has a reason.
+"""The named cases of the delta rules, which parity, bench, goldens and tests share; each has a reason.
 
 Inputs are the same on machines that never meet. They are made of PCG64 uniforms and IEEE +, -, *, /, sqrt in
 float64, without a mathematics library, and then rounded to float32 and to the case's dtype. `digest`
@@ -31,7 +31,13 @@ DECAYS: Mapping[str, str] = {
     "heavy": "g = -16 x, the strongest decay rate that initialization draws",
     "reset": "g in RESETS for one token in eight, -x / 50 for the others",
 }
-Decay = Literal["plain", "weak", "none", "strong", "mixed", "heavy", "reset"]
+# the same of decays per channel
+CHANNEL_DECAYS: Mapping[str, str] = {
+    "apart": "-inf in the first channel, 0 in the second, plain in the others",
+    "split": "g = -30 x in every other channel, -x / 1000 in those between",
+    "deep": "g = -200 for one element in ten, -x / 20 for the others",
+}
+Decay = Literal["plain", "weak", "none", "strong", "mixed", "heavy", "reset", "apart", "split", "deep"]
 # logarithms of decays that are exactly 0 in float32: a mask's usual values, and sums that no dtype holds
 RESETS = (-104.0, -1e4, -1e12, -1e16, float(np.finfo(np.float32).min), -np.inf)
 Keys = Literal["random", "equal", "near", "alike"]
@@ -48,11 +54,12 @@ class Case:
     """Describes one case. Sizes are those of `backends.gated_delta_rule`; the rest describes the inputs.
 
     HV          value heads; None: H
-    decay       see DECAYS
+    decay       see DECAYS and CHANNEL_DECAYS
     scale       None: K^-1/2
     values      v is multiplied by it
     beta        a constant; None: uniform in [0, 1), or with `reflect` in [0, 2)
     gates       None: g and beta themselves; else what a layer projects (GATES), beta up to 2 with `reflect`
+    lower_bound     of the gate that has one
     keys        random, all equal, near: pairwise correlation .999, or alike: .92, as with .3 noise
     norm        unit: q and k are unit vectors; else the operation normalizes vectors of such norms
     lengths     packed sequences; T is their sum
@@ -83,6 +90,17 @@ class Case:
     loss: tuple[Literal["o", "final_state"], ...] = ("o",)
     tags: frozenset[str] = frozenset()
     op: str = "gated_delta_rule"
+    lower_bound: float | None = None
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether each channel of a key has a decay of its own."""
+        return self.op.startswith("kimi_delta_attention")
+
+    @property
+    def per_head(self) -> tuple[int, ...]:
+        """The shape of a head's decays."""
+        return (self.value_heads, self.K) if self.has_channels else (self.value_heads,)
 
     @property
     def value_heads(self) -> int:
@@ -111,6 +129,7 @@ class Case:
         if self.gates is None:
             return options
         gates = ("use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+        options |= {} if self.lower_bound is None else {"lower_bound": self.lower_bound}
         return options | dict.fromkeys(gates, True) | {"allow_neg_eigval": self.reflect}
 
     def __str__(self) -> str:
@@ -390,7 +409,7 @@ def inputs(case: Case, dtype: torch.dtype) -> Inputs:
     q = _vectors(rng, case, equal=False)
     k = _vectors(rng, case, equal=True)
     v = case.values * _normal(rng, (*tokens, HV, case.V))
-    g = _decay(rng, case.decay, (*tokens, HV))
+    g = _decay(rng, case.decay, (*tokens, *case.per_head))
     beta = rng.random((*tokens, HV)) * (2.0 if case.reflect else 1.0)
     if case.beta is not None:
         beta = np.full_like(beta, case.beta)
@@ -407,9 +426,10 @@ def inputs(case: Case, dtype: torch.dtype) -> Inputs:
     A_log = dt_bias = None
     if case.gates is not None:
         bound = GATES[case.gates]
-        g, beta = (bound * (2.0 * rng.random((*tokens, HV)) - 1.0) for _ in range(2))
+        shapes = ((*tokens, *case.per_head), (*tokens, HV))
+        g, beta = (bound * (2.0 * rng.random(shape) - 1.0) for shape in shapes)
         A_log = _tensor(5.75 * rng.random(HV) - 3.0, full)
-        dt_bias = _tensor(5.0 * rng.random(HV) - 7.0, full)
+        dt_bias = _tensor(5.0 * rng.random(case.per_head) - 7.0, full)
     return Inputs(
         case=case,
         q=_tensor(q, dtype),
@@ -465,6 +485,7 @@ def _vectors(rng: np.random.Generator, case: Case, *, equal: bool) -> Array:
 
 def _decay(rng: np.random.Generator, decay: Decay, shape: tuple[int, ...]) -> Array:
     x, y, z = (rng.random(shape) for _ in range(3))
+    channel = np.arange(shape[-1])
     return {
         "plain": -(x * x * x),
         "weak": -(x * x * x) / 50.0,
@@ -472,5 +493,8 @@ def _decay(rng: np.random.Generator, decay: Decay, shape: tuple[int, ...]) -> Ar
         "strong": np.full(shape, -20.0),
         "mixed": np.where(z < 0.125, -20.0 * y, -x / 50.0),
         "heavy": -16.0 * x,
+        "apart": np.where(channel == 0, -np.inf, np.where(channel == 1, 0.0, -(x * x * x))),
+        "split": np.where(channel % 2 == 0, -30.0 * x, -x / 1000.0),
+        "deep": np.where(z < 0.1, -200.0, -x / 20.0),
         "reset": np.where(z < 0.125, np.take(RESETS, (y * len(RESETS)).astype(int)), -x / 50.0),
     }[decay]

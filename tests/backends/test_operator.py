@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOptionalMemberAccess=false
 """The operator around every backend: its gradients, one graph under torch.compile, and what it refuses."""
 
 import warnings
@@ -75,7 +76,7 @@ def test_operators_pass_pytorchs_opcheck():
     """opcheck examines the schema, the fake implementation and the registration of autograd."""
     leaves = tensors(dtype=torch.float32)
     no_gates = (None, None)  # neither A_log nor dt_bias
-    options = (0.5, 0.0, True, True, True, "chunked")
+    options = (0.5, 0.0, True, True, None, True, "chunked")
     rule = (*leaves[:5], *no_gates, leaves[5], None, *options)
     torch.library.opcheck(torch.ops.delta_trn.gated_delta_rule.default, rule)
     packed = [x[:1].detach().requires_grad_() for x in leaves[:5]]
@@ -84,14 +85,18 @@ def test_operators_pass_pytorchs_opcheck():
     # outputs are not compared: the buffers saved for packed sequences end in rows that nobody writes
     torch.library.opcheck(
         torch.ops.delta_trn.gated_delta_rule.default,
-        (*packed, *no_gates, states, bounds, 0.5, 0.0, False, True, True, "chunked"),
+        (*packed, *no_gates, states, bounds, 0.5, 0.0, False, True, None, True, "chunked"),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
     step = [x.detach()[:, 0] for x in leaves[:5]]
     torch.library.opcheck(
         torch.ops.delta_trn.gated_delta_rule_step.default,
-        (*step, leaves[5].detach(), *no_gates, 0.5, 0.0, True, False, "chunked"),
+        (*step, leaves[5].detach(), *no_gates, 0.5, 0.0, True, None, False, "chunked"),
     )
+    channels = -leaves[0].detach().repeat(1, 1, leaves[2].shape[2], 1)[:, :, : leaves[2].shape[2]].abs()
+    channels.requires_grad_()
+    kimi = (*leaves[:3], channels, leaves[4], *no_gates, leaves[5], None, *options)
+    torch.library.opcheck(torch.ops.delta_trn.kimi_delta_attention.default, kimi)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -174,7 +179,7 @@ def test_a_second_derivative_of_the_rule_is_refused():
 def test_gradients_of_a_call_with_save_false_are_refused():
     leaves = tensors()
     o, _, _ = torch.ops.delta_trn.gated_delta_rule(
-        *leaves[:5], None, None, leaves[5], None, 1.0, 0.0, False, False, False, "chunked"
+        *leaves[:5], None, None, leaves[5], None, 1.0, 0.0, False, False, None, False, "chunked"
     )
     with pytest.raises(RuntimeError, match="was called with save=False and is now asked for gradients"):
         o.sum().backward()

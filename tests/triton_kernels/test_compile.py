@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from delta_trn.triton_kernels import delta_residual
 from delta_trn.triton_kernels.compile_only import SIZES
-from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, PACKED_ARGUMENTS
+from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, PACKED_ARGUMENTS, ROW_ARGUMENTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -164,7 +164,9 @@ def test_every_declared_value_and_type_belongs_to_an_argument():
             arguments = {name for variant in variants for name in variant.function.arg_names}
             declared = {name for names in module.TYPES.values() for name in names.split()}
             declared |= {name for variant in variants for name in variant.values}
-            assert declared - arguments <= set(GATE_ARGUMENTS + PACKED_ARGUMENTS), module.__name__
+            assert declared - arguments <= set(GATE_ARGUMENTS + PACKED_ARGUMENTS + ROW_ARGUMENTS), (
+                module.__name__
+            )
 
 
 def test_compile_report_refuses_to_run_under_the_interpreter(tmp_path):

@@ -12,20 +12,25 @@ Tensors are those of parity's cases, whose seed is drawn. What is left out:
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from delta_trn.backends import gated_delta_rule, gated_delta_rule_step
+from delta_trn.backends import (
+    gated_delta_rule,
+    gated_delta_rule_step,
+    kimi_delta_attention,
+    kimi_delta_attention_step,
+)
 from delta_trn.backends.checks import dtype_name
 from delta_trn.backends.dispatch import BACKENDS
 from delta_trn.backends.parity import layer_cases, mixer_cases, rule, rule_cases
 from delta_trn.backends.parity.cases import Operation
 from delta_trn.backends.parity.layer_cases import LayerCase
 from delta_trn.backends.parity.mixer_cases import MixerCase
-from delta_trn.backends.parity.rule_cases import BOTH, DECAYS, PER_HEAD, Case
+from delta_trn.backends.parity.rule_cases import BOTH, CHANNEL_DECAYS, DECAYS, PER_HEAD, Case
 
 SEAMS = (1, 2, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 192, 193, 256, 257, 321)
 HEADS = (16, 32, 64, 1, 2, 3, 60, 96, 128, 192, 256)
@@ -69,13 +74,17 @@ class RandomCase:
 def _run_rule(case: Case, x: Mapping[str, Tensor], backend: str) -> dict[str, Tensor]:
     """Calls the rule, or for one token the operation for it, with a state that is always there."""
     options = case.options() | {"backend": backend}
-    if case.op == "gated_delta_rule":
-        o, state = gated_delta_rule(**x, output_final_state="final_state" in case.loss, **options)
+    scan: Any = gated_delta_rule
+    step: Any = gated_delta_rule_step
+    if case.has_channels:
+        scan, step = kimi_delta_attention, kimi_delta_attention_step
+    if not case.op.endswith("_step"):
+        o, state = scan(**x, output_final_state="final_state" in case.loss, **options)
         return {"o": o} if state is None else {"o": o, "final_state": state}
     whole = (*PER_HEAD, "initial_state")
     token = {name: y[:, 0] for name, y in x.items() if name not in whole}
     gates = {name: x[name] for name in PER_HEAD if name in x}
-    o, state = gated_delta_rule_step(**token, **gates, state=x["initial_state"], **options)
+    o, state = step(**token, **gates, state=x["initial_state"], **options)
     return {"o": o[:, None], "final_state": state}
 
 
@@ -85,12 +94,14 @@ def _rule_formula(case: Case, x: Mapping[str, Tensor], rounding: Any, chunk: int
 
 
 RULE = Operation(
-    rule_cases.inputs, _rule_formula, _run_rule, lambda case, name: rule.terms(case),
+    cast(Any, rule_cases.inputs), _rule_formula, _run_rule, lambda case, name: rule.terms(case),
     lambda case, name, y: rule.parts(case, name) if y.numel() else None, rounded=True,
 )  # fmt: skip
 OPERATIONS: Mapping[str, Operation] = {
     "gated_delta_rule": RULE,
     "gated_delta_rule_step": RULE,
+    "kimi_delta_attention": RULE,
+    "kimi_delta_attention_step": RULE,
     "gated_delta_layer": mixer_cases.OPERATION,
     **layer_cases.OPERATIONS,
 }
@@ -135,13 +146,13 @@ class Draw:
         places = sorted(places)[: most - 1]
         return tuple(b - a for a, b in zip([0, *places], [*places, T], strict=True))
 
-    def sizes(self, small: bool, packed: bool) -> dict[str, Any]:
+    def sizes(self, small: bool, packed: bool, cost: int = 1) -> dict[str, Any]:
         """Returns B, T, H, K, V, HV and lengths; the largest are halved until the case is affordable."""
         B, H, group = self.pick(1, 1, 2, 3, 4), self.pick(1, 2, 3, 4, 6), self.pick(1, 1, 1, 2, 3, 4, 8)
         s = {"B": 1 if packed else B, "T": self.time(small), "H": H, "group": group}
         s |= {"K": self.head(256), "V": self.head(512)}
         enough = {"B": 2, "H": 2, "group": 2, "T": 80, "K": 40, "V": 40}
-        while WORK[small] < s["B"] * s["T"] * s["H"] * s["group"] * (
+        while WORK[small] < cost * s["B"] * s["T"] * s["H"] * s["group"] * (
             s["K"] * s["V"] + 64.0 * (s["K"] + s["V"])
         ):
             name = max(s, key=lambda name: s[name] / enough[name])
@@ -152,8 +163,9 @@ class Draw:
 
 
 def _draw_rule(d: Draw, name: str, op: str, dtype: torch.dtype, small: bool) -> RandomCase:
-    step, half = op == "gated_delta_rule_step", dtype == torch.float16
-    s = d.sizes(small, not step and d.chance(5))
+    step, half, channels = op.endswith("_step"), dtype == torch.float16, op.startswith("kimi")
+    # the baseline of decays per channel has matrices [C, C, K]
+    s = d.sizes(small, not step and d.chance(5), 6 if channels else 1)
     if step:
         s["T"] = 1
     elif d.chance(12):
@@ -169,6 +181,9 @@ def _draw_rule(d: Draw, name: str, op: str, dtype: torch.dtype, small: bool) -> 
         scale=d.pick(None, None, s["K"] ** 0.5, 1.0, 0.0, -0.3, 1e-4 if half else 1e-20),
         state=step or d.chance(2), loss=BOTH if step else d.pick(("o",), BOTH, ("final_state",)),
     )  # fmt: skip
+    if channels:
+        case = replace(case, decay=d.pick(case.decay, *CHANNEL_DECAYS))
+        case = replace(case, lower_bound=d.pick(None, -5.0, -30.0) if gates else None)
     factors = {"g": d.pick(1.0, 1.0, 5.0), "A_log": d.pick(1.0, 1.0, 1.0, 30.0)}  # decays that overflow
     if norm in ("tiny", "huge") and not half:  # to 1e-25 and 1e13
         factor = d.pick(1.0, 1e-21 if norm == "tiny" else 1e9)
@@ -178,7 +193,7 @@ def _draw_rule(d: Draw, name: str, op: str, dtype: torch.dtype, small: bool) -> 
     x = rule_case(case, dtype, factors)
     full = torch.promote_types(dtype, torch.float32)
     gate, parameter = d.pick(full, dtype), d.pick(full, full, torch.float32, torch.bfloat16)
-    dtypes = dict.fromkeys(("g", "beta"), gate) | dict.fromkeys(PER_HEAD, parameter)
+    dtypes: dict[Any, Any] = dict.fromkeys(("g", "beta"), gate) | dict.fromkeys(PER_HEAD, parameter)
     dropped = "dt_bias" if d.chance(3) else ""
     tensors = {n: y.to(dtypes.get(n, y.dtype)) for n, y in x.tensors.items() if n != dropped}
     return replace(x, tensors=tensors)
@@ -231,6 +246,7 @@ def _draw_mixer(d: Draw, name: str, op: str, dtype: torch.dtype, small: bool) ->
 
 DRAWN = {
     "gated_delta_layer": _draw_mixer, "gated_delta_rule": _draw_rule, "gated_delta_rule_step": _draw_rule,
+    "kimi_delta_attention": _draw_rule, "kimi_delta_attention_step": _draw_rule,
 }  # fmt: skip
 
 

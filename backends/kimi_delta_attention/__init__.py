@@ -1,0 +1,221 @@
+"""Kimi Delta Attention: the gated delta rule with a decay for each channel of a key (arXiv:2510.26692).
+
+Per value head, with state S [K, V] and decays exp(g_t) [K]:
+
+    S <- Diag(exp(g_t)) S ;  u = beta_t (v_t - S^T k_t) ;  S <- S + k_t u^T ;  o_t = scale S^T q_t
+
+Contract, judge and the chunked backend are those of `backends.gated_delta_rule`, by the dimensions of g. No
+backend has kernels of it for a GPU or for Trainium.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from delta_trn.backends.checks import shape_of
+from delta_trn.backends.gated_delta_rule import checks, first_state, make_operators, run, run_step, sizes
+from delta_trn.backends.gated_delta_rule.contract import Rule, Step
+from delta_trn.backends.operator import gradients_wanted
+
+CHANNELS = " K"  # the last dimension of g, for the checks
+SAFE = -5.0  # the least bound of flash-linear-attention's safe gate
+NOTICE = (
+    "kimi_delta_attention runs on this GPU as PyTorch operations, chunk by chunk: there is no kernel of it "
+    'for CUDA, and it is many times slower than one would be; name backend="chunked" to say that you know'
+)
+
+
+def kimi_delta_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: object = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    transpose_state_layout: bool = False,
+    return_states_at: Sequence[int] | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Kimi Delta Attention over sequences (arXiv:2510.26692): `gated_delta_rule` with a decay per channel.
+
+        S <- Diag(exp(g_t)) S ;  u = beta_t (v_t - S^T k_t) ;  S <- S + k_t u^T ;  o_t = scale S^T q_t
+
+    Shapes and dtypes are those of `gated_delta_rule`, but for g [B, T, HV, K], the natural logarithm of the
+    decay of each row of the state, -inf <= g <= 0; and so are scale, l2norm, sigmoid of beta, states, packed
+    sequences, return_states_at, backend, resets, gradients and errors. With all channels of g equal it is
+    that rule. The gates of g in the call, with x = g + dt_bias; A_log [HV], dt_bias [HV, K] or flat [HV K],
+    both any float, dt_bias may be None:
+
+        use_gate_in_kernel              g <- -exp(A_log) softplus(x)
+        use_gate_in_kernel, lower_bound < 0     g <- lower_bound sigmoid(exp(A_log) x); A_log None: rate 1
+
+    Names and positions are those of chunk_kda of flash-linear-attention 0.6.0. safe_gate, which promises a
+    bounded g, is checked as there and changes nothing: no decay overflows here. cu_seqlens_cpu,
+    disable_recompute and chunk_size, 32 or 64, change nothing either. transpose_state_layout is another name
+    of state_v_first. cp_context, return_intermediate_states, use_graph and max_num_seqs are refused.
+
+        >>> import torch
+        >>> from delta_trn import kimi_delta_attention
+        >>> x, beta = torch.ones(1, 2, 1, 2), torch.ones(1, 2, 1)      # two tokens, one head of two channels
+        >>> g = torch.tensor([0.0, -torch.inf]).expand(1, 2, 1, 2)     # the second one forgets at once
+        >>> options = {"scale": 1.0, "output_final_state": True}
+        >>> o, state = kimi_delta_attention(x, x, 2 * x[..., :1], g, beta / 2, **options)
+        >>> o.flatten().tolist(), state.flatten().tolist()
+        ([2.0, 2.0], [1.5, 0.5])
+    """
+    _refuse(
+        return_intermediate_states=return_intermediate_states, use_graph=use_graph, max_num_seqs=max_num_seqs
+    )
+    if chunk_size not in (32, 64):
+        raise ValueError(f"chunk_size is {chunk_size}; pass 32 or 64, which change nothing, or leave it out")
+    v_first = state_v_first or transpose_state_layout
+    initial_state = first_state(initial_state, q, v_first)
+    checks.arguments(q, k, v, g, beta, initial_state, cu_seqlens, cp_context, CHANNELS)
+    A_log, dt_bias, lower_bound, beta_max = _gates(
+        q, v.shape[2], use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval,
+    )  # fmt: skip
+    tensors, packed = (q, k, v, g, beta, A_log, dt_bias, initial_state), ["packed"] * (cu_seqlens is not None)
+    name, save = OPERATOR.choose(tensors, sizes(q, v), backend, *packed)
+    _notice(q, backend)
+    call = Rule(
+        *tensors, None if cu_seqlens is None else cu_seqlens.long(), _scale(q, scale), beta_max,
+        l2norm=use_qk_l2norm_in_kernel, output_final_state=output_final_state, lower_bound=lower_bound,
+    )  # fmt: skip
+    positions = checks.positions(return_states_at, q.shape[1], output_final_state)
+    return run(OPERATOR, call, positions, save, name, v_first)
+
+
+def kimi_delta_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    backend: str | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One token of Kimi Delta Attention per sequence; see `kimi_delta_attention`, `gated_delta_rule_step`.
+
+    g is [B, HV, K]; all other shapes, what is returned and the errors are those of `gated_delta_rule_step`.
+
+        >>> import torch
+        >>> from delta_trn import kimi_delta_attention_step
+        >>> x, one = torch.ones(1, 1, 1), torch.ones(1, 1)
+        >>> o, state = kimi_delta_attention_step(x, x, 3 * x, 0 * x, one, torch.zeros(1, 1, 1, 1))
+        >>> o.item(), state.item()
+        (3.0, 3.0)
+    """
+    checks.step_arguments(q, k, v, g, beta, state, CHANNELS)
+    A_log, dt_bias, lower_bound, beta_max = _gates(
+        q, v.shape[1], use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval,
+    )  # fmt: skip
+    tensors, parameters = (q, k, v, g, beta), (A_log, dt_bias)
+    options: dict[str, Any] = {"scale": _scale(q, scale), "beta_max": beta_max, "lower_bound": lower_bound}
+    options["l2norm"] = use_qk_l2norm_in_kernel
+    _notice(q, backend)
+    if not gradients_wanted(*tensors, state, *parameters):
+        return run_step(STEP_OPERATOR, Step(q, k, v, g, beta, state, A_log, dt_bias, **options), backend)
+    name, save = OPERATOR.choose((*tensors, state, *parameters), sizes(q, v), backend)
+    tokens = dict(zip(("q", "k", "v", "g", "beta"), (x[:, None] for x in tensors), strict=True))
+    options |= {"initial_state": state, "output_final_state": True, "A_log": A_log, "dt_bias": dt_bias}
+    scan = Rule(**tokens, **options)
+    o, final_state = run(OPERATOR, scan, None, save, name, False)
+    assert final_state is not None
+    return o[:, 0], final_state
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
+
+
+def _refuse(**options: Any) -> None:
+    """Raises ValueError for an option of flash-linear-attention that has no meaning here."""
+    for name, value in options.items():
+        if value:
+            raise ValueError(
+                f"{name}={value!r} is not supported; leave it out"
+                + ("; return_states_at gives states inside of sequences" if "states" in name else "")
+            )
+
+
+def _gates(
+    q: Tensor,
+    HV: int,
+    use_gate: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    safe_gate: bool,
+    use_sigmoid: bool,
+    allow_neg_eigval: bool,
+) -> tuple[Tensor | None, Tensor | None, float | None, float]:
+    """Returns A_log, dt_bias [HV, K], lower_bound and beta_max. Raises for what does not fit."""
+    K = q.shape[-1]
+    if use_gate and lower_bound is not None:
+        if not -math.inf < lower_bound < 0:
+            raise ValueError(
+                f"lower_bound is {lower_bound}; the gate is lower_bound sigmoid(...), the logarithm of a "
+                "decay: pass a number below 0, such as -5.0"
+            )
+        A_log = torch.zeros(HV, device=q.device) if A_log is None else A_log
+    if use_gate and safe_gate and not (lower_bound is not None and lower_bound >= SAFE):
+        raise ValueError(
+            f"safe_gate=True with lower_bound={lower_bound}; it promises g in [-5, 0): pass a lower_bound "
+            "from -5 to 0, or leave safe_gate out, which changes nothing here"
+        )
+    if isinstance(dt_bias, Tensor) and dt_bias.dim() == 1:
+        if dt_bias.shape[0] != HV * K:
+            raise ValueError(
+                f"dt_bias {shape_of(dt_bias)} has not HV K = {HV} * {K} = {HV * K} elements; there is a bias "
+                "for each channel of each value head: pass [HV, K], or that flat"
+            )
+        dt_bias = dt_bias.view(HV, K)
+    beta_max = checks.gate_arguments(q, HV, use_gate, A_log, dt_bias, use_sigmoid, allow_neg_eigval, CHANNELS)
+    return A_log, dt_bias, lower_bound if use_gate else None, beta_max
+
+
+def _notice(q: Tensor, backend: str | None) -> None:
+    """Warns, once in a process, where nobody has asked for PyTorch's operations on a GPU."""
+    if backend is None and q.is_cuda and not torch.compiler.is_compiling():
+        warnings.warn(NOTICE, stacklevel=3)
+
+
+OPERATOR, STEP_OPERATOR = make_operators("kimi_delta_attention")
