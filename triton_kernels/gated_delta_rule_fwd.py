@@ -57,7 +57,7 @@ absolute sums of 2 C where keys are alike and beta is 2. A second word, what rou
 these five times as exact as the plain implementation that parity compares with, and the scans a tenth longer.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
 from dataclasses import replace
 from math import frexp
@@ -88,8 +88,8 @@ from delta_trn.triton_kernels.tiles import (
 from delta_trn.triton_kernels.variants import FEW, Variant, by_heads, gates, layouts, of_tile, rows_of
 
 TYPES = {
-    "*x": "q k v o q_scaled k_scaled T P S U",
-    "*fp32": "g beta A_log dt_bias rows units initial_state final_state transition",
+    "*x": "q k v o q_scaled k_scaled T P S U kl",
+    "*fp32": "g beta A_log dt_bias rows units last initial_state final_state transition",
     "*i64": "chunk_start chunk_length cu_seqlens chunk_offsets",
     "fp32": "scale unit beta_max",
     "i32": "tokens NT NS span",
@@ -190,8 +190,8 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
 def scan_kernel(
-    q, k, v, T, P, rows, units, initial_state, o, final_state, transition, S, U, cu_seqlens, chunk_offsets,
-    scale, unit, tokens, NT, NS, span,
+    q, k, v, T, P, rows, units, kl, last, initial_state, o, final_state, transition, S, U, cu_seqlens,
+    chunk_offsets, scale, unit, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, QR: tl.constexpr, KR: tl.constexpr, VR: tl.constexpr, STAGES: tl.constexpr,
     UPRIGHT: tl.constexpr, ALONE: tl.constexpr, DOT: tl.constexpr,
@@ -200,8 +200,9 @@ def scan_kernel(
 
     Writes what is not None. Backward reads S and U; where forward did not keep them, backward launches this
     kernel for them alone. With `transition`, K more columns follow those of V: they start as the identity,
-    see v = 0 and end as `transition` (see `segments`). scale is in `unit`. Tiles are as in the equations if
-    UPRIGHT, else transposed; ALONE: see tiles.accumulate_alone.
+    see v = 0 and end as `transition` (see `segments`). kl and last: None, or kimi_delta_attention's.
+    scale is in `unit`. Tiles are as in the equations if UPRIGHT, else transposed; ALONE: see
+    tiles.accumulate_alone.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     NX: tl.constexpr = NV + ((K + BV - 1) // BV if transition is not None else 0)
@@ -280,6 +281,9 @@ def scan_kernel(
             tl.store(o + (t * HV + i_h) * V + o_tv, round_to(b_O, o.dtype.element_ty, DOT), mask=m_tv)
         b_to_end = tl.load(p_rows + 6 * C + o_c)
         b_last = tl.exp2(tl.load(p_rows + C - 1))
+        if last is not None:
+            b_last = by_row(tl.load(last + tile * K + o_k, mask=m_k, other=0.0), UPRIGHT)
+            b_k = tl.load(kl + t * KR + i_hk * K + o_c[:, None] * KR + o_k[None, :], mask=m_ck, other=0.0)
         if dtype != tl.float16:
             # tiny values times r_k of huge keys would underflow: a power of two that all r_k share comes last
             power, _ = split_power(tl.min(tl.load(p_rows + 3 * C + o_c), axis=0))
@@ -344,7 +348,7 @@ def prepare(
 @take_turns
 def scan(
     q, k, v, T, P, rows, initial_state, *, o, final_state, S, U, transition=None, scale, unit, units=None,
-    chunks: Chunks, config: Config,
+    kl=None, last=None, chunks: Chunks, config: Config,
 ):  # fmt: skip
     """Launches `scan_kernel`: fills whichever of o, final_state, transition, S and U are not None."""
     H, K = q.shape[2:]
@@ -352,11 +356,11 @@ def scan(
     tile = config.scan
     columns = -(-V // tile.columns) + (0 if transition is None else -(-K // tile.columns))
     scan_kernel[(chunks.sequences * HV * columns,)](
-        q, k, v, T, P, rows, units, initial_state, o, final_state, transition, S, U, chunks.cu_seqlens,
-        chunks.offsets, scale / unit, unit, chunks.tokens, chunks.per_sequence, chunks.segments, chunks.span,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size, QR=row_stride(q),
-        KR=row_stride(k), VR=row_stride(v), STAGES=tile.stages, UPRIGHT=tile.upright, ALONE=tile.warps > 4,
-        DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+        q, k, v, T, P, rows, units, kl, last, initial_state, o, final_state, transition, S, U,
+        chunks.cu_seqlens, chunks.offsets, scale / unit, unit, chunks.tokens, chunks.per_sequence,
+        chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns,
+        C=chunks.size, QR=row_stride(q), KR=row_stride(k), VR=row_stride(v), STAGES=tile.stages,
+        UPRIGHT=tile.upright, ALONE=tile.warps > 4, DOT=config.dot, **tile.options(),
     )  # fmt: skip
 
 
@@ -364,7 +368,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row, tiles = config(K, V, itemsize=itemsize), by_heads("scan", K, V, itemsize)
     sizes = {"K": K, "KP": power_of_two(K), "V": V, "C": row.C} | rows_of(2, 4, K, V)
-    sizes |= {"L2NORM": True, "DOT": row.dot, "units": None}
+    sizes |= {"L2NORM": True, "DOT": row.dot} | dict.fromkeys(("units", "kl", "last"))
     # what each use of the scan does not write; dense sequences have no initial and no final state here
     uses = {"train": ("transition",)}
     if not quick:

@@ -7,7 +7,7 @@ nothing of K dS' but its rounding, what that does to `writes` and to E cancels, 
 U dS'^T would not. In bfloat16, `gated_delta_rule_refine` comes between.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
 from math import frexp
 
@@ -30,8 +30,8 @@ from delta_trn.triton_kernels.tiles import (
 from delta_trn.triton_kernels.variants import FEW, Variant, by_heads, layouts, of_tile, rows_of
 
 TYPES = {
-    "*x": "q k do T P S U dY dS",
-    "*fp32": "rows units initial_state dstate writes carry dinitial_state",
+    "*x": "q k do T P S U dY dS kl",
+    "*fp32": "rows units last initial_state dstate writes carry dinitial_state",
     "*i64": "cu_seqlens chunk_offsets",
     "fp32": "scale power unit",
     "i32": "tokens NT NS span",
@@ -40,7 +40,7 @@ TYPES = {
 
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
 def reverse_scan_kernel(
-    q, k, do, T, P, rows, units, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
+    q, k, do, T, P, rows, units, kl, last, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
     cu_seqlens, chunk_offsets, scale, power, unit, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, QR: tl.constexpr, KR: tl.constexpr, UPRIGHT: tl.constexpr, ALONE: tl.constexpr,
@@ -50,8 +50,8 @@ def reverse_scan_kernel(
 
     Writes dY and dS unless dY is None, writes unless that is None, carry at first chunks unless initial_state
     is None, and dinitial_state unless that is None. power is a power of two, as large as scale;
-    unit is that of P. Tiles are as in the equations if UPRIGHT, else transposed; ALONE: see
-    tiles.accumulate_alone.
+    unit is that of P. kl and last: None, or kimi_delta_attention's. Tiles are as in the equations if
+    UPRIGHT, else transposed; ALONE: see tiles.accumulate_alone.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
@@ -95,6 +95,8 @@ def reverse_scan_kernel(
         m_ck = m_t[:, None] & m_k[None, :]
         p_rows = rows + tile * (ROWS * C)
         b_last = tl.exp2(tl.load(p_rows + C - 1))
+        if last is not None:
+            b_last = by_row(tl.load(last + tile * K + o_k, mask=m_k, other=0.0), UPRIGHT)
         b_dSd = round_to(b_dS, dtype, DOT)
         if dS is not None:
             tl.store(dS + tile * (V * K) + o_state, b_dSd, mask=m_state)
@@ -113,7 +115,10 @@ def reverse_scan_kernel(
         b_do = tl.load(do + (t * HV + i_h) * V + o_tv, mask=m_tv, other=0.0)
         b_T = tl.load(T + tile * (C * C) + o_cc)
         b_P = tl.load(P + tile * (C * C) + o_cc)
-        b_dU = multiply_from_left(b_k, b_dSd, length > 0, UPRIGHT, ALONE, DOT)
+        b_kl = b_k
+        if kl is not None:
+            b_kl = tl.load(kl + t * KR + i_hk * K + o_c[:, None] * KR + o_k[None, :], mask=m_ck, other=0.0)
+        b_dU = multiply_from_left(b_kl, b_dSd, length > 0, UPRIGHT, ALONE, DOT)
         b_to_end = tl.load(p_rows + 6 * C + o_c)
         if dtype == tl.float16:
             b_to_end /= unit
@@ -161,7 +166,11 @@ def reverse_scan_kernel(
             if dinitial_state is not None:
                 b_lost += b_initial * tl.load(dinitial_state + o_first, mask=m_state, other=0.0)
                 tl.debug_barrier()
-            tl.store(carry + tile * NV + i_v, tl.sum(tl.sum(b_lost, axis=1), axis=0))
+            if last is not None:
+                b_lost = tl.sum(b_lost, axis=1 if UPRIGHT else 0)
+                tl.store(carry + (tile * NV + i_v) * K + o_k, b_lost, mask=m_k)
+            else:
+                tl.store(carry + tile * NV + i_v, tl.sum(tl.sum(b_lost, axis=1), axis=0))
     if dinitial_state is not None:
         if units is not None:
             b_dS *= gradient_unit
@@ -171,7 +180,7 @@ def reverse_scan_kernel(
 @take_turns
 def reverse_scan(
     q, k, do, T, P, rows, S, U, initial_state, dstate, *, dY, dS, writes, carry, dinitial_state, scale,
-    unit, units=None, chunks: Chunks, config: Config,
+    unit, units=None, kl=None, last=None, chunks: Chunks, config: Config,
 ):  # fmt: skip
     """Launches `reverse_scan_kernel`, which says what it fills."""
     H, K = q.shape[2:]
@@ -179,19 +188,19 @@ def reverse_scan(
     tile = config.reverse
     power = 2.0 ** max(-60, frexp(scale)[1])
     reverse_scan_kernel[(chunks.sequences * HV * -(-V // tile.columns),)](
-        q, k, do, T, P, rows, units, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
-        chunks.cu_seqlens, chunks.offsets, scale, power, unit, chunks.tokens, chunks.per_sequence,
-        chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns,
-        C=chunks.size, QR=row_stride(q), KR=row_stride(k), UPRIGHT=tile.upright, ALONE=tile.warps > 4,
-        DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+        q, k, do, T, P, rows, units, kl, last, S, U, initial_state, dstate, dY, dS, writes, carry,
+        dinitial_state, chunks.cu_seqlens, chunks.offsets, scale, power, unit, chunks.tokens,
+        chunks.per_sequence, chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V,
+        BV=tile.columns, C=chunks.size, QR=row_stride(q), KR=row_stride(k), UPRIGHT=tile.upright,
+        ALONE=tile.warps > 4, DOT=config.dot, **tile.options(),
     )  # fmt: skip
 
 
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row, tiles = config(K, V, itemsize=itemsize), by_heads("reverse", K, V, itemsize)
-    sizes = {"K": K, "KP": power_of_two(K), "V": V, "C": row.C, "DOT": row.dot, "units": None}
-    sizes |= rows_of(2, 4, K, V)
+    sizes = {"K": K, "KP": power_of_two(K), "V": V, "C": row.C, "DOT": row.dot} | rows_of(2, 4, K, V)
+    sizes |= dict.fromkeys(("units", "kl", "last"))
 
     def variant(options: str, heads: str, values: dict) -> Variant:
         values = values | of_tile(tiles[heads])
