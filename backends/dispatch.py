@@ -349,9 +349,12 @@ def _nki(devices: frozenset[str], automatic: frozenset[str]) -> dict[str, Row]:
 
 
 _TRITON_RULE = _triton("gated_delta_rule.triton_adapter", _limits("rule_triton"))
+_TRITON_CHANNELS = replace(
+    _triton("kimi_delta_attention.triton_adapter", _limits("rule_triton")), dtypes=NEURON_FLOATS
+)
 _TRITON_NORM = _triton("layers.triton_adapter", _limits("triton_norm"))
 _CHUNKED = Row(_at("gated_delta_rule.chunked"), FLOATS, automatic=CPU)
-# no kernel of it is for a GPU: PyTorch's form is, and says so (`kimi_delta_attention`)
+# what Triton's kernels of it do not take on a GPU, PyTorch's form does, and says so (`kimi_delta_attention`)
 _CHANNELS = Row(_at("gated_delta_rule.chunked"), FLOATS, automatic=CPU | CUDA)
 _RECURRENT = Row(_at("gated_delta_rule.recurrent"), FLOATS)
 _LAYERS = Row(_at("layers.pytorch"), FLOATS, automatic=None)  # PyTorch's form is every device's
@@ -361,6 +364,8 @@ TABLE: Mapping[str, Mapping[str, Row]] = {
     "triton": {
         "gated_delta_rule": _TRITON_RULE,
         "gated_delta_rule_step": _TRITON_RULE,
+        "kimi_delta_attention": _TRITON_CHANNELS,
+        "kimi_delta_attention_step": _TRITON_CHANNELS,
         "delta_residual": _triton("delta_residual.triton_adapter"),
         "short_convolution": _triton("layers.triton_adapter", _limits("triton_convolution")),
         "gated_rms_norm": _TRITON_NORM,

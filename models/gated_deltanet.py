@@ -148,7 +148,7 @@ class GatedDeltaNet(Float32Numbers):
             both = joint(x.to(self.a_proj.weight.dtype), self.a_proj, self.b_proj)
         if sequences.real is not None:
             both = both.masked_fill(~sequences.real, CLOSED)
-        a, z = both.chunk(2, dim=-1)
+        a, z = consecutive_parts(both, [both.shape[-1] // 2] * 2)
         if sequences.begins is not None:
             a = a.masked_fill(sequences.begins, min(FORGET, torch.finfo(a.dtype).max))
         return a, z

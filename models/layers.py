@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from delta_trn.backends import add_rms_norm, gated_rms_norm
+from delta_trn.backends.rows import find_whole
 from delta_trn.models.initialization import constant
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag
@@ -100,16 +101,34 @@ class LazyProduct(torch.autograd.Function):
 def consecutive_parts(x: Tensor, sizes: Sequence[int], dim: int = -1) -> tuple[Tensor, ...]:
     """Returns the parts of x along `dim` that have these sizes, in order: what x.split(sizes, dim) returns.
 
-    On XLA they are slices. torch-neuronx switches torch_xla's functionalization off, and then split with a
+    Gradients that lie side by side, as Triton's kernels write those of q, k and v, are joined without a copy.
+    On XLA parts are slices. torch-neuronx switches torch_xla's functionalization off, and then split with a
     list of sizes returns wrong elements in every dimension but the first (pytorch/xla issue 8640).
 
     >>> [part.tolist() for part in consecutive_parts(torch.arange(5), (2, 3))]
     [[0, 1], [2, 3, 4]]
     """
     if x.device.type != "xla":
-        return x.split(list(sizes), dim)
+        plain = torch.compiler.is_compiling() or type(x) is not Tensor or torch._C._is_tracing()
+        if plain or dim != -1 or x.dim() != 3 or not (torch.is_grad_enabled() and x.requires_grad):
+            return x.split(list(sizes), dim)
+        return Parts.apply(x, sizes)  # type: ignore[return-value]
     ends = list(accumulate(sizes))
     return tuple(x.narrow(dim, end - size, size) for size, end in zip(sizes, ends, strict=True))
+
+
+class Parts(torch.autograd.Function):
+    """Cuts x [B, T, channels] into views, whose gradients are joined where they lie, or by a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        return x.split(list(sizes), -1)
+
+    @staticmethod
+    def backward(ctx: Any, *parts: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        again = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        whole = None if again else find_whole(parts)
+        return (torch.cat(parts, -1) if whole is None else whole), None
 
 
 class RMSNorm(nn.Module):

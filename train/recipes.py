@@ -29,7 +29,14 @@ def quickstart() -> RunConfig:
         model=ModelSection(
             width=192, base_width=192, layers=4, heads=4, intermediate_multiple=64, mixer_output_init=0.0
         ),
-        optimizer=OptimizerSection(name="muon", lr=1e-2, momentum=0.95, independent_weight_decay=True),
+        optimizer=OptimizerSection(
+            name="muon",
+            lr=1e-2,
+            embedding_lr=4.0,
+            vector_lr=4.0,
+            momentum=0.95,
+            independent_weight_decay=True,
+        ),
         schedule=ScheduleSection(warmup=40, min_lr=2e-4),
         batch=BatchSection(sequences=4, length=256),
         data=DataSection(source="python-stdlib", tokenizer="bytebpe", vocab_size=4096),

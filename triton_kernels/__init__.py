@@ -6,6 +6,7 @@
     gated_delta_rule_bwd     its gradients: every chunk in parallel
     gated_delta_rule_refine  their accuracy in bfloat16 where keys are alike
     gated_delta_rule_step    one token of it, for decoding
+    kimi_delta_attention     chunks with a decay for each channel of a key (arXiv:2510.26692), and gradients
     delta_residual           Deep Delta Learning's rank-1 residual update, forward and backward
     short_convolution        a causal depthwise convolution over time, then SiLU; forward and backward
     rms_norm                 the norm of rows, plain, gated or of a residual sum; forward and backward

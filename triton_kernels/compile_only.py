@@ -43,6 +43,7 @@ from delta_trn.triton_kernels import (
     gated_delta_rule_refine,
     gated_delta_rule_reverse,
     gated_delta_rule_step,
+    kimi_delta_attention,
     rms_norm,
     segments,
     short_convolution,
@@ -66,12 +67,14 @@ RULE = (
     gated_delta_rule_fwd, gated_delta_rule_reverse, gated_delta_rule_bwd, gated_delta_rule_refine, segments,
     gated_delta_rule_step,
 )  # fmt: skip
+CHANNELS = kimi_delta_attention.fwd, kimi_delta_attention.bwd
 # modules; the two sizes of their variants; those that --quick compiles
 # fmt: off
 SIZES = (
     # K and V
     (RULE, [(32, 64), (64, 64), (64, 128), (96, 192), (128, 128), (128, 256), (192, 384), (256, 256),
             (256, 512)], [(64, 128)]),
+    (CHANNELS, [(32, 64), (64, 128), (96, 192), (128, 128), (192, 384), (256, 256)], [(128, 128)]),
     # width and value columns of Deep Delta Learning's stream
     ((delta_residual,), [(768, 1), (768, 4), (2048, 1), (2048, 4), (1600, 8)], [(768, 1)]),
     # channels and taps
@@ -140,6 +143,8 @@ def _variants(quick: bool, architecture: int) -> Iterator[tuple[int, int, str, V
         for modules, everything, few in SIZES:
             if modules is RULE and architecture != 90:
                 few = [*few, *OTHERS_SIZES]
+            if modules is CHANNELS and dtype == "fp16":
+                continue  # which these do not take
             sizes = few if quick else everything
             if quick and dtype == "fp32":
                 sizes = few if modules is RULE else []

@@ -46,6 +46,8 @@ Layout, beyond that of forward:
     dq, dk [B, tokens, HV, K] per value head
     first_dq [B, tokens, H, K] in float32, where pairs of value heads share a key: dq of each pair's first, to
                               which the launch for the second adds its own; dq then has H heads
+    dv, dg, dbeta             as v, g, beta. QR, ..., and DQR, DKR, DVR, DGR, DBR of the gradients, are the
+                              elements from a token to the next, as in gated_delta_rule_fwd
     dgates [NC, HV, 2]        a chunk's part of dA_log and of ddt_bias
 """
 
@@ -55,7 +57,7 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
+from delta_trn.triton_kernels.launch import Config, config, power_of_two, row_stride, take_turns
 from delta_trn.triton_kernels.tiles import (
     RESET,
     ROWS,
@@ -70,7 +72,7 @@ from delta_trn.triton_kernels.tiles import (
     softplus,
     split_power,
 )
-from delta_trn.triton_kernels.variants import Variant, gates, layouts, second_of_pair
+from delta_trn.triton_kernels.variants import Variant, gates, layouts, rows_of, second_of_pair
 
 LEAST_DIVISOR = tl.constexpr(2.0**-4)
 TYPES = {
@@ -87,7 +89,9 @@ def gradients_kernel(
     q, k, v, do, g, beta, A_log, dt_bias, rows, units, S, U, dY, dS, writes, carry, first_dq, dq, dk, dv, dg,
     dbeta, dgates, chunk_start, chunk_length, scale, beta_max, tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, TILES: tl.constexpr, MEMBER: tl.constexpr, L2NORM: tl.constexpr, SCALED: tl.constexpr,
+    C: tl.constexpr, QR: tl.constexpr, KR: tl.constexpr, VR: tl.constexpr, GR: tl.constexpr, BR: tl.constexpr,
+    DQR: tl.constexpr, DKR: tl.constexpr, DVR: tl.constexpr, DGR: tl.constexpr, DBR: tl.constexpr,
+    TILES: tl.constexpr, MEMBER: tl.constexpr, L2NORM: tl.constexpr, SCALED: tl.constexpr,
     PIPELINED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Computes dq, dk, dv, dg, dbeta and dgates; one program per (chunk, value head). SCALED: q and k are.
@@ -119,7 +123,6 @@ def gradients_kernel(
     m_t = o_c < length
     m_k = o_k < K
     m_ck = m_t[:, None] & m_k[None, :]
-    o_ck = o_c[:, None] * (H * K) + o_k[None, :]
     dtype = k.dtype.element_ty
     # with eight warps, see accumulate_alone; products of float32 run elsewhere
     ALONE: tl.constexpr = KP > 128 and dtype != tl.float32
@@ -130,16 +133,16 @@ def gradients_kernel(
     p_U = tile * (C * V)
     p_S = tile * (V * K)
     # what is needed once per token is loaded here, together: later, each load would wait for memory
-    p_g = start * HV + i_h + o_c * HV
+    p_g = g + start * GR + i_h + o_c * GR
     b_last = tl.load(p_rows + C - 1)
     b_last_low = tl.load(p_rows + 2 * C - 1)
     if A_log is not None:
-        b_s = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
+        b_s = tl.load(p_g, mask=m_t, other=0.0).to(tl.float32)
         if dt_bias is not None:
             b_s += tl.load(dt_bias + i_h).to(tl.float32)
         rate = tl.load(A_log + i_h).to(tl.float32)
     if beta_max is not None:
-        b_z = tl.load(beta + p_g, mask=m_t, other=0.0).to(tl.float32)
+        b_z = tl.load(beta + start * BR + i_h + o_c * BR, mask=m_t, other=0.0).to(tl.float32)
     b_b = tl.load(p_rows + o_c)
     b_b_low = tl.load(p_rows + C + o_c)
     b_rq = tl.load(p_rows + 2 * C + o_c)
@@ -169,7 +172,7 @@ def gradients_kernel(
         b_do = tl.load(do + p_v + o_tv, mask=m_cv, other=0.0)
         b_U = tl.load(U + p_U + o_cv, mask=m_v[None, :], other=0.0)
         b_dY = tl.load(dY + p_U + o_cv, mask=m_v[None, :], other=0.0)
-        b_v = tl.load(v + p_v + o_tv, mask=m_cv, other=0.0)
+        b_v = tl.load(v + start * VR + i_h * V + o_c[:, None] * VR + o_v[None, :], mask=m_cv, other=0.0)
         b_OU = accumulate(b_OU, b_do, tl.trans(b_U), DOT)
         b_YU = accumulate_in_turn(b_YU, b_dY, tl.trans(b_U), scale, PIPELINED, DOT)
         if not APART:
@@ -178,14 +181,17 @@ def gradients_kernel(
             b_dq = accumulate(b_dq, b_do, b_S, DOT)
         b_dY32 = b_dY.to(tl.float32)
         b_dbeta += tl.sum(b_dY32 * b_v.to(tl.float32), axis=1)
-        tl.store(dv + p_v + o_tv, round_to(b_dY32 * b_strength[:, None], dv.dtype.element_ty, DOT), mask=m_cv)
+        p_dv = dv + start * DVR + i_h * V + o_c[:, None] * DVR + o_v[None, :]
+        tl.store(p_dv, round_to(b_dY32 * b_strength[:, None], dv.dtype.element_ty, DOT), mask=m_cv)
 
     if units is not None:
         b_dbeta *= invert_power(state_unit)
     lower = o_c[:, None] >= o_c[None, :]
     strict = o_c[:, None] > o_c[None, :]
-    b_q = tl.load(q + (start * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
-    b_k = tl.load(k + (start * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
+    p_q = q + start * QR + i_hk * K
+    p_k = k + start * KR + i_hk * K
+    b_q = tl.load(p_q + o_c[:, None] * QR + o_k[None, :], mask=m_ck, other=0.0)
+    b_k = tl.load(p_k + o_c[:, None] * KR + o_k[None, :], mask=m_ck, other=0.0)
     b_D = (b_b[:, None] - b_b[None, :]) + (b_b_low[:, None] - b_b_low[None, :])
     b_D = tl.exp2(tl.where(lower, b_D, float("-inf")))
     # factors that are the same along a row wait for its sum, and those of a column are multiplied in once
@@ -239,15 +245,15 @@ def gradients_kernel(
         b_dq = b_rq[:, None] * (b_dq - b_q32 * tl.sum(b_q32 * b_dq, axis=1)[:, None])
     if units is not None:
         b_dq *= state_unit
-    o_out = o_c[:, None] * (HV * K) + o_k[None, :]
-    p_out = (start * HV + i_h) * K
-    if MEMBER < 0:
-        tl.store(dq + p_out + o_out, round_to(b_dq, dq.dtype.element_ty, DOT), mask=m_ck)
-    else:
-        p_dq = (start * H + i_hk) * K + o_ck
-        if first_dq is not None:
-            b_dq += tl.load(first_dq + p_dq, mask=m_ck, other=0.0)
-        tl.store(dq + p_dq, round_to(b_dq, dq.dtype.element_ty, DOT), mask=m_ck)
+    if first_dq is not None:
+        p_first = first_dq + (start * H + i_hk) * K
+        b_dq += tl.load(p_first + o_c[:, None] * (H * K) + o_k[None, :], mask=m_ck, other=0.0)
+    o_dq = o_c[:, None] * DQR + o_k[None, :]
+    tl.store(
+        dq + (start * DQR + (i_h if MEMBER < 0 else i_hk) * K) + o_dq,
+        round_to(b_dq, dq.dtype.element_ty, DOT),
+        mask=m_ck,
+    )
 
     b_YS = tl.zeros([C, KP], dtype=tl.float32)  # dY S^T
     b_US = tl.zeros([C, KP], dtype=tl.float32)  # U dS'^T
@@ -291,7 +297,8 @@ def gradients_kernel(
         b_dk = b_rk[:, None] * (b_dk - b_k32 * tl.sum(b_k32 * b_dk, axis=1)[:, None])
     if units is not None:
         b_dk *= both_units
-    tl.store(dk + p_out + o_out, round_to(b_dk, dk.dtype.element_ty, DOT), mask=m_ck)
+    o_dk = o_c[:, None] * DKR + o_k[None, :]
+    tl.store(dk + (start * DKR + i_h * K) + o_dk, round_to(b_dk, dk.dtype.element_ty, DOT), mask=m_ck)
 
     # a sum of the earlier writes, not cumsum - writes: at g = -20 that difference is 1e-9 of its terms
     b_dg += tl.sum(tl.where(strict, b_writes[None, :], 0.0), axis=1)
@@ -309,8 +316,10 @@ def gradients_kernel(
         tl.store(dgates + tile * 2 + 1, tl.sum(b_dg, axis=0))
     if beta_max is not None:
         b_dbeta *= beta_max * tl.sigmoid(b_z) * tl.sigmoid(-b_z)
-    tl.store(dg + p_g, round_to(b_dg, dg.dtype.element_ty, DOT), mask=m_t)
-    tl.store(dbeta + p_g, round_to(b_dbeta, dbeta.dtype.element_ty, DOT), mask=m_t)
+    p_dg = dg + start * DGR + i_h + o_c * DGR
+    p_dbeta = dbeta + start * DBR + i_h + o_c * DBR
+    tl.store(p_dg, round_to(b_dg, dg.dtype.element_ty, DOT), mask=m_t)
+    tl.store(p_dbeta, round_to(b_dbeta, dbeta.dtype.element_ty, DOT), mask=m_t)
 
 
 @take_turns
@@ -328,12 +337,14 @@ def gradients(
     launches = ((-1, HV, None, dq),)
     if first_dq is not None:
         launches = ((0, H, None, first_dq), (1, H, first_dq, dq))
+    strides = {"QR": q, "KR": k, "VR": v, "GR": g, "BR": beta, "DKR": dk, "DVR": dv, "DGR": dg, "DBR": dbeta}
+    strides = {name: row_stride(x) for name, x in strides.items()}
     for member, heads, before, after in launches:
         gradients_kernel[(chunks.count * heads,)](
             q, k, v, do, g, beta, A_log, dt_bias, rows, units, S, U, dY, dS, writes, carry, before, after, dk,
             dv, dg, dbeta, dgates, chunks.start, chunks.length, scale, beta_max or None, chunks.tokens,
             chunks.per_sequence, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size,
-            TILES=tiles, MEMBER=member, L2NORM=l2norm, SCALED=scaled,
+            **strides, DQR=row_stride(after), TILES=tiles, MEMBER=member, L2NORM=l2norm, SCALED=scaled,
             PIPELINED=tile.stages > 1, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
@@ -341,8 +352,8 @@ def gradients(
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row = config(K, V, itemsize=itemsize)
-    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C, "TILES": 2, "L2NORM": True}
-    sizes |= {"DOT": row.dot, "MEMBER": -1, "first_dq": None, "units": None}
+    sizes = {"K": K, "KP": power_of_two(K), "V": V, "C": row.C, "TILES": 2, "L2NORM": True}
+    sizes |= rows_of(2, 4, K, V) | {"DOT": row.dot, "MEMBER": -1, "first_dq": None, "units": None}
     sizes["PIPELINED"] = row.gradients.stages > 1
     sizes |= {"BV": row.gradients.columns} | ({} if itemsize == 4 else {"writes": None})
     for layout, tables in layouts(quick).items():

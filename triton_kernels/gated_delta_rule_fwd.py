@@ -48,12 +48,16 @@ Layout, with NC the number of chunks of all sequences, and B = 1 where N sequenc
     S [NC, HV, K, V]               U [NC, HV, C, V]              initial_state, final_state [N, HV, K, V]
     A_log, dt_bias [HV]            transition [N, HV, K, K]      units [NC, HV, 2], the same in a sequence
 
+q, k, v, g, beta may be parts of a wider tensor: QR, KR, VR, GR, BR are the elements from a token of theirs to
+the next. A token's own elements lie together. They are known at compile time, like the heads, on which they
+depend and not on a length: so addresses cost what they do where nothing lies between.
+
 S holds the states at chunk starts. T is rounded like every operand of a product, though its rows reach
 absolute sums of 2 C where keys are alike and beta is 2. A second word, what rounding cut off, would make
 these five times as exact as the plain implementation that parity compares with, and the scans a tenth longer.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
 from dataclasses import replace
 from math import frexp
@@ -62,7 +66,7 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import Config, Tile, config, power_of_two, take_turns
+from delta_trn.triton_kernels.launch import Config, Tile, config, power_of_two, row_stride, take_turns
 from delta_trn.triton_kernels.tiles import (
     LOG2E,
     RESET,
@@ -81,11 +85,11 @@ from delta_trn.triton_kernels.tiles import (
     round_to,
     split_power,
 )
-from delta_trn.triton_kernels.variants import FEW, Variant, by_heads, gates, layouts, of_tile
+from delta_trn.triton_kernels.variants import FEW, Variant, by_heads, gates, layouts, of_tile, rows_of
 
 TYPES = {
-    "*x": "q k v o q_scaled k_scaled T P S U",
-    "*fp32": "g beta A_log dt_bias rows units initial_state final_state transition",
+    "*x": "q k v o q_scaled k_scaled T P S U kl",
+    "*fp32": "g beta A_log dt_bias rows units last initial_state final_state transition",
     "*i64": "chunk_start chunk_length cu_seqlens chunk_offsets",
     "fp32": "scale unit beta_max",
     "i32": "tokens NT NS span",
@@ -96,8 +100,8 @@ TYPES = {
 def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, q_scaled, k_scaled, T, P, rows, chunk_start, chunk_length, scale, beta_max,
     tokens, NT,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr,
-    L2NORM: tl.constexpr, DOT: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, QR: tl.constexpr,
+    KR: tl.constexpr, GR: tl.constexpr, BR: tl.constexpr, L2NORM: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Computes T, P and the rows; one program per (chunk, value head). KP is K up to a power of two.
 
@@ -113,12 +117,12 @@ def prepare_kernel(
     o_k = tl.arange(0, KP)
     m_t = o_c < length
     m_tk = m_t[:, None] & (o_k < K)[None, :]
-    row = (start * H + i_hk) * K
-    o_tk = o_c[:, None] * (H * K) + o_k[None, :]
-    b_q = tl.load(q + row + o_tk, mask=m_tk, other=0.0)
-    b_k = tl.load(k + row + o_tk, mask=m_tk, other=0.0)
-    b_g = tl.load(g + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
-    b_beta = tl.load(beta + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
+    p_q = q + start * QR + i_hk * K
+    p_k = k + start * KR + i_hk * K
+    b_q = tl.load(p_q + o_c[:, None] * QR + o_k[None, :], mask=m_tk, other=0.0)
+    b_k = tl.load(p_k + o_c[:, None] * KR + o_k[None, :], mask=m_tk, other=0.0)
+    b_g = tl.load(g + start * GR + i_h + o_c * GR, mask=m_t, other=0.0).to(tl.float32)
+    b_beta = tl.load(beta + start * BR + i_h + o_c * BR, mask=m_t, other=0.0).to(tl.float32)
     b_g, b_beta = compute_gates(b_g, b_beta, A_log, dt_bias, i_h, beta_max)
     # tokens past the end must neither forget nor write, whatever the formulas make of 0
     if A_log is not None:
@@ -150,8 +154,9 @@ def prepare_kernel(
         b_power, b_rk = split_power(b_rk)
         b_k = round_to(b_k.to(tl.float32) * b_power[:, None], k.dtype.element_ty, DOT)
         m_tk &= i_h % (HV // H) == 0
-        tl.store(q_scaled + row + o_tk, b_q, mask=m_tk)
-        tl.store(k_scaled + row + o_tk, b_k, mask=m_tk)
+        o_scaled = (start * H + i_hk) * K + o_c[:, None] * (H * K) + o_k[None, :]
+        tl.store(q_scaled + o_scaled, b_q, mask=m_tk)
+        tl.store(k_scaled + o_scaled, b_k, mask=m_tk)
     b_last = tl.sum(tl.where(o_c == C - 1, b_sum, 0.0), axis=0)
     b_gam = exp2_of_words(b_b, b_b_low)
     b_to_end = b_last - b_sum
@@ -185,18 +190,19 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
 def scan_kernel(
-    q, k, v, T, P, rows, units, initial_state, o, final_state, transition, S, U, cu_seqlens, chunk_offsets,
-    scale, unit, tokens, NT, NS, span,
+    q, k, v, T, P, rows, units, kl, last, initial_state, o, final_state, transition, S, U, cu_seqlens,
+    chunk_offsets, scale, unit, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, STAGES: tl.constexpr, UPRIGHT: tl.constexpr, ALONE: tl.constexpr,
-    DOT: tl.constexpr,
+    C: tl.constexpr, QR: tl.constexpr, KR: tl.constexpr, VR: tl.constexpr, STAGES: tl.constexpr,
+    UPRIGHT: tl.constexpr, ALONE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Walks over the chunks in order; one program per (sequence, value head, BV columns of V).
 
     Writes what is not None. Backward reads S and U; where forward did not keep them, backward launches this
     kernel for them alone. With `transition`, K more columns follow those of V: they start as the identity,
-    see v = 0 and end as `transition` (see `segments`). scale is in `unit`. Tiles are as in the equations if
-    UPRIGHT, else transposed; ALONE: see tiles.accumulate_alone.
+    see v = 0 and end as `transition` (see `segments`). kl and last: None, or kimi_delta_attention's.
+    scale is in `unit`. Tiles are as in the equations if UPRIGHT, else transposed; ALONE: see
+    tiles.accumulate_alone.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     NX: tl.constexpr = NV + ((K + BV - 1) // BV if transition is not None else 0)
@@ -213,9 +219,7 @@ def scan_kernel(
     m_k = o_k < K
     m_v = o_v < V
     m_state = by_row(m_k, UPRIGHT) & by_column(m_v, UPRIGHT)
-    o_ck = o_c[:, None] * (H * K) + o_k[None, :]
     o_tv = by_row(o_c, UPRIGHT) * (HV * V) + by_column(o_v, UPRIGHT)
-    o_cv = o_c[:, None] * (HV * V) + o_v[None, :]
     o_cc = o_c[:, None] * C + o_c[None, :]
     o_state = by_row(o_k, UPRIGHT) * V + by_column(o_v, UPRIGHT)
     dtype = k.dtype.element_ty
@@ -239,8 +243,10 @@ def scan_kernel(
         tile = (first + i) * HV + i_h
         m_t = o_c < tl.minimum(length - i * C, C).to(tl.int32)
         m_ck = m_t[:, None] & m_k[None, :]
-        b_k = tl.load(k + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
-        b_v = tl.load(v + (t * HV + i_h) * V + o_cv, mask=m_t[:, None] & m_v[None, :], other=0.0)
+        p_k = k + t * KR + i_hk * K + o_c[:, None] * KR + o_k[None, :]
+        p_v = v + t * VR + i_h * V + o_c[:, None] * VR + o_v[None, :]
+        b_k = tl.load(p_k, mask=m_ck, other=0.0)
+        b_v = tl.load(p_v, mask=m_t[:, None] & m_v[None, :], other=0.0)
         if UPRIGHT:
             b_v = b_v.to(tl.float32)
         else:
@@ -263,7 +269,8 @@ def scan_kernel(
             p_U = U + tile * (C * V) + by_row(o_c, UPRIGHT) * V + by_column(o_v, UPRIGHT)
             tl.store(p_U, round_to(b_U, dtype, DOT), mask=by_column(m_v, UPRIGHT))
         if o is not None:
-            b_q = tl.load(q + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
+            p_q = q + t * QR + i_hk * K + o_c[:, None] * QR + o_k[None, :]
+            b_q = tl.load(p_q, mask=m_ck, other=0.0)
             b_P = tl.load(P + tile * (C * C) + o_cc)
             b_O = multiply_from_left(b_q, b_Sd, length > 0, UPRIGHT, ALONE, DOT)
             b_O *= by_row(scale * tl.load(p_rows + 5 * C + o_c), UPRIGHT)
@@ -274,6 +281,9 @@ def scan_kernel(
             tl.store(o + (t * HV + i_h) * V + o_tv, round_to(b_O, o.dtype.element_ty, DOT), mask=m_tv)
         b_to_end = tl.load(p_rows + 6 * C + o_c)
         b_last = tl.exp2(tl.load(p_rows + C - 1))
+        if last is not None:
+            b_last = by_row(tl.load(last + tile * K + o_k, mask=m_k, other=0.0), UPRIGHT)
+            b_k = tl.load(kl + t * KR + i_hk * K + o_c[:, None] * KR + o_k[None, :], mask=m_ck, other=0.0)
         if dtype != tl.float16:
             # tiny values times r_k of huge keys would underflow: a power of two that all r_k share comes last
             power, _ = split_power(tl.min(tl.load(p_rows + 3 * C + o_c), axis=0))
@@ -317,7 +327,7 @@ def prepare(
     q, k, g, beta, A_log, dt_bias, *, q_scaled, k_scaled, T, P, rows, scale, l2norm, beta_max, chunks: Chunks,
     config: Config,
 ):  # fmt: skip
-    """Launches `prepare_kernel`: fills T, P and rows. Tensors as in the module's layout, contiguous.
+    """Launches `prepare_kernel`: fills T, P and rows. Tensors as in the module's layout.
 
     scale is that of P, in its `unit`.
 
@@ -329,15 +339,16 @@ def prepare(
     prepare_kernel[(chunks.count * HV,)](
         q, k, g, beta, A_log, dt_bias, q_scaled, k_scaled, T, P, rows, chunks.start, chunks.length, scale,
         beta_max or None, chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, KP=power_of_two(K), C=chunks.size, L2NORM=l2norm, DOT=config.dot,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        H=H, HV=HV, K=K, KP=power_of_two(K), C=chunks.size, QR=row_stride(q), KR=row_stride(k),
+        GR=row_stride(g), BR=row_stride(beta), L2NORM=l2norm, DOT=config.dot, num_warps=tile.warps,
+        num_stages=tile.stages, maxnreg=tile.registers,
     )  # fmt: skip
 
 
 @take_turns
 def scan(
     q, k, v, T, P, rows, initial_state, *, o, final_state, S, U, transition=None, scale, unit, units=None,
-    chunks: Chunks, config: Config,
+    kl=None, last=None, chunks: Chunks, config: Config,
 ):  # fmt: skip
     """Launches `scan_kernel`: fills whichever of o, final_state, transition, S and U are not None."""
     H, K = q.shape[2:]
@@ -345,19 +356,19 @@ def scan(
     tile = config.scan
     columns = -(-V // tile.columns) + (0 if transition is None else -(-K // tile.columns))
     scan_kernel[(chunks.sequences * HV * columns,)](
-        q, k, v, T, P, rows, units, initial_state, o, final_state, transition, S, U, chunks.cu_seqlens,
-        chunks.offsets, scale / unit, unit, chunks.tokens, chunks.per_sequence, chunks.segments, chunks.span,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size, STAGES=tile.stages,
-        UPRIGHT=tile.upright, ALONE=tile.warps > 4, DOT=config.dot, num_warps=tile.warps,
-        num_stages=tile.stages,
+        q, k, v, T, P, rows, units, kl, last, initial_state, o, final_state, transition, S, U,
+        chunks.cu_seqlens, chunks.offsets, scale / unit, unit, chunks.tokens, chunks.per_sequence,
+        chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns,
+        C=chunks.size, QR=row_stride(q), KR=row_stride(k), VR=row_stride(v), STAGES=tile.stages,
+        UPRIGHT=tile.upright, ALONE=tile.warps > 4, DOT=config.dot, **tile.options(),
     )  # fmt: skip
 
 
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row, tiles = config(K, V, itemsize=itemsize), by_heads("scan", K, V, itemsize)
-    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C}
-    sizes |= {"L2NORM": True, "DOT": row.dot, "units": None}
+    sizes = {"K": K, "KP": power_of_two(K), "V": V, "C": row.C} | rows_of(2, 4, K, V)
+    sizes |= {"L2NORM": True, "DOT": row.dot} | dict.fromkeys(("units", "kl", "last"))
     # what each use of the scan does not write; dense sequences have no initial and no final state here
     uses = {"train": ("transition",)}
     if not quick:

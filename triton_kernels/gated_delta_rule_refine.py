@@ -26,9 +26,9 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
+from delta_trn.triton_kernels.launch import Config, config, power_of_two, row_stride, take_turns
 from delta_trn.triton_kernels.tiles import ROWS, accumulate, locate_chunk, multiply, round_to, split_power
-from delta_trn.triton_kernels.variants import Variant, layouts
+from delta_trn.triton_kernels.variants import Variant, layouts, rows_of
 
 ALIKE = tl.constexpr(16.0)
 # the sum of a column of |X| up to which dY is refined; at most 4 where beta |k|^2 <= 2
@@ -43,7 +43,7 @@ TYPES = {"*x": "k T dY", "*fp32": "rows", "*i64": "chunk_start chunk_length", "i
 def refine_kernel(
     k, T, rows, dY, chunk_start, chunk_length, tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, HEADS: tl.constexpr, SCALED: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, KR: tl.constexpr, HEADS: tl.constexpr, SCALED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Refines dY in place; one program per (chunk, HEADS value heads)."""
     GROUPS: tl.constexpr = (HV + HEADS - 1) // HEADS
@@ -70,9 +70,8 @@ def refine_kernel(
             i_hk = i_h // (HV // H)
             tile = i_c * HV + i_h
             p_rows = rows + tile * (ROWS * C) + o_c
-            b_k = tl.load(
-                k + (start * H + i_hk) * K + o_c[:, None] * (H * K) + o_k[None, :], mask=m_ck, other=0.0
-            )
+            p_k = k + start * KR + i_hk * K + o_c[:, None] * KR + o_k[None, :]
+            b_k = tl.load(p_k, mask=m_ck, other=0.0)
             b_M = tl.load(T + tile * (C * C) + o_c[:, None] * C + o_c[None, :])
             b_b = tl.load(p_rows)
             b_b_low = tl.load(p_rows + C)
@@ -113,8 +112,8 @@ def refine(k, T, rows, *, dY, scaled: bool, chunks: Chunks, config: Config):
     heads = min(HEADS, power_of_two(HV, 1))
     refine_kernel[(chunks.count * -(-HV // heads),)](
         k, T, rows, dY, chunks.start, chunks.length, chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=launch.columns, C=chunks.size, HEADS=heads,
-        SCALED=scaled, DOT=config.dot, **launch.options(),
+        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=launch.columns, C=chunks.size, KR=row_stride(k),
+        HEADS=heads, SCALED=scaled, DOT=config.dot, **launch.options(),
     )  # fmt: skip
 
 
@@ -124,7 +123,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         return
     row = config(K, V, itemsize=itemsize)
     launch = row.refine
-    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "BV": launch.columns}
+    sizes = {"K": K, "KP": power_of_two(K), "V": V, "BV": launch.columns} | rows_of(2, 4, K, V)
     for layout, tables in layouts(quick).items():
         values = sizes | tables | {"C": row.C, "HEADS": 4, "SCALED": False, "DOT": row.dot}
         yield Variant("refine", layout, refine_kernel, TYPES, launch, values)

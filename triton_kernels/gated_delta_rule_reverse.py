@@ -7,7 +7,7 @@ nothing of K dS' but its rounding, what that does to `writes` and to E cancels, 
 U dS'^T would not. In bfloat16, `gated_delta_rule_refine` comes between.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
 from math import frexp
 
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
+from delta_trn.triton_kernels.launch import Config, config, power_of_two, row_stride, take_turns
 from delta_trn.triton_kernels.tiles import (
     ROWS,
     add_from_left,
@@ -27,11 +27,11 @@ from delta_trn.triton_kernels.tiles import (
     round_to,
     split_power,
 )
-from delta_trn.triton_kernels.variants import FEW, Variant, by_heads, layouts, of_tile
+from delta_trn.triton_kernels.variants import FEW, Variant, by_heads, layouts, of_tile, rows_of
 
 TYPES = {
-    "*x": "q k do T P S U dY dS",
-    "*fp32": "rows units initial_state dstate writes carry dinitial_state",
+    "*x": "q k do T P S U dY dS kl",
+    "*fp32": "rows units last initial_state dstate writes carry dinitial_state",
     "*i64": "cu_seqlens chunk_offsets",
     "fp32": "scale power unit",
     "i32": "tokens NT NS span",
@@ -40,17 +40,18 @@ TYPES = {
 
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
 def reverse_scan_kernel(
-    q, k, do, T, P, rows, units, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
+    q, k, do, T, P, rows, units, kl, last, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
     cu_seqlens, chunk_offsets, scale, power, unit, tokens, NT, NS, span,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, UPRIGHT: tl.constexpr, ALONE: tl.constexpr, DOT: tl.constexpr,
+    C: tl.constexpr, QR: tl.constexpr, KR: tl.constexpr, UPRIGHT: tl.constexpr, ALONE: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """Walks over the chunks from last to first; one program per (sequence, value head, BV columns of V).
 
     Writes dY and dS unless dY is None, writes unless that is None, carry at first chunks unless initial_state
     is None, and dinitial_state unless that is None. power is a power of two, as large as scale;
-    unit is that of P. Tiles are as in the equations if UPRIGHT, else transposed; ALONE: see
-    tiles.accumulate_alone.
+    unit is that of P. kl and last: None, or kimi_delta_attention's. Tiles are as in the equations if
+    UPRIGHT, else transposed; ALONE: see tiles.accumulate_alone.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
@@ -66,7 +67,6 @@ def reverse_scan_kernel(
     m_k = o_k < K
     m_v = o_v < V
     m_state = by_row(m_k, UPRIGHT) & by_column(m_v, UPRIGHT)
-    o_ck = o_c[:, None] * (H * K) + o_k[None, :]
     o_tv = by_row(o_c, UPRIGHT) * (HV * V) + by_column(o_v, UPRIGHT)
     o_cc = o_c[:, None] * C + o_c[None, :]
     o_state = by_row(o_k, UPRIGHT) * V + by_column(o_v, UPRIGHT)
@@ -95,6 +95,8 @@ def reverse_scan_kernel(
         m_ck = m_t[:, None] & m_k[None, :]
         p_rows = rows + tile * (ROWS * C)
         b_last = tl.exp2(tl.load(p_rows + C - 1))
+        if last is not None:
+            b_last = by_row(tl.load(last + tile * K + o_k, mask=m_k, other=0.0), UPRIGHT)
         b_dSd = round_to(b_dS, dtype, DOT)
         if dS is not None:
             tl.store(dS + tile * (V * K) + o_state, b_dSd, mask=m_state)
@@ -105,13 +107,18 @@ def reverse_scan_kernel(
                 b_low = round_to(b_dS - b_dSd.to(tl.float32), tl.bfloat16, DOT).to(tl.float32)
                 tl.store(dinitial_state + (i_n * HV + i_h) * (K * V) + o_state, b_low, mask=m_state)
 
-        b_q = tl.load(q + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
-        b_k = tl.load(k + (t * H + i_hk) * K + o_ck, mask=m_ck, other=0.0)
+        p_q = q + t * QR + i_hk * K + o_c[:, None] * QR + o_k[None, :]
+        p_k = k + t * KR + i_hk * K + o_c[:, None] * KR + o_k[None, :]
+        b_q = tl.load(p_q, mask=m_ck, other=0.0)
+        b_k = tl.load(p_k, mask=m_ck, other=0.0)
         m_tv = by_row(m_t, UPRIGHT) & by_column(m_v, UPRIGHT)
         b_do = tl.load(do + (t * HV + i_h) * V + o_tv, mask=m_tv, other=0.0)
         b_T = tl.load(T + tile * (C * C) + o_cc)
         b_P = tl.load(P + tile * (C * C) + o_cc)
-        b_dU = multiply_from_left(b_k, b_dSd, length > 0, UPRIGHT, ALONE, DOT)
+        b_kl = b_k
+        if kl is not None:
+            b_kl = tl.load(kl + t * KR + i_hk * K + o_c[:, None] * KR + o_k[None, :], mask=m_ck, other=0.0)
+        b_dU = multiply_from_left(b_kl, b_dSd, length > 0, UPRIGHT, ALONE, DOT)
         b_to_end = tl.load(p_rows + 6 * C + o_c)
         if dtype == tl.float16:
             b_to_end /= unit
@@ -159,7 +166,11 @@ def reverse_scan_kernel(
             if dinitial_state is not None:
                 b_lost += b_initial * tl.load(dinitial_state + o_first, mask=m_state, other=0.0)
                 tl.debug_barrier()
-            tl.store(carry + tile * NV + i_v, tl.sum(tl.sum(b_lost, axis=1), axis=0))
+            if last is not None:
+                b_lost = tl.sum(b_lost, axis=1 if UPRIGHT else 0)
+                tl.store(carry + (tile * NV + i_v) * K + o_k, b_lost, mask=m_k)
+            else:
+                tl.store(carry + tile * NV + i_v, tl.sum(tl.sum(b_lost, axis=1), axis=0))
     if dinitial_state is not None:
         if units is not None:
             b_dS *= gradient_unit
@@ -169,7 +180,7 @@ def reverse_scan_kernel(
 @take_turns
 def reverse_scan(
     q, k, do, T, P, rows, S, U, initial_state, dstate, *, dY, dS, writes, carry, dinitial_state, scale,
-    unit, units=None, chunks: Chunks, config: Config,
+    unit, units=None, kl=None, last=None, chunks: Chunks, config: Config,
 ):  # fmt: skip
     """Launches `reverse_scan_kernel`, which says what it fills."""
     H, K = q.shape[2:]
@@ -177,19 +188,19 @@ def reverse_scan(
     tile = config.reverse
     power = 2.0 ** max(-60, frexp(scale)[1])
     reverse_scan_kernel[(chunks.sequences * HV * -(-V // tile.columns),)](
-        q, k, do, T, P, rows, units, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
-        chunks.cu_seqlens, chunks.offsets, scale, power, unit, chunks.tokens, chunks.per_sequence,
-        chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns,
-        C=chunks.size, UPRIGHT=tile.upright, ALONE=tile.warps > 4, DOT=config.dot, num_warps=tile.warps,
-        num_stages=tile.stages,
+        q, k, do, T, P, rows, units, kl, last, S, U, initial_state, dstate, dY, dS, writes, carry,
+        dinitial_state, chunks.cu_seqlens, chunks.offsets, scale, power, unit, chunks.tokens,
+        chunks.per_sequence, chunks.segments, chunks.span, H=H, HV=HV, K=K, KP=power_of_two(K), V=V,
+        BV=tile.columns, C=chunks.size, QR=row_stride(q), KR=row_stride(k), UPRIGHT=tile.upright,
+        ALONE=tile.warps > 4, DOT=config.dot, **tile.options(),
     )  # fmt: skip
 
 
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row, tiles = config(K, V, itemsize=itemsize), by_heads("reverse", K, V, itemsize)
-    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "C": row.C, "DOT": row.dot}
-    sizes |= {"units": None}
+    sizes = {"K": K, "KP": power_of_two(K), "V": V, "C": row.C, "DOT": row.dot} | rows_of(2, 4, K, V)
+    sizes |= dict.fromkeys(("units", "kl", "last"))
 
     def variant(options: str, heads: str, values: dict) -> Variant:
         values = values | of_tile(tiles[heads])

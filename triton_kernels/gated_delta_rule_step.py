@@ -10,7 +10,9 @@ formulas.
 Source: arXiv:2412.06464. The state is read once and written once, 8 K V bytes per head, which bounds the
 time; a program holds K x BV of it in registers and sums over K itself.
 
-Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V]; A_log, dt_bias [HV].
+Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V]; A_log, dt_bias [HV]. QR, KR,
+VR, GR, BR are the elements from a sequence of q, k, v, g, beta to the next: these may be parts of wider rows.
+CHANNELS: Kimi Delta Attention, a decay for each row of the state, g [B, HV, K] and dt_bias [HV, K].
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -18,18 +20,24 @@ Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V]; A
 import triton
 import triton.language as tl
 
+from delta_trn.triton_kernels.kimi_delta_attention.fwd import load_decays
 from delta_trn.triton_kernels.launch import arithmetic, power_of_two, take_turns, tile
 from delta_trn.triton_kernels.tiles import compute_gates, round_to
 from delta_trn.triton_kernels.variants import Variant, gates
 
-TYPES = {"*x": "q k v o", "*fp32": "g beta A_log dt_bias state new_state", "fp32": "scale beta_max"}
+TYPES = {
+    "*x": "q k v o",
+    "*fp32": "g beta A_log dt_bias state new_state",
+    "fp32": "scale beta_max",
+    "i32": "QR KR VR GR BR",
+}
 
 
 @triton.jit
 def step_kernel(
-    q, k, v, g, beta, A_log, dt_bias, state, o, new_state, scale, beta_max,
+    q, k, v, g, beta, A_log, dt_bias, state, o, new_state, scale, beta_max, lower_bound, QR, KR, VR, GR, BR,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    L2NORM: tl.constexpr, DOT: tl.constexpr,
+    L2NORM: tl.constexpr, CHANNELS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Computes o and new_state; one program per (sequence, value head, BV columns of V).
 
@@ -39,17 +47,23 @@ def step_kernel(
     pid = tl.program_id(0).to(tl.int64)
     i_v = (pid % NV).to(tl.int32)
     i_nh = pid // NV  # sequence and value head
-    i_hk = (i_nh // HV) * H + (i_nh % HV) // (HV // H)
+    i_n, i_h = i_nh // HV, i_nh % HV
+    i_hk = i_h // (HV // H)
     o_k = tl.arange(0, KP)
     o_v = i_v * BV + tl.arange(0, BV)
     m_k = o_k < K
     m_v = o_v < V
-    b_q = tl.load(q + i_hk * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-    b_k = tl.load(k + i_hk * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-    b_v = tl.load(v + i_nh * V + o_v, mask=m_v, other=0.0).to(tl.float32)
-    b_g = tl.load(g + i_nh).to(tl.float32)
-    b_beta = tl.load(beta + i_nh).to(tl.float32)
-    b_g, b_beta = compute_gates(b_g, b_beta, A_log, dt_bias, i_nh % HV, beta_max)
+    b_q = tl.load(q + i_n * QR + i_hk * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_k = tl.load(k + i_n * KR + i_hk * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_v = tl.load(v + i_n * VR + i_h * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+    b_beta = tl.load(beta + i_n * BR + i_h).to(tl.float32)
+    if CHANNELS:
+        _, b_beta = compute_gates(b_beta, b_beta, None, None, i_h, beta_max)
+        p_g, o_bias = i_n * GR + i_h * K + o_k[:, None], i_h * K + o_k[:, None]
+        b_g, _ = load_decays(g, A_log, dt_bias, lower_bound, p_g, o_bias, m_k[:, None], i_h)
+    else:
+        b_g = tl.load(g + i_n * GR + i_h).to(tl.float32)
+        b_g, b_beta = compute_gates(b_g, b_beta, A_log, dt_bias, i_h, beta_max)
     if L2NORM:
         b_q *= tl.rsqrt(tl.sum(b_q * b_q, axis=0) + 1e-6)
         b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
@@ -67,7 +81,7 @@ def step_kernel(
 
 
 @take_turns
-def step(q, k, v, g, beta, A_log, dt_bias, state, o, new_state, *, scale, l2norm, beta_max):
+def step(q, k, v, g, beta, A_log, dt_bias, state, o, new_state, *, scale, l2norm, beta_max, lower_bound=None):
     """Launches `step_kernel`: fills o and new_state, which may be state itself. beta_max 0: beta is given.
 
     state None: it is zero. new_state None: it is not filled.
@@ -75,10 +89,11 @@ def step(q, k, v, g, beta, A_log, dt_bias, state, o, new_state, *, scale, l2norm
     B, H, K = q.shape
     HV, V = v.shape[1:]
     row = tile("step", V)
+    strides = (x.stride(0) if B > 1 else x.shape[1:].numel() for x in (q, k, v, g, beta))
     step_kernel[(B * HV * -(-V // row.columns),)](
         q, k, v, g, beta, A_log, dt_bias, state, o, new_state, scale, beta_max or None,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=row.columns, L2NORM=l2norm, DOT=arithmetic(),
-        num_warps=row.warps, num_stages=row.stages,
+        lower_bound, *strides, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=row.columns, L2NORM=l2norm,
+        CHANNELS=g.dim() == 3, DOT=arithmetic(), num_warps=row.warps, num_stages=row.stages,
     )  # fmt: skip
 
 
@@ -87,4 +102,9 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     row = tile("step", V)
     values = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "BV": row.columns, "L2NORM": True}
     for form, arguments in gates(quick).items():
-        yield Variant("step", form, step_kernel, TYPES, row, values | arguments | {"DOT": "ieee"})
+        own, multiples = values | arguments | {"DOT": "ieee"}, ("QR", "KR", "VR")
+        own |= {"lower_bound": None, "CHANNELS": False}
+        yield Variant("step", form, step_kernel, TYPES, row, own, multiples)
+        if itemsize == 2 or not quick:
+            own = own | {"CHANNELS": True} | ({"lower_bound": -5.0} if form == "gates made" else {})
+            yield Variant("step", f"{form}, channels", step_kernel, TYPES, row, own, multiples)

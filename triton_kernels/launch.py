@@ -116,7 +116,7 @@ TABLE = (
     Row("gradients",              2,  128,  ANY,     4,     1,  (16, 64)),
     Row("gradients",              2,  ANY,  ANY,     8,     3,  (16, 32)),
     Row("refine",                 2,  128,  ANY,     4,     1,  (16, 64), registers=128),
-    Row("refine",               ANY,  ANY,  ANY,     8,     1,  (16, 64)),  # in 16 bits only
+    Row("refine kimi_refine",   ANY,  ANY,  ANY,     8,     1,  (16, 64)),  # in 16 bits only
     # with four warps the gradients spill 1,960 bytes per thread
     Row("gradients",              4,   64,  ANY,     8,     1,  (16, 32)),
     Row("scan reverse gradients", 4,   64,  ANY,     4,     1,  (16, 32)),
@@ -127,6 +127,17 @@ TABLE = (
     Row("chain",                ANY,  ANY,  ANY,     8,     3,  (16, 16), elements=512),
     # small models decode with a handful of heads, so only V / 32 makes programs
     Row("step",                 ANY,  ANY,  ANY,     4,     1,  (16, 32)),
+
+    # decays per channel: tiles stand upright, and a chunk's kernels take 16 channels at a time
+    Row("kimi_prepare",           2,  ANY,  ANY,     4,     1),
+    Row("kimi_scan kimi_reverse", 2,  128,  ANY,     4,     1,  (16, 32), upright=True, majors=WARPS),
+    Row("kimi_scan kimi_reverse", 2,  128,  ANY,     4,     2,  (16, 32), upright=True),
+    Row("kimi_scan kimi_reverse", 2,  ANY,  ANY,     8,     1,  (16, 32), upright=True),
+    Row("kimi_gradients",         2,  ANY,  ANY,     4,     1,  (16, 32)),
+    Row("kimi_prepare kimi_gradients", 4, ANY, ANY,  4,     1,  (16, 16)),
+    Row("kimi_scan kimi_reverse", 4,  128,  ANY,     4,     1,  (16, 16), upright=True),
+    Row("kimi_scan kimi_reverse", 4,  ANY,  ANY,     8,     1,  (16, 16), upright=True),
+    Row("kimi_combine",         ANY,  ANY,  ANY,     4,     1,  (16, 256), elements=2048, rows=8),
 
     #                               (D)    (DV): 32 elements per thread
     Row("delta_residual",       ANY,  ANY,  ANY,     4,     1,  (1, ANY), elements=4096),
@@ -199,6 +210,11 @@ class Config:
 def power_of_two(size: int, least: int = 16) -> int:
     """Returns the tile extent that holds `size`: a power of two, by default at least a product's 16."""
     return max(least, 1 << (size - 1).bit_length())
+
+
+def row_stride(x) -> int:
+    """Returns the elements from a token of x [B, T, ...] to the next; of one token, those of its row."""
+    return x.stride(1) if x.shape[1] > 1 else x.shape[2:].numel()
 
 
 def adds_pairs(H: int, HV: int, K: int, V: int, itemsize: int) -> bool:
@@ -295,8 +311,12 @@ def assume(card: Card) -> Iterator[None]:
         _card = outer
 
 
-def config(K: int, V: int, *, itemsize: int, heads: float = ANY, card: Card | None = None) -> Config:
+def config(
+    K: int, V: int, *, itemsize: int, heads: float = ANY, card: Card | None = None, rule: str = ""
+) -> Config:
     """Returns the launches for head sizes K and V and elements of `itemsize` bytes. card None: none is here.
+
+    rule is what the names of the kernels begin with in TABLE.
 
     heads counts the value heads of all sequences. They are few where a GPU runs all programs of a scan of 64
     columns at once, one per processor, and fewer where that holds for 32 columns. But those whose scans of 32
@@ -313,6 +333,6 @@ def config(K: int, V: int, *, itemsize: int, heads: float = ANY, card: Card | No
         if itemsize <= size and height >= K and (not majors or card.major in majors)
     )
     kernels = ("prepare", "scan", "reverse", "gradients", "refine")
-    tiles = (tile(kernel, V, K, itemsize=itemsize, few=few, major=card.major) for kernel in kernels)
+    tiles = (tile(rule + kernel, V, K, itemsize=itemsize, few=few, major=card.major) for kernel in kernels)
     row = Config(C, arithmetic(dot), *tiles, processors=card.processors)
     return row if _change is None else _change(row)

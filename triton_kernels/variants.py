@@ -14,6 +14,7 @@ from delta_trn.triton_kernels.launch import ANY, Tile, adds_pairs, config
 
 # absent where g and beta are given, and where sequences are not packed
 GATE_ARGUMENTS: tuple[str, ...] = ("A_log", "dt_bias", "beta_max", "dgates")
+ROW_ARGUMENTS: tuple[str, ...] = ("QR", "KR", "VR", "GR", "BR", "DQR", "DKR", "DVR", "DGR", "DBR")
 PACKED_ARGUMENTS: tuple[str, ...] = ("cu_seqlens", "chunk_offsets", "chunk_start", "chunk_length")
 
 # ends the options of variants that only few heads take, and those that divide V by 32
@@ -60,13 +61,25 @@ def of_pair(variant: Variant, member: int) -> Variant:
     types["*fp32"] += " " + " ".join(wide)
     values = {name: value for name, value in variant.values.items() if name != "first_dq" or not member}
     options = f"{variant.options}, {('first', 'second')[member]} of a pair"
-    return replace(variant, options=options, types=types, values=values | {"MEMBER": member})
+    row = {"DQR": values["QR"] if member else values["H"] * values["K"]}
+    return replace(variant, options=options, types=types, values=values | row | {"MEMBER": member})
 
 
 def second_of_pair(variant: Variant, itemsize: int) -> Iterator[Variant]:
     """Yields what needs the most registers of pairs, where the gradients kernel adds them."""
     if adds_pairs(1, 2, variant.values["K"], variant.values["V"], itemsize):
         yield of_pair(variant, 1)
+
+
+def rows_of(H: int, HV: int, K: int, V: int) -> dict[str, int]:
+    """Returns the heads, and the elements from a token to the next, as a layer has them.
+
+    q, k and v lie side by side, g and beta do, and so do their gradients, except dq and dk of grouped heads.
+    """
+    row = 2 * H * K + HV * V
+    strides = dict.fromkeys(("QR", "KR", "VR", "DVR"), row)
+    strides |= dict.fromkeys(("DQR", "DKR"), row if H == HV else HV * K)
+    return {"H": H, "HV": HV} | strides | dict.fromkeys(("GR", "BR", "DGR", "DBR"), 2 * HV)
 
 
 def by_heads(kernel: str, K: int, V: int, itemsize: int) -> dict[str, Tile]:

@@ -42,6 +42,7 @@ from delta_trn.backends.gated_delta_rule.contract import (
     make_call_gates,
     state_dtype,
 )
+from delta_trn.backends.gated_delta_rule.once import once
 from delta_trn.backends.gated_delta_rule.states import compute_states
 from delta_trn.backends.operator import Operator, gradients_wanted
 
@@ -122,7 +123,7 @@ def gated_delta_rule(
     name, save = OPERATOR.choose(tensors, sizes(q, v), backend, *(() if cu_seqlens is None else ("packed",)))
     factor = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
     options = {"l2norm": use_qk_l2norm_in_kernel, "output_final_state": output_final_state}
-    call = Rule(*tensors, None if cu_seqlens is None else cu_seqlens.long(), factor, beta_max, **options)
+    call = Rule(*tensors, _bounds(cu_seqlens), factor, beta_max, **options)
     at = checks.positions(return_states_at, q.shape[1], output_final_state)
     return run(OPERATOR, call, at, save, name, state_v_first)
 
@@ -231,6 +232,15 @@ def first_state(state: Tensor | None, q: Tensor, v_first: bool) -> Tensor | None
     state = state.mT if v_first else state
     same = isinstance(q, Tensor) and state.dtype == q.dtype
     return state.to(state_dtype(q.dtype)) if same else state
+
+
+def _bounds(cu_seqlens: Tensor | None) -> Tensor | None:
+    """Returns cu_seqlens as int64, the same tensor in every layer."""
+    if cu_seqlens is None or cu_seqlens.dtype == torch.int64:
+        return cu_seqlens
+    if torch.compiler.is_compiling() or cu_seqlens.is_meta:
+        return cu_seqlens.long()
+    return once(cu_seqlens, "int64", cu_seqlens.long)
 
 
 def sizes(q: Tensor, v: Tensor) -> dict[str, int]:

@@ -98,7 +98,7 @@ AnyCall = TypeVar("AnyCall", Rule, Step)
 class Gradients(NamedTuple):
     """The gradients of a `Rule`'s tensors, each in its tensor's shape and dtype; None where it is absent.
 
-    No two may share memory.
+    No two may share an element; dq, dk, dv, and dg, dbeta, may lie side by side in one tensor.
     """
 
     q: Tensor

@@ -20,6 +20,7 @@ from delta_trn.backends.gated_delta_rule.triton_time_adapter import (
     segment_tables,
     spread_over_chunks,
 )
+from delta_trn.backends.rows import as_rows, empty_like_parts
 from delta_trn.triton_kernels import (
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
@@ -47,13 +48,12 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     Empty are states and A, of segments, where sequences stay whole; S and U where they are not kept; q_scaled
     and k_scaled except where float16 is normalized.
     """
-    q, k, v, g, beta, A_log, dt_bias, initial_state = _contiguous(
-        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state
-    )
+    q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta)
+    A_log, dt_bias, initial_state = _contiguous(call.A_log, call.dt_bias, call.initial_state)
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     row = _launches(call)
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
-    o = torch.empty_like(v)
+    o = v.new_empty(v.shape)
     final_state = None
     if call.output_final_state:
         final_state = q.new_empty((chunks.sequences, HV, K, V), dtype=torch.float32)
@@ -66,7 +66,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
         if not save:
             return o, final_state, []
     T, P, rows = (q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared_shapes(chunks, HV, q.dtype))
-    q_scaled, k_scaled = (torch.empty_like(q) if _is_scaled(call) else None for _ in range(2))
+    q_scaled, k_scaled = (q.new_empty(q.shape) if _is_scaled(call) else None for _ in range(2))
     unit = _unit(call)
     gated_delta_rule_fwd.prepare(
         q, k, g, beta, A_log, dt_bias, q_scaled=q_scaled, k_scaled=k_scaled, T=T, P=P, rows=rows,
@@ -107,11 +107,12 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients; those of A_log and dt_bias only where the kernels make the gates."""
-    q, k, v, g, beta, A_log, dt_bias, initial_state, dstate, do = _contiguous(
-        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state, dstate,
-        do.to(call.q.dtype),
-    )  # fmt: skip
-    B, length, H, K = q.shape
+    q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta)
+    A_log, dt_bias, initial_state, dstate, do = _contiguous(
+        call.A_log, call.dt_bias, call.initial_state, dstate, do.to(call.q.dtype)
+    )
+    (dq, dk, dv), (dg, dbeta) = empty_like_parts((q, k, v)), empty_like_parts((g, beta))
+    H, K = q.shape[2:]
     HV, V = v.shape[2:]
     row = _launches(call)
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
@@ -143,7 +144,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
             o=None, final_state=None, S=S, U=U, scale=call.scale, unit=unit, units=units, chunks=scanned,
             config=row,
         )  # fmt: skip
-    dY, dS, dv = torch.empty_like(U), torch.empty_like(S), torch.empty_like(v)
+    dY, dS = torch.empty_like(U), torch.empty_like(S)
     tiles = -(-V // row.reverse.columns)
     writes = carry = None
     if q.dtype == torch.float32:
@@ -160,39 +161,31 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     # value heads that share a key are summed in float32 and in a fixed order, unlike atomics: below, except
     # dq of pairs, to which the kernel adds the second value head in a launch of its own
     pairs = adds_pairs(H, HV, K, V, q.element_size())
-    per_head = q.dtype if HV == H else torch.float32
-    dk = q.new_empty((B, length, HV, K), dtype=per_head)
-    dq = torch.empty_like(q) if pairs else torch.empty_like(dk)
-    first_dq = torch.empty_like(q, dtype=torch.float32) if pairs else None
-    dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
+    first_dq = q.new_empty(q.shape, dtype=torch.float32) if pairs else None
+    of_heads = [
+        x if HV == H or (pairs and x is dq) else q.new_empty((*q.shape[:2], HV, K), dtype=torch.float32)
+        for x in (dq, dk)
+    ]
     dgates = None
     if call.A_log is not None:
         dgates = q.new_empty((chunks.count, HV, 2), dtype=torch.float32)
     gated_delta_rule_bwd.gradients(
         q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry,
-        first_dq=first_dq, dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta, dgates=dgates, units=units,
-        scale=call.scale, l2norm=call.l2norm, scaled=_is_scaled(call), beta_max=call.beta_max, chunks=chunks,
-        config=row,
+        first_dq=first_dq, dq=of_heads[0], dk=of_heads[1], dv=dv, dg=dg, dbeta=dbeta, dgates=dgates,
+        units=units, scale=call.scale, l2norm=call.l2norm, scaled=_is_scaled(call), beta_max=call.beta_max,
+        chunks=chunks, config=row,
     )  # fmt: skip
-    if HV != H:
-        dk = _sum_group(dk.view(B, length, H, HV // H, K), q.dtype)
-        dq = dq if pairs else _sum_group(dq.view(B, length, H, HV // H, K), q.dtype)
-    if dgates is None:
-        return Gradients(dq, dk, dv, dg, dbeta, initial_state=dinitial)
-    # two sums, since gradients may not share memory
-    dA_log, ddt_bias = (
-        None if x is None else part.sum(0).to(x.dtype)
-        for x, part in zip((call.A_log, call.dt_bias), dgates.unbind(2), strict=True)
-    )
-    return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
+    for x, parts in zip((dq, dk), of_heads, strict=True):
+        if parts is not x:
+            _sum_group(parts.unflatten(2, (H, HV // H)), out=x)
+    return Gradients(dq, dk, dv, dg, dbeta, *_sum_gates(call, dgates), dinitial)
 
 
 def step(call: Step) -> tuple[Tensor, Tensor]:
     """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
-    q, k, v, g, beta, A_log, dt_bias, state = _contiguous(
-        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.state
-    )
-    o, new = torch.empty_like(v), torch.empty_like(state)
+    q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta, leading=1)
+    A_log, dt_bias, state = _contiguous(call.A_log, call.dt_bias, call.state)
+    o, new = v.new_empty(v.shape), torch.empty_like(state)
     gated_delta_rule_step.step(
         q, k, v, g, beta, A_log, dt_bias, state, o, new,
         scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max,
@@ -231,12 +224,24 @@ def _list_saved(like: Tensor, *tensors: Tensor | None) -> list[Tensor]:
     return [like.new_empty(0) if x is None else x for x in tensors]
 
 
-def _sum_group(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the sum over the value heads of a group, x [B, tokens, H, HV / H, K] float32, rounded once."""
+def _sum_group(x: Tensor, *, out: Tensor) -> None:
+    """Fills out with sums over groups of value heads, x [B, tokens, H, HV / H, K] float32, rounded once."""
     if x.shape[3] != 2:
-        return x.sum(3).to(dtype)
-    # one kernel reads float32 and writes dtype, where a sum and a conversion move half as much again
-    return torch.add(*x.unbind(3), out=x.new_empty((*x.shape[:3], x.shape[4]), dtype=dtype))
+        out.copy_(x.sum(3))
+    else:  # one kernel reads float32 and writes out's dtype, where two move half as much again
+        torch.add(*x.unbind(3), out=out)
+
+
+def _sum_gates(call: Rule, dgates: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of A_log and dt_bias of dgates [NC, HV, 2], which is None where they are."""
+    if dgates is None:
+        return None, None
+    # two sums, since gradients may not share memory
+    dA_log, ddt_bias = (
+        None if x is None else part.sum(0).to(x.dtype)
+        for x, part in zip((call.A_log, call.dt_bias), dgates.unbind(2), strict=True)
+    )
+    return dA_log, ddt_bias
 
 
 def _is_one_token(call: Rule) -> bool:

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from delta_trn.backends.gated_delta_rule.once import once
 from delta_trn.triton_kernels.chunks import Chunks, Segments, chunks_per_segment
 from delta_trn.triton_kernels.launch import Config
 
@@ -31,16 +32,19 @@ def chunk_counts(q: Tensor, cu_seqlens: Tensor | None, C: int) -> Chunks:
 
 
 def chunk_tables(q: Tensor, cu_seqlens: Tensor | None, C: int) -> Chunks:
-    """Returns the same with the tables of packed sequences."""
+    """Returns the same with the tables of packed sequences, which are made once for all layers."""
     chunks = chunk_counts(q, cu_seqlens, C)
     if cu_seqlens is None:
         return chunks
-    cu_seqlens = cu_seqlens.contiguous()
-    offsets = _first_of_each((cu_seqlens.diff() + C - 1) // C)
-    sequence, place = _slots(offsets, chunks.count)
-    start = cu_seqlens[sequence] + place * C
-    length = (cu_seqlens[sequence + 1] - start).clamp_(max=C)
-    return replace(chunks, cu_seqlens=cu_seqlens, offsets=offsets, start=start, length=length)
+    bounds = cu_seqlens.contiguous()
+
+    def make() -> dict[str, Tensor]:
+        offsets = _first_of_each((bounds.diff() + C - 1) // C)
+        sequence, place = _slots(offsets, chunks.count)
+        start = bounds[sequence] + place * C
+        return {"offsets": offsets, "start": start, "length": (bounds[sequence + 1] - start).clamp_(max=C)}
+
+    return replace(chunks, cu_seqlens=bounds, **once(bounds, ("chunks", C, chunks.count), make))
 
 
 def spread_over_chunks(x: Tensor, chunks: Chunks) -> Tensor:
@@ -66,11 +70,15 @@ def segment_tables(chunks: Chunks, HV: int, K: int, V: int, config: Config) -> S
         each = count // chunks.sequences
         return Segments(replace(chunks, sequences=count, segments=each, span=span), chunks.sequences)
     bounds = chunks.cu_seqlens
-    offsets = _first_of_each((chunks.offsets.diff() + length - 1) // length)
-    sequence, place = _slots(offsets, count + 1)
-    # a slot that no segment uses begins and ends where the last sequence ends
-    start = torch.minimum(bounds[sequence] + place * span, bounds[-1])
-    first = chunks.offsets[sequence] + place * length
+
+    def make() -> tuple[Tensor, Tensor, Tensor]:
+        offsets = _first_of_each((chunks.offsets.diff() + length - 1) // length)
+        sequence, place = _slots(offsets, count + 1)
+        # a slot that no segment uses begins and ends where the last sequence ends
+        start = torch.minimum(bounds[sequence] + place * span, bounds[-1])
+        return offsets, start, chunks.offsets[sequence] + place * length
+
+    offsets, start, first = once(bounds, ("segments", chunks.size, length, count), make)
     cut = replace(chunks, sequences=count, cu_seqlens=start, offsets=first)
     return Segments(cut, chunks.sequences, offsets)
 

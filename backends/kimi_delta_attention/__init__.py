@@ -4,8 +4,8 @@ Per value head, with state S [K, V] and decays exp(g_t) [K]:
 
     S <- Diag(exp(g_t)) S ;  u = beta_t (v_t - S^T k_t) ;  S <- S + k_t u^T ;  o_t = scale S^T q_t
 
-Contract, judge and the chunked backend are those of `backends.gated_delta_rule`, by the dimensions of g. No
-backend has kernels of it for a GPU or for Trainium.
+Contract, judge and the chunked backend are those of `backends.gated_delta_rule`, by the dimensions of g.
+Triton's kernels compute float32 and bfloat16; nothing computes it on Trainium.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from delta_trn.backends.operator import gradients_wanted
 CHANNELS = " K"  # the last dimension of g, for the checks
 SAFE = -5.0  # the least bound of flash-linear-attention's safe gate
 NOTICE = (
-    "kimi_delta_attention runs on this GPU as PyTorch operations, chunk by chunk: there is no kernel of it "
-    'for CUDA, and it is many times slower than one would be; name backend="chunked" to say that you know'
+    "kimi_delta_attention runs on this GPU as PyTorch operations, chunk by chunk, since Triton's kernels do "
+    'not take this call (backend="triton" says why), and it is many times slower than they are; name '
+    'backend="chunked" to say that you know'
 )
 
 
@@ -103,7 +104,7 @@ def kimi_delta_attention(
     )  # fmt: skip
     tensors, packed = (q, k, v, g, beta, A_log, dt_bias, initial_state), ["packed"] * (cu_seqlens is not None)
     name, save = OPERATOR.choose(tensors, sizes(q, v), backend, *packed)
-    _notice(q, backend)
+    _notice(q, backend, name)
     call = Rule(
         *tensors, None if cu_seqlens is None else cu_seqlens.long(), _scale(q, scale), beta_max,
         l2norm=use_qk_l2norm_in_kernel, output_final_state=output_final_state, lower_bound=lower_bound,
@@ -150,10 +151,12 @@ def kimi_delta_attention_step(
     tensors, parameters = (q, k, v, g, beta), (A_log, dt_bias)
     options: dict[str, Any] = {"scale": _scale(q, scale), "beta_max": beta_max, "lower_bound": lower_bound}
     options["l2norm"] = use_qk_l2norm_in_kernel
-    _notice(q, backend)
-    if not gradients_wanted(*tensors, state, *parameters):
-        return run_step(STEP_OPERATOR, Step(q, k, v, g, beta, state, A_log, dt_bias, **options), backend)
-    name, save = OPERATOR.choose((*tensors, state, *parameters), sizes(q, v), backend)
+    recorded = gradients_wanted(*tensors, state, *parameters)
+    operator = OPERATOR if recorded else STEP_OPERATOR
+    name, save = operator.choose((*tensors, state, *parameters), sizes(q, v), backend)
+    _notice(q, backend, name)
+    if not recorded:
+        return run_step(STEP_OPERATOR, Step(q, k, v, g, beta, state, A_log, dt_bias, **options), name)
     tokens = dict(zip(("q", "k", "v", "g", "beta"), (x[:, None] for x in tensors), strict=True))
     options |= {"initial_state": state, "output_final_state": True, "A_log": A_log, "dt_bias": dt_bias}
     scan = Rule(**tokens, **options)
@@ -212,9 +215,9 @@ def _gates(
     return A_log, dt_bias, lower_bound if use_gate else None, beta_max
 
 
-def _notice(q: Tensor, backend: str | None) -> None:
+def _notice(q: Tensor, backend: str | None, chosen: str) -> None:
     """Warns, once in a process, where nobody has asked for PyTorch's operations on a GPU."""
-    if backend is None and q.is_cuda and not torch.compiler.is_compiling():
+    if backend is None and chosen == "chunked" and q.is_cuda and not torch.compiler.is_compiling():
         warnings.warn(NOTICE, stacklevel=3)
 
 

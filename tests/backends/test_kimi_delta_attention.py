@@ -105,10 +105,15 @@ def test_other_devices_say_what_computes_it(monkeypatch):
     assert 'runs on xla only when asked for: backend="chunked"' in str(refusal.value)
     assert "nki            does not implement kimi_delta_attention" in str(refusal.value)
     on_gpu = choose(replace(call, device="cuda", capability=(9, 0)))
-    assert on_gpu is BACKENDS["chunked"] or on_gpu.name == "triton"
-    with pytest.warns(UserWarning, match="as PyTorch operations, chunk by chunk: there is no kernel of it"):
-        _notice(SimpleNamespace(is_cuda=True), None)
-    _notice(SimpleNamespace(is_cuda=True), "chunked")  # asked for: no warning, which would be an error here
+    assert on_gpu is BACKENDS["triton"]
+    assert choose(replace(call, device="cuda", dtype=torch.float64, capability=(9, 0))) is BACKENDS["chunked"]
+    x = SimpleNamespace(is_cuda=True)
+    with pytest.warns(
+        UserWarning, match="as PyTorch operations, chunk by chunk, since Triton's kernels do not"
+    ):
+        _notice(x, None, "chunked")
+    _notice(x, "chunked", "chunked")  # asked for: no warning, which would be an error here
+    _notice(x, None, "triton")
 
 
 _notice: Any = inspect.unwrap(kimi_delta_attention).__globals__["_notice"]

@@ -73,10 +73,17 @@ CELLS = ("conv_cells", "conv_packed_cells")
 # Compiled, a small case is judged in every dtype, one of K > 128 in 16 bits, any other by turns.
 WIDE = ("k192", "k256", "packed_wide")
 LAYERS = [*layer_cases.BY_NAME]
-# Of Kimi Delta Attention, on PyTorch's backends: every case in float32, one in three in another dtype, too.
+# Of Kimi Delta Attention, on PyTorch's backends: every case in float32, one in three in another dtype, too;
+# in Triton's interpreter some, in float32 or bfloat16, by turns.
 CHANNELS = [
     name for name, case in {**channel_cases.BY_NAME, **channel_cases.STEPS}.items() if "slow" not in case.tags
 ]
+INTERPRETED = {
+    *("kimi_seam", "kimi_strong", "kimi_apart", "kimi_split", "kimi_deep", "kimi_reset", "kimi_reflect"),
+    *("kimi_gva", "kimi_packed", "kimi_packed_single", "kimi_reset_packed", "kimi_norm_zero", "kimi_scale"),
+    *("kimi_gates", "kimi_bound", "decode_kimi_one", "decode_kimi_reset", "decode_kimi_odd"),
+    *("decode_kimi_gates", "decode_kimi_bound"),
+}
 GPU_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
@@ -84,6 +91,8 @@ def is_usual(subject, name, dtype):
     """Returns whether the default suite judges a case in a dtype."""
     if name in CHANNELS:
         turn = CHANNELS.index(name)
+        if subject.backend == "triton" and subject.emulated:
+            return (COMPILED or name in INTERPRETED) and dtype == GPU_DTYPES[turn % 2]
         dtypes = {"chunked": (torch.float32,), "recurrent": ()}.get(subject.backend, GPU_DTYPES)
         few = (torch.bfloat16, torch.float64, torch.float16)[turn // 3 % 3]
         return dtype in dtypes or (dtype == few and turn % 3 == 0)

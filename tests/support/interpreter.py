@@ -1,8 +1,12 @@
-"""Triton's interpreter without the work that it repeats: the same results in half of the time."""
+"""Triton's interpreter without the work that it repeats: the same results in a fraction of the time."""
 
 import inspect
 from functools import cache
+from math import prod
+from typing import Any
 
+from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -11,7 +15,8 @@ def patch_once():
 
     The interpreter replaces every function of `triton.language` when a kernel is launched, and again at each
     call of a function that the kernel calls, thousands of times in a launch and to no effect. It also makes
-    its table of types anew for each tile. A Triton without these functions is left as it is.
+    its table of types anew for each tile, and each tile's shape and type several times for each operation.
+    A Triton without these functions is left as it is.
     """
     if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_get_np_dtype", "_LangPatchScope")):
         return
@@ -31,7 +36,12 @@ def patch_once():
         replaced.update(needed)
         if launch:
             restore = scope.restore
-            scope.restore = lambda: (replaced.clear(), restore())
+
+            def end():
+                replaced.clear()
+                restore()
+
+            scope.restore = end
         return scope
 
     def get_np_dtype(dtype):
@@ -40,3 +50,67 @@ def patch_once():
         return known[dtype.name]
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_lang, get_np_dtype
+    if all(hasattr(core, name) for name in ("_unwrap_if_constexpr", "_type_for_tuple_values", "block_type")):
+        remember_shapes()
+
+
+def remember_shapes():
+    """Lets tiles of one shape share what Triton makes of it: a tuple, its type, a number and their names."""
+    unwrap, make_block, make_tensor = (
+        core._unwrap_if_constexpr,
+        core.block_type.__init__,
+        core.tensor.__init__,
+    )
+    broadcast, get, equal = (
+        TritonSemantic.broadcast_impl_value,
+        core.tuple.__getattr__,
+        core.dtype.__eq__,
+    )
+    # what is made of a shape, by its numbers and by the tuple that types have of it, which is kept alive here
+    shapes, made = {}, {}
+    plain = {int, float, bool, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
+    alone = core.constexpr(1), core.tuple([])
+
+    def unwrap_if_constexpr(x):
+        kind = type(x)
+        return x.value if kind is core.constexpr else x if kind in plain else unwrap(x)
+
+    def init_block(self, element_ty, shape):
+        if (entry := made.get(id(shape))) is None:
+            key: Any = tuple([unwrap_if_constexpr(n) for n in shape])
+            if (entry := shapes.get(key)) is None:
+                make_block(self, element_ty, shape)  # which refuses a wrong one
+                of_tensors = core.constexpr(prod(key)), core.tuple([core.constexpr(n) for n in key])
+                entry = self.shape, self.numel, str(self.shape), of_tensors
+                shapes[key] = made[id(self.shape)] = entry
+        self.element_ty, (self.shape, self.numel, name, self.of_tensors) = element_ty, entry
+        self.name = f"<{name}, {element_ty}>"
+
+    def init_tensor(self, handle, type):
+        known = getattr(type, "of_tensors", None) if type.is_block() else alone
+        if known is None:
+            return make_tensor(self, handle, type)
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = known
+
+    def init_tuple(self, args, type=None):
+        self.values = list(args)
+        if type is not None:
+            self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+    def get_of_tuple(self, name):
+        if name == "type":
+            self.type = core._type_for_tuple_values(self.values)
+            return self.type
+        return get(self, name)
+
+    def broadcast_value(self, lhs, rhs):
+        blocks = lhs.type.is_block(), rhs.type.is_block()
+        if all(blocks) and lhs.type.shape is rhs.type.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    core._unwrap_if_constexpr, core.block_type.__init__ = unwrap_if_constexpr, init_block
+    core.tensor.__init__, core.tuple.__init__ = init_tensor, init_tuple
+    core.tuple.__getattr__, TritonSemantic.broadcast_impl_value = get_of_tuple, broadcast_value

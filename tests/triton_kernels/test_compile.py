@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from delta_trn.triton_kernels import delta_residual
 from delta_trn.triton_kernels.compile_only import SIZES
-from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, PACKED_ARGUMENTS
+from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, PACKED_ARGUMENTS, ROW_ARGUMENTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,8 +43,16 @@ def test_quick_configurations_compile_within_their_bounds(tmp_path):
     rows = report(tmp_path, "--quick", "--dtype", "bf16")
     kernels = {row["kernel"] for row in rows}
     scans = {"prepare", "scan", "reverse_scan", "gradients"}
+    scans |= {f"kimi_{name}" for name in ("prepare", "scan", "reverse", "gradients")}
     layers = {"short_convolution", "rms_norm", "cross_entropy"}
-    assert kernels == scans | layers | {"step", "delta_residual", "chain", "refine"}
+    assert kernels == scans | layers | {
+        "step",
+        "delta_residual",
+        "chain",
+        "refine",
+        "kimi_step",
+        "kimi_combine",
+    }
     for row in rows:
         # four warps issue one of them; `prepare` has two up to K = 128
         if row["kernel"] in scans and row["warps"] >= 4:
@@ -164,7 +172,9 @@ def test_every_declared_value_and_type_belongs_to_an_argument():
             arguments = {name for variant in variants for name in variant.function.arg_names}
             declared = {name for names in module.TYPES.values() for name in names.split()}
             declared |= {name for variant in variants for name in variant.values}
-            assert declared - arguments <= set(GATE_ARGUMENTS + PACKED_ARGUMENTS), module.__name__
+            assert declared - arguments <= set(GATE_ARGUMENTS + PACKED_ARGUMENTS + ROW_ARGUMENTS), (
+                module.__name__
+            )
 
 
 def test_compile_report_refuses_to_run_under_the_interpreter(tmp_path):

@@ -14,7 +14,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from delta_trn.backends.delta_residual import triton_adapter as residual
 from delta_trn.backends.delta_residual.contract import Residual
 from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter
-from delta_trn.backends.gated_delta_rule.contract import Rule
+from delta_trn.backends.gated_delta_rule.contract import Rule, Step
+from delta_trn.backends.kimi_delta_attention import triton_adapter as channels
 from delta_trn.backends.layers import triton_adapter as layers
 from delta_trn.backends.layers.contract import Convolution, GatedNorm, Readout, SumNorm
 from delta_trn.triton_kernels.compile_only import SIZES
@@ -62,13 +63,27 @@ def normal(*shape, dtype=torch.bfloat16):
     return torch.zeros(shape, dtype=dtype)
 
 
-def call_rule(T, *, packed=False, H=1, HV=2, K=16):
-    x, v, g = normal(1, T, H, K), normal(1, T, HV, K), normal(1, T, HV, dtype=torch.float32)
+def call_rule(T, *, packed=False, parts=False, H=1, HV=2, K=16):
+    q, v, g = normal(1, T, H, K), normal(1, T, HV, K), normal(1, T, HV, dtype=torch.float32)
+    k = q
+    if parts:  # as a layer cuts them
+        q, k, v = normal(1, T, 4 * K).split((K, K, HV * K), -1)
+        q, k, v = q[:, :, None], k[:, :, None], v.unflatten(2, (HV, K))
     cuts = torch.tensor([0, T // 3, T]) if packed else None
     state = normal(2 if packed else 1, HV, K, K, dtype=torch.float32)
-    call = Rule(x, x, v, g, g, initial_state=state, cu_seqlens=cuts, l2norm=True, output_final_state=True)
+    call = Rule(q, k, v, g, g, initial_state=state, cu_seqlens=cuts, l2norm=True, output_final_state=True)
     *_, saved = triton_adapter.forward(call, save=True)
     triton_adapter.backward(v, state, call, saved)
+
+
+def call_channels(T, *, packed=False, H=1, HV=2, K=16):
+    x, v, state = normal(1, T, H, K), normal(1, T, HV, K), normal(1, HV, K, K, dtype=torch.float32)
+    g, beta = normal(1, T, HV, K, dtype=torch.float32), normal(1, T, HV, dtype=torch.float32)
+    cuts = torch.tensor([0, T]) if packed else None
+    call = Rule(x, x, v, g, beta, initial_state=state, cu_seqlens=cuts, l2norm=True, output_final_state=True)
+    *_, saved = channels.forward(call, save=True)
+    channels.backward(v, state, call, saved)
+    channels.step(Step(x[:, 0], x[:, 0], v[:, 0], g[:, 0], beta[:, 0], state))
 
 
 def call_layers(T):
@@ -89,14 +104,18 @@ def call_layers(T):
     residual.backward(stream.x, stream, [])
 
 
-def test_no_kernel_is_compiled_again_for_another_length(compiled_for, monkeypatch):
-    for T in LENGTHS:
+@pytest.mark.parametrize("parts", [False, True], ids=["copies", "parts of a tensor"])
+def test_no_kernel_is_compiled_again_for_another_length(parts, compiled_for, monkeypatch):
+    """One token alone is read as a copy."""
+    for T in LENGTHS[parts:]:
         call_layers(T)
+        call_channels(T)
+        call_channels(T, packed=True)
         for segment in (None, 1):
             monkeypatch.setattr(triton_time_adapter, "SEGMENT", segment)
-            call_rule(T)
-            call_rule(T, packed=True)
+            call_rule(T, parts=parts)
+            call_rule(T, packed=True, parts=parts)
     for (module, name), keys in compiled_for.items():
-        assert keys, f"{module.__name__}.{name} is launched by nothing here"
+        assert keys or parts, f"{module.__name__}.{name} is launched by nothing here"
         for form, found in keys.items():
             assert len(found) == 1, f"{module.__name__}.{name} with {form} was compiled for {found}"

@@ -20,7 +20,7 @@ from delta_trn.triton_kernels import (
 )
 from delta_trn.triton_kernels.chunks import PROCESSORS, chunks_per_segment
 from delta_trn.triton_kernels.launch import adds_pairs, config, power_of_two
-from delta_trn.triton_kernels.variants import Variant, by_heads, of_pair
+from delta_trn.triton_kernels.variants import Variant, by_heads, of_pair, rows_of
 from tools.estimate import machine
 from tools.estimate.simulate import Work
 
@@ -140,7 +140,7 @@ class _Calls:
             for x in module.variants(self.shape.K, self.shape.V, ITEM, False)
             if (x.kernel, x.options) == (kernel, options)
         )
-        heads = {"H": self.shape.H, "HV": self.shape.HV}
+        heads = rows_of(self.shape.H, self.shape.HV, self.shape.K, self.shape.V)
         return replace(variant, values=variant.values | heads | values)
 
     def _give(self, variant: Variant, *names: str) -> Variant:

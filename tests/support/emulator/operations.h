@@ -141,6 +141,7 @@ static void bits() {
     lanes("part.2.b64", [](u64 a, u32 place) { return u32(a >> (32 * place)); });
     lanes("and.pred", [](Predicate a, Predicate b) { return Predicate(a && b); });
     lanes("or.pred", [](Predicate a, Predicate b) { return Predicate(a || b); });
+    lanes("xor.pred", [](Predicate a, Predicate b) { return Predicate((a != 0) != (b != 0)); });
     lanes("not.pred", [](Predicate a) { return Predicate(!a); });
     lanes("mov.pred", [](Predicate a) { return Predicate(a != 0); });
 }

@@ -1,0 +1,100 @@
+"""Faults planted in Triton's kernels of Kimi Delta Attention turn parity red. Its grid is in tests/parity."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the triton extra is not installed")
+
+from delta_trn.backends.checks import BackendRefusal
+from delta_trn.backends.kimi_delta_attention import kimi_delta_attention
+from delta_trn.backends.parity import channel_cases, rule
+from delta_trn.backends.parity.rule_cases import BOTH, Case
+from tests.support.planted_bugs import Bug, planted
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# two chunks of 32 tokens, two slices of K, the second half empty, two tiles of V
+WHOLE = Case(
+    "kimi planted", 1, 40, 1, 24, 20, "", HV=2, decay="split", reflect=True, norm="random", state=True,
+    loss=BOTH, op="kimi_delta_attention",
+)  # fmt: skip
+PLAIN = replace(WHOLE, decay="plain")
+GATES, BOUND = replace(WHOLE, gates="plain"), replace(WHOLE, gates="plain", lower_bound=-5.0)
+PACKED = replace(GATES, T=45, lengths=(0, 3, 0, 40, 2))
+ONE = channel_cases.BY_NAME["kimi_packed_single"]
+STEP = "decode_kimi_gates"
+KERNELS = "triton_kernels.kimi_delta_attention."
+RULE = "triton_kernels.gated_delta_rule_"
+SCAN, REVERSE, STEPS = (
+    f"{RULE}fwd:scan_kernel",
+    f"{RULE}reverse:reverse_scan_kernel",
+    f"{RULE}step:step_kernel",
+)
+PREPARE, GRADIENTS = f"{KERNELS}fwd:prepare_kernel", f"{KERNELS}bwd:gradients_kernel"
+COMBINE, GATE = f"{KERNELS}bwd:combine_kernel", f"{KERNELS}bwd:differentiate_gates"
+# fmt: off
+BUGS = (
+    ("the first pairs have no cut", PREPARE, "range(0, 6 if", "range(1, 6 if", PLAIN),
+    ("the widest cut is left out", PREPARE, "5 if C == 32", "4 if C == 32", PLAIN),
+    ("a token does not read its own write", PREPARE, "tl.sum(b_q * b_k, axis=1)[:, None], 0.0)",
+     "0.0 * tl.sum(b_q * b_k, axis=1)[:, None], 0.0)", PLAIN),
+    ("beta is left out of L", PREPARE, "b_kk * b_beta[:, None]", "b_kk", PLAIN),
+    ("kl decays like kg", PREPARE, "b_k * b_lam", "b_k * b_gam", PLAIN),
+    ("tokens right of a cut do not decay themselves", f"{KERNELS}fwd:lies_between", "t <= i", "t < i", PLAIN),
+    ("tokens left of a cut decay themselves", f"{KERNELS}fwd:lies_between", "t > i", "t >= i", PLAIN),
+    ("sums of g have one word", f"{KERNELS}fwd:find_factors", "b_g.to(tl.float64)",
+     "b_g.to(tl.bfloat16).to(tl.float64)", PLAIN),
+    ("no bias", f"{KERNELS}fwd:load_decays", "b_x += tl.load(dt_bias", "b_x += 0.0 * tl.load(dt_bias", GATES),
+    ("rows of the state decay alike", SCAN, "if last is not None:", "if False:", PLAIN),
+    ("the gradient's rows decay alike", REVERSE, "b_last = by_row(", "b_last *= by_row(", PLAIN),
+    ("keys in place of what decays to the end", REVERSE, "if kl is not None:", "if False:", PLAIN),
+    ("what rounding took of the first state is lost", REVERSE, "i_v) * K + o_k, b_lost",
+     "i_v) * K + o_k, 0.0 * b_lost", ONE),
+    ("dg without the state carried through", GRADIENTS, "(b_last * b_SdS)[None, :]",
+     "(0.0 * b_SdS)[None, :]", PLAIN),
+    ("dg with a token's own write", GRADIENTS, "o_c[:, None] > o_c[None, :], b_k * b_dk",
+     "o_c[:, None] >= o_c[None, :], b_k * b_dk", PLAIN),
+    ("dg without the keys of cuts", GRADIENTS, "+ b_k * (b_row_k * b_beta[:, None] + b_column)",
+     "+ b_k * (0.0 * b_row_k + b_column)", PLAIN),
+    ("dk without beta", GRADIENTS, "b_dk += b_rowk * b_beta[:, None]", "b_dk += b_rowk", PLAIN),
+    ("dbeta without the state", GRADIENTS, "b_dbeta += tl.sum(b_k * b_rowk",
+     "b_dbeta += 0.0 * tl.sum(b_k * b_rowk", PLAIN),
+    ("dbeta is not divided", GRADIENTS, "b_written / b_beta", "b_written", PLAIN),
+    ("unused slots keep what was there", GRADIENTS, "tl.zeros([BK], tl.float32), mask=o_k < K + 1",
+     "tl.zeros([BK], tl.float32) + 1.0, mask=o_k < K + 1", PACKED),
+    ("dA_log of one slice", GRADIENTS, "dA += tl.sum", "dA = tl.sum", GATES),
+    ("softplus has no derivative", GATE, "tl.sigmoid(b_x)", "tl.sigmoid(0.0 * b_x)", GATES),
+    ("the bounded gate without its rate", GATE, "b_rate * b_dy", "b_dy", BOUND),
+    ("one value head of a group", COMBINE, "range(0, HV // H)", "range(0, 1)", PLAIN),
+    ("dq keeps its part along q", COMBINE, "b_dx - b_x * tl.sum", "b_dx - 0.0 * b_x * tl.sum", PLAIN),
+    ("a step decays by its first channel", STEPS, "* tl.exp(b_g)", "* tl.exp(tl.max(b_g, axis=0))", STEP),
+    ("a step's decays are those of one head", STEPS, "i_n * GR + i_h * K", "i_n * GR + 0 * i_h * K", STEP),
+)
+# fmt: on
+
+
+def is_green(case):
+    dtype = torch.bfloat16 if case is ONE else torch.float32
+    if isinstance(case, str):
+        judged = rule.step_verdicts(channel_cases.STEPS[case], dtype, "triton", DEVICE)
+    else:
+        judged = rule.verdicts(case, dtype, "triton", DEVICE)
+    return all(verdict.passed and verdict.baseline < (0.1 if case is ONE else 1e-4) for verdict in judged)
+
+
+@pytest.mark.parametrize(("name", "place", "line", "mistake", "case"), BUGS, ids=[bug[0] for bug in BUGS])
+def test_a_planted_bug_turns_parity_red(name, place, line, mistake, case):
+    with planted(Bug(name, place, line, mistake, "")):
+        assert not is_green(case)
+
+
+@pytest.mark.parametrize("case", [WHOLE, PLAIN, GATES, BOUND, PACKED, ONE, STEP], ids=str)
+def test_parity_is_green_without_them(case):
+    assert is_green(case)
+
+
+def test_float16_is_refused_with_what_is_computed():
+    x, g, beta = torch.ones(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), torch.ones(1, 2, 1)
+    with pytest.raises(BackendRefusal, match="computes bfloat16, float32; tensors are float16"):
+        kimi_delta_attention(x.half(), x.half(), x.half(), g, beta, backend="triton")

@@ -1,0 +1,322 @@
+"""Kimi Delta Attention, backward, chunkwise: after gated_delta_rule_reverse's scan, every chunk in parallel.
+
+In the symbols of kimi_delta_attention.fwd, q times scale; dO is given, dS' [K, V] is the gradient of the
+state at a chunk's end, dY that of Y:
+
+    dY  = T^T (P^T dO + kl dS')                                             [C, V]   and dV = diag(beta) dY
+    dS  = Diag(gam_C) dS' + qg^T dO - kg^T dY                               [K, V]
+    dP  = strict_lower(dO U^T),  dkk = -diag(beta) strict_lower(dY U^T)     [C, C]
+    reads_q = gam . (dO S^T),  reads_k = -diag(beta) gam . (dY S^T)         [C, K]
+    written = lam . (U dS'^T)                                               [C, K]
+
+and for each level of cuts, with its factors f, dP and dkk masked to the pairs that its cuts lie between:
+
+    row_q = f . (dP (k . f)),  row_k = f . (dkk (k . f))                    [C, K]   right of the cuts
+    column = f . (dP^T (q . f) + dkk^T (k . f))                             [C, K]   left of them
+
+    dq = reads_q + diag(own) k + sum row_q,  own_i = <dO_i, U_i>
+    dk = reads_k + written + diag(own) q + sum (row_k + column)
+    dbeta_i = <dY_i, U_i> / beta_i = <dY_i, V_i> + <k_i, (reads_k + sum row_k)_i> / beta_i
+    dg_t = sum_{i >= t} (q . reads_q + k . reads_k)_i + sum_{j < t} (k . written)_j + gam_C . rowsum(S . dS')
+           + for each level, over the tokens i that t decays on their way to the cut,
+             sum_i (q . row_q + k . row_k + k . column)_i
+
+A pair of tokens counts in dg_t exactly where t lies between the two, and nothing is added and taken away
+again: suffix sums of q . dq - k . dk are the same on paper and keep no digit where a channel decays strongly.
+dbeta is divided by a beta of LEAST_DIVISOR or more, as in gated_delta_rule_bwd.
+
+With x = a + dt_bias, and y = exp(A_log) x for the gate with a lower bound:
+
+    da = -exp(A_log) sigmoid(x) dg          dA_log = sum g dg           ddt_bias_c = sum_t da_tc
+    da = exp(A_log) dy,  dy = lower_bound sigmoid(y) sigmoid(-y) dg     dA_log = sum y dy
+
+Layout, beyond that of forward and of gated_delta_rule_bwd:
+
+    dq, dk [B, tokens, HV, K]      in float32 if `combine` follows, of the normalized q and k then
+    carry [NC, HV, TILES, K]       what rounding took from rowsum(S . dS') at the first chunk of a sequence
+                                   that has an initial state, for each of the reverse scan's tiles; else 0
+    dgates [NC, HV, K + 1]         a chunk's part of ddt_bias and of dA_log
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+import triton
+import triton.language as tl
+
+from delta_trn.triton_kernels import gated_delta_rule_reverse as rule
+from delta_trn.triton_kernels.chunks import Chunks
+from delta_trn.triton_kernels.gated_delta_rule_bwd import LEAST_DIVISOR
+from delta_trn.triton_kernels.kimi_delta_attention.fwd import (
+    add_sums,
+    find_cut_factors,
+    find_factors,
+    find_norms,
+    find_rate,
+    gates_of,
+    lie_apart,
+    lies_between,
+    load_decays,
+    slice_of,
+)
+from delta_trn.triton_kernels.launch import Config, arithmetic, config, power_of_two, take_turns, tile
+from delta_trn.triton_kernels.tiles import (
+    RESET,
+    ROWS,
+    accumulate,
+    accumulate_in_turn,
+    locate_chunk,
+    multiply,
+    round_to,
+    scale_by_exp,
+)
+from delta_trn.triton_kernels.variants import Variant, layouts, of_tile, rows_of
+
+TYPES = {
+    "*x": "q k v do S U dY dS dv x dx",
+    "*fp32": "g beta A_log dt_bias rows carry dq dk dg dbeta dgates dy",
+    "*i64": "chunk_start chunk_length",
+    "fp32": "scale beta_max lower_bound",
+    "i32": "tokens NT",
+}
+
+
+@triton.jit
+def multiply_states(
+    do, U, dY, S, dS, p_v, p_U, p_S, m_t, m_k, o_c, o_k, scale,
+    HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PIPELINED: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Returns dO S^T, dY S^T and U dS'^T [C, BK], and rowsum(S . dS') [BK], of one slice of K."""
+    b_OS = tl.zeros([o_c.shape[0], o_k.shape[0]], tl.float32)
+    b_YS = tl.zeros([o_c.shape[0], o_k.shape[0]], tl.float32)
+    b_US = tl.zeros([o_c.shape[0], o_k.shape[0]], tl.float32)
+    b_SdS = tl.zeros([o_k.shape[0]], tl.float32)
+    for i_v in range(0, (V + BV - 1) // BV):
+        o_v = i_v * BV + tl.arange(0, BV)
+        m_v = o_v < V
+        m_vk = m_v[:, None] & m_k[None, :]
+        o_cv = o_c[:, None] * V + o_v[None, :]
+        o_tv = o_c[:, None] * (HV * V) + o_v[None, :]
+        b_S = tl.load(S + p_S + o_v[:, None] + o_k[None, :] * V, mask=m_vk, other=0.0)
+        b_dS = tl.load(dS + p_S + o_v[:, None] + o_k[None, :] * V, mask=m_vk, other=0.0)
+        b_do = tl.load(do + p_v + o_tv, mask=m_t[:, None] & m_v[None, :], other=0.0)
+        b_U = tl.load(U + p_U + o_cv, mask=m_v[None, :], other=0.0)
+        b_dY = tl.load(dY + p_U + o_cv, mask=m_v[None, :], other=0.0)
+        b_OS = accumulate(b_OS, b_do, b_S, DOT)
+        b_YS = accumulate_in_turn(b_YS, b_dY, b_S, scale, PIPELINED, DOT)
+        b_US = accumulate_in_turn(b_US, b_U, b_dS, scale, PIPELINED, DOT)
+        b_SdS += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=0)
+    return b_OS, b_YS, b_US, b_SdS
+
+
+@triton.jit
+def differentiate_gates(b_dg, b_g, b_x, A_log, lower_bound, i_h):
+    """Returns the gradient of x [C, BK], and that of A_log, of every token and channel."""
+    if lower_bound is not None:
+        b_rate = tl.exp(find_rate(A_log, i_h))
+        b_y = b_rate * b_x
+        # beyond 100 a sigmoid or its counterpart is 0, and infinity times 0 would be NaN
+        b_y = tl.minimum(tl.maximum(b_y, -100.0), 100.0)
+        b_dy = lower_bound * tl.sigmoid(b_y) * tl.sigmoid(-b_y) * b_dg
+        return b_rate * b_dy, b_y * b_dy
+    else:
+        rate = tl.load(A_log + i_h).to(tl.float32)
+        kept = b_g > RESET  # a reset has no gradient
+        b_dx = tl.where(kept, -b_dg * scale_by_exp(rate, tl.sigmoid(b_x), b_x), 0.0)
+        return b_dx, tl.where(kept, b_g * b_dg, 0.0)
+
+
+@triton.jit(do_not_specialize=["tokens", "NT"])
+def gradients_kernel(
+    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq, dk, dv, dg, dbeta, dgates,
+    chunk_start, chunk_length, scale, beta_max, lower_bound, tokens, NT,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, TILES: tl.constexpr, L2NORM: tl.constexpr, PIPELINED: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Computes dq, dk, dv, dg, dbeta and dgates; one program per (chunk, value head), BK channels at a time.
+
+    PIPELINED: loads of later turns of a loop run ahead; see tiles.accumulate_in_turn.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    i_c, i_h = pid // HV, pid % HV
+    start, length = locate_chunk(i_c, tokens, NT, chunk_start, chunk_length, C)
+    tile = i_c * HV + i_h
+    if length <= 0:
+        if dgates is not None:
+            for i_k in range(0, (K + BK) // BK):
+                o_k = i_k * BK + tl.arange(0, BK)
+                tl.store(dgates + tile * (K + 1) + o_k, tl.zeros([BK], tl.float32), mask=o_k < K + 1)
+        return
+    o_c = tl.arange(0, C)
+    m_t = o_c < length
+    dtype = k.dtype.element_ty
+    b_beta = tl.load(rows + tile * (ROWS * C) + 7 * C + o_c)
+    p_v = (start * HV + i_h) * V
+    p_U = tile * (C * V)
+    p_q = (start * H + i_h // (HV // H)) * K
+    b_rq = tl.full([C], 1.0, tl.float32)
+    b_rk = tl.full([C], 1.0, tl.float32)
+    if L2NORM:
+        b_rq, b_rk = find_norms(q, k, p_q, m_t, o_c, H, K, BK)
+
+    b_OU = tl.zeros([C, C], dtype=tl.float32)  # dO U^T
+    b_YU = tl.zeros([C, C], dtype=tl.float32)  # dY U^T
+    b_dbeta = tl.zeros([C], dtype=tl.float32)
+    for i_v in range(0, (V + BV - 1) // BV):
+        o_v = i_v * BV + tl.arange(0, BV)
+        m_v = (o_v < V)[None, :]
+        m_cv = m_t[:, None] & m_v
+        o_tv = p_v + o_c[:, None] * (HV * V) + o_v[None, :]
+        o_cv = p_U + o_c[:, None] * V + o_v[None, :]
+        b_U = tl.load(U + o_cv, mask=m_v, other=0.0)
+        b_dY = tl.load(dY + o_cv, mask=m_v, other=0.0)
+        b_OU = accumulate(b_OU, tl.load(do + o_tv, mask=m_cv, other=0.0), tl.trans(b_U), DOT)
+        b_YU = accumulate_in_turn(b_YU, b_dY, tl.trans(b_U), scale, PIPELINED, DOT)
+        b_dY = b_dY.to(tl.float32)
+        b_dbeta += tl.sum(b_dY * tl.load(v + o_tv, mask=m_cv, other=0.0).to(tl.float32), axis=1)
+        tl.store(dv + o_tv, round_to(b_dY * b_beta[:, None], dtype, DOT), mask=m_cv)
+    b_own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_OU, 0.0), axis=1)
+    b_written = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_YU, 0.0), axis=1)
+    # as operands, in half the registers; dkk without beta
+    b_dP = round_to(b_OU, dtype, DOT)
+    b_dkk = round_to(-b_YU, dtype, DOT)
+    b_zero = tl.zeros([C, C], dtype)
+
+    dA = 0.0
+    for i_k in range(0, (K + BK - 1) // BK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        m_k = o_k < K
+        m = m_t[:, None] & m_k[None, :]
+        p = p_q + o_c[:, None] * (H * K) + o_k[None, :]
+        b_q = tl.load(q + p, mask=m, other=0.0).to(tl.float32) * (scale * b_rq)[:, None]
+        b_k = tl.load(k + p, mask=m, other=0.0).to(tl.float32) * b_rk[:, None]
+        p_g = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
+        b_g, b_x = load_decays(g, A_log, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, i_h)
+        b_OS, b_YS, b_US, b_SdS = multiply_states(
+            do, U, dY, S, dS, p_v, p_U, tile * (K * V), m_t, m_k, o_c, o_k, scale, HV, V, BV, PIPELINED, DOT
+        )
+        if carry is not None:
+            for i_tile in range(0, TILES):
+                b_SdS += tl.load(carry + (tile * TILES + i_tile) * K + o_k, mask=m_k, other=0.0)
+        b_gam, b_lam, b_last = find_factors(b_g, o_c, C)
+        b_dq = b_gam * b_OS
+        b_rowk = -b_gam * b_YS  # without beta
+        b_dk = b_lam * b_US
+        b_dg = tl.zeros([C, BK], tl.float32) + (b_last * b_SdS)[None, :]
+        b_dg = add_sums(b_dg, o_c[:, None] > o_c[None, :], b_k * b_dk, dtype, DOT)
+        b_read = b_q * b_dq + b_k * b_rowk * b_beta[:, None]
+        b_dg = add_sums(b_dg, o_c[:, None] <= o_c[None, :], b_read, dtype, DOT)
+        b_dq += b_own[:, None] * b_k
+        b_dk += b_own[:, None] * b_q
+        for level in range(0, 6 if C == 64 else 5 if C == 32 else 4):
+            b_f = find_cut_factors(b_g, o_c, level, dtype, DOT)
+            b_kf = round_to(b_k * b_f, dtype, DOT)
+            apart = lie_apart(o_c[:, None], o_c[None, :], level)
+            b_dP_cut = tl.where(apart, b_dP, b_zero)
+            b_dkk_cut = tl.where(apart, b_dkk, b_zero)
+            b_row_q = b_f * multiply(b_dP_cut, b_kf, DOT)
+            b_row_k = b_f * multiply(b_dkk_cut, b_kf, DOT)
+            b_column = multiply(tl.trans(b_dP_cut), round_to(b_q * b_f, dtype, DOT), DOT)
+            b_bkf = round_to(b_k * b_f * b_beta[:, None], dtype, DOT)
+            b_column = b_f * accumulate(b_column, tl.trans(b_dkk_cut), b_bkf, DOT)
+            b_dq += b_row_q
+            b_rowk += b_row_k
+            b_dk += b_column
+            b_read = b_q * b_row_q + b_k * (b_row_k * b_beta[:, None] + b_column)
+            between = lies_between(o_c[:, None], o_c[None, :], level)
+            b_dg = add_sums(b_dg, between, b_read, dtype, DOT)
+        b_dbeta += tl.sum(b_k * b_rowk, axis=1)
+        b_dk += b_rowk * b_beta[:, None]
+        tl.store(dq + p_g, round_to(scale * b_dq, dq.dtype.element_ty, DOT), mask=m)
+        tl.store(dk + p_g, round_to(b_dk, dk.dtype.element_ty, DOT), mask=m)
+        if A_log is not None:
+            b_dg, b_dA = differentiate_gates(b_dg, b_g, b_x, A_log, lower_bound, i_h)
+            b_dg = tl.where(m, b_dg, 0.0)
+            tl.store(dgates + tile * (K + 1) + o_k, tl.sum(b_dg, axis=0), mask=m_k)
+            dA += tl.sum(tl.sum(tl.where(m, b_dA, 0.0), axis=1), axis=0)
+        tl.store(dg + p_g, round_to(b_dg, dg.dtype.element_ty, DOT), mask=m)
+
+    if A_log is not None:
+        tl.store(dgates + tile * (K + 1) + K, dA)
+    b_dbeta = tl.where(b_beta >= LEAST_DIVISOR, b_written / b_beta, b_dbeta)
+    p_beta = start * HV + i_h + o_c * HV
+    if beta_max is not None:
+        b_z = tl.load(beta + p_beta, mask=m_t, other=0.0).to(tl.float32)
+        b_dbeta *= beta_max * tl.sigmoid(b_z) * tl.sigmoid(-b_z)
+    tl.store(dbeta + p_beta, round_to(b_dbeta, dbeta.dtype.element_ty, DOT), mask=m_t)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def combine_kernel(
+    x, dy, dx, tokens,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
+    L2NORM: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Sums dy over the value heads of a key head, and takes its part along x away; BT tokens per program.
+
+    dx = r (dy - y <y, dy>) with y = r x and r = 1 / sqrt(<x, x> + 1e-6); x, dx [tokens, H, K],
+    dy [tokens, HV, K] float32. Not L2NORM: dx = dy.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    i_t, i_h = pid // H, pid % H
+    o_t = i_t * BT + tl.arange(0, BT)
+    o_k = tl.arange(0, KP)
+    m = (o_t < tokens)[:, None] & (o_k < K)[None, :]
+    b_dx = tl.zeros([BT, KP], tl.float32)
+    for i in range(0, HV // H):
+        p = (o_t[:, None] * HV + i_h * (HV // H) + i) * K + o_k[None, :]
+        b_dx += tl.load(dy + p, mask=m, other=0.0)
+    p = (o_t[:, None] * H + i_h) * K + o_k[None, :]
+    if L2NORM:
+        b_x = tl.load(x + p, mask=m, other=0.0).to(tl.float32)
+        b_r = tl.rsqrt(tl.sum(b_x * b_x, axis=1) + 1e-6)[:, None]
+        b_x *= b_r
+        b_dx = b_r * (b_dx - b_x * tl.sum(b_x * b_dx, axis=1)[:, None])
+    tl.store(dx + p, round_to(b_dx, dx.dtype.element_ty, DOT), mask=m)
+
+
+@take_turns
+def gradients(
+    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, *, dq, dk, dv, dg, dbeta, dgates, scale,
+    l2norm, beta_max, lower_bound, chunks: Chunks, config: Config,
+):  # fmt: skip
+    """Launches `gradients_kernel`: fills dq and dk of value heads, dv, dg, dbeta, and with A_log dgates."""
+    H, K = q.shape[2:]
+    HV, V = do.shape[2:]
+    launch = config.gradients
+    gradients_kernel[(chunks.count * HV,)](
+        q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq, dk, dv, dg, dbeta, dgates,
+        chunks.start, chunks.length, scale, beta_max or None, lower_bound, chunks.tokens, chunks.per_sequence,
+        H=H, HV=HV, K=K, BK=slice_of(K), V=V, BV=launch.columns, C=chunks.size,
+        TILES=1 if carry is None else carry.shape[2], L2NORM=l2norm,
+        PIPELINED=launch.stages > 1, DOT=config.dot, **launch.options(),
+    )  # fmt: skip
+
+
+@take_turns
+def combine(x, dy, *, dx, l2norm):
+    """Launches `combine_kernel`: fills dx, the gradient of x [B, tokens, H, K], of dy [B, tokens, HV, K]."""
+    B, tokens, H, K = x.shape
+    launch = tile("kimi_combine", K)
+    combine_kernel[(-(-B * tokens // launch.rows) * H,)](
+        x, dy, dx, B * tokens, H=H, HV=dy.shape[2], K=K, KP=power_of_two(K), BT=launch.rows, L2NORM=l2norm,
+        DOT=arithmetic(), **launch.options(),
+    )  # fmt: skip
+
+
+def variants(K: int, V: int, itemsize: int, quick: bool):
+    """Yields what `compile_only` compiles of this module."""
+    row = config(K, V, itemsize=itemsize, rule="kimi_")
+    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "BK": slice_of(K), "V": V, "C": row.C}
+    sizes |= {"L2NORM": True, "TILES": 2, "DOT": row.dot}
+    for layout, tables in layouts(quick).items():
+        states = ("dstate", "initial_state", "dinitial_state", "carry") if layout == "dense" else ()
+        values, launch = sizes | tables | dict.fromkeys(states), row.reverse
+        own = values | of_tile(launch) | dict.fromkeys(("units", "writes")) | rows_of(4, 4, K, V)
+        yield Variant("kimi_reverse", layout, rule.reverse_scan_kernel, rule.TYPES, launch, own)
+        launch = row.gradients
+        for form, arguments in gates_of(quick).items():
+            own = values | arguments | {"BV": launch.columns, "PIPELINED": launch.stages > 1}
+            options = f"{layout}, {form}"
+            yield Variant("kimi_gradients", options, gradients_kernel, TYPES, launch, own)
+    launch = tile("kimi_combine", K)
+    yield Variant("kimi_combine", "", combine_kernel, TYPES, launch, sizes | {"BT": launch.rows})

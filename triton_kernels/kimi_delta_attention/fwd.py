@@ -1,0 +1,264 @@
+"""Kimi Delta Attention, forward, chunkwise: chunks are prepared in parallel, for gated_delta_rule_fwd's scan.
+
+The gated delta rule with a decay for each channel of a key (arXiv:2510.26692). For one chunk of C tokens and
+one value head, S the state [K, V] at the chunk's start, q times scale:
+
+    b     = sums of g from the chunk's first token on                       [C, K]
+    gam   = exp(b),  lam_i = exp(b_C - b_i)                                 [C, K]
+    kk_ij = sum_c k_ic k_jc exp(b_ic - b_jc) for i > j, else 0              [C, C]
+    P_ij  = sum_c q_ic k_jc exp(b_ic - b_jc) for i >= j, else 0             [C, C]
+    T  = (I + L)^-1,  L = diag(beta) kk                                     [C, C]
+    U  = T Y,  Y = diag(beta) V - kg S,  kg = diag(beta) (gam . k)          [C, V]
+    O  = qg S + P U,  qg = gam . q                                          [C, V]
+    S' = Diag(gam_C) S + kl^T U,  kl = lam . k                              [K, V]
+
+No difference of sums is ever taken for kk and P, and nothing is divided by a decay, which would overflow.
+Blocks of 2 s tokens, s = 1, 2, ..., C / 2, each have a cut in their middle, and every pair i > j lies on the
+two sides of exactly one cut. With f_i the decay between the cut and the token i,
+
+    f_i = exp(sum of g from the cut to i, with it)          right of the cut
+    f_j = exp(sum of g behind j up to the cut)              left of it
+    kk_ij = <k_i . f_i, k_j . f_j>
+
+where both exponents are sums of g <= 0, so that neither factor underflows unless their product does. The sums
+are products with matrices of 0 and 1, of g in two words in 16 bits. Gates of g, with x = a + dt_bias:
+
+    g = -exp(A_log) softplus(x)         or, with a lower bound,         g = lower_bound sigmoid(exp(A_log) x)
+
+Layout, beyond that of gated_delta_rule_fwd:
+
+    g [B, tokens, HV, K]           dt_bias [HV, K]              last [NC, HV, K] float32, gam_C
+    qg, kg, kl [B, tokens, HV, K]  which the scans take for q and k; rows has factors of 1 and, as there, beta
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+import triton
+import triton.language as tl
+
+from delta_trn.triton_kernels import gated_delta_rule_fwd as rule
+from delta_trn.triton_kernels.chunks import Chunks
+from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
+from delta_trn.triton_kernels.tiles import (
+    LOG2E,
+    RESET,
+    ROWS,
+    accumulate,
+    exp2_of_words,
+    invert_unit_lower,
+    locate_chunk,
+    multiply,
+    round_to,
+    scale_by_exp,
+    softplus,
+)
+from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, Variant, layouts, of_tile, rows_of
+
+TYPES = {
+    "*x": "q k T P qg kg kl",
+    "*fp32": "g beta A_log dt_bias last rows",
+    "*i64": "chunk_start chunk_length",
+    "fp32": "scale beta_max lower_bound",
+    "i32": "tokens NT",
+}
+CHANNELS = 16  # of a slice of K; of 32, registers spill up to three times as much
+
+
+@triton.jit
+def find_rate(A_log, i_h):
+    """Returns A_log of head i_h, at most 80: beyond, a gate is at its end for all but tiny projections."""
+    return tl.minimum(tl.load(A_log + i_h).to(tl.float32), 80.0)
+
+
+@triton.jit
+def load_decays(g, A_log, dt_bias, lower_bound, p_g, o_bias, m, i_h):
+    """Returns g at p_g, 0 where the mask m is not, and what the gate makes it of, x, or g itself.
+
+    A reset counts as RESET: see tiles.
+    """
+    b_x = tl.load(g + p_g, mask=m, other=0.0).to(tl.float32)
+    b_g = b_x
+    if A_log is not None:
+        if dt_bias is not None:
+            b_x += tl.load(dt_bias + o_bias, mask=m, other=0.0).to(tl.float32)
+        if lower_bound is not None:
+            b_g = lower_bound * tl.sigmoid(tl.exp(find_rate(A_log, i_h)) * b_x)
+        else:
+            b_g = -scale_by_exp(tl.load(A_log + i_h).to(tl.float32), softplus(b_x), b_x)
+        b_g = tl.where(m, b_g, 0.0)
+    return tl.where(b_g < RESET, RESET, b_g), b_x
+
+
+@triton.jit
+def find_factors(b_g, o_c, C: tl.constexpr):
+    """Returns gam and lam [C, BK], and gam_C [BK]: of float64 sums, since they multiply states."""
+    b_sum = tl.cumsum(b_g.to(tl.float64), axis=0) * LOG2E
+    b_last = tl.sum(tl.where((o_c == C - 1)[:, None], b_sum, 0.0), axis=0)
+    b_high = b_sum.to(tl.float32)
+    b_gam = exp2_of_words(b_high, (b_sum - b_high).to(tl.float32))
+    b_sum = b_last[None, :] - b_sum
+    b_high = b_sum.to(tl.float32)
+    b_lam = exp2_of_words(b_high, (b_sum - b_high).to(tl.float32))
+    b_high = b_last.to(tl.float32)
+    return b_gam, b_lam, exp2_of_words(b_high, (b_last - b_high).to(tl.float32))
+
+
+@triton.jit
+def lies_between(t, i, level):
+    """Returns whether token t decays token i on its way to the cut of i's block, of two halves of 2^level."""
+    half = i >> level
+    return (half == t >> level) & tl.where(half % 2 == 1, t <= i, t > i)
+
+
+@triton.jit
+def lie_apart(i, j, level):
+    """Returns whether a cut of blocks of two halves of 2^level tokens lies between j and a later i."""
+    return (i >> level == (j >> level) + 1) & ((i >> level) % 2 == 1)
+
+
+@triton.jit
+def add_sums(acc, chosen, x, dtype: tl.constexpr, DOT: tl.constexpr):
+    """Returns acc + chosen x, for booleans [C, C] and float32 x; in 16 bits x has two words, 2^-16 of it."""
+    if dtype == tl.float32:
+        return accumulate(acc, chosen.to(tl.float32), x, DOT)
+    else:
+        b_high = round_to(x, tl.bfloat16, DOT)
+        b_low = round_to(x - b_high.to(tl.float32), tl.bfloat16, DOT)
+        b_ones = tl.where(chosen, 1.0, 0.0).to(tl.bfloat16)
+        return accumulate(accumulate(acc, b_ones, b_high, DOT), b_ones, b_low, DOT)
+
+
+@triton.jit
+def find_cut_factors(b_g, o_c, level, dtype: tl.constexpr, DOT: tl.constexpr):
+    """Returns f [C, BK] for the cuts of a level."""
+    # so g is stored as an operand in every turn, not before the loop: the compiler does not know that 0 is
+    # added, and puts a fence between each store and the products behind it
+    b_g += level * 0.0
+    b_sum = tl.zeros(b_g.shape, tl.float32)
+    return tl.exp(add_sums(b_sum, lies_between(o_c[None, :], o_c[:, None], level), b_g, dtype, DOT))
+
+
+@triton.jit
+def find_norms(q, k, p_q, m_t, o_c, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """Returns r_q and r_k [C], the reciprocal norms of a chunk's rows."""
+    b_qq = tl.zeros(o_c.shape, tl.float32)
+    b_kk = tl.zeros(o_c.shape, tl.float32)
+    for i_k in range(0, (K + BK - 1) // BK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        p = p_q + o_c[:, None] * (H * K) + o_k[None, :]
+        m = m_t[:, None] & (o_k < K)[None, :]
+        b_q = tl.load(q + p, mask=m, other=0.0).to(tl.float32)
+        b_k = tl.load(k + p, mask=m, other=0.0).to(tl.float32)
+        b_qq += tl.sum(b_q * b_q, axis=1)
+        b_kk += tl.sum(b_k * b_k, axis=1)
+    return tl.rsqrt(b_qq + 1e-6), tl.rsqrt(b_kk + 1e-6)
+
+
+@triton.jit(do_not_specialize=["tokens", "NT"])
+def prepare_kernel(
+    q, k, g, beta, A_log, dt_bias, T, P, qg, kg, kl, last, rows, chunk_start, chunk_length, scale, beta_max,
+    lower_bound, tokens, NT,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    L2NORM: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Computes T, P, the scaled copies of q and k, last and the rows; one program per (chunk, value head)."""
+    pid = tl.program_id(0).to(tl.int64)
+    i_c, i_h = pid // HV, pid % HV
+    start, length = locate_chunk(i_c, tokens, NT, chunk_start, chunk_length, C)
+    if length <= 0:
+        return
+    o_c = tl.arange(0, C)
+    m_t = o_c < length
+    dtype = k.dtype.element_ty
+    tile = i_c * HV + i_h
+    p_q = (start * H + i_h // (HV // H)) * K
+    b_beta = tl.load(beta + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
+    if beta_max is not None:
+        b_beta = tl.where(m_t, beta_max * tl.sigmoid(b_beta), 0.0)
+    b_rq = tl.full([C], 1.0, tl.float32)
+    b_rk = tl.full([C], 1.0, tl.float32)
+    if L2NORM:
+        b_rq, b_rk = find_norms(q, k, p_q, m_t, o_c, H, K, BK)
+
+    b_kk = tl.zeros([C, C], tl.float32)
+    b_P = tl.zeros([C, C], tl.float32)
+    for i_k in range(0, (K + BK - 1) // BK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        m_k = o_k < K
+        m = m_t[:, None] & m_k[None, :]
+        p = p_q + o_c[:, None] * (H * K) + o_k[None, :]
+        b_q = tl.load(q + p, mask=m, other=0.0).to(tl.float32) * (scale * b_rq)[:, None]
+        b_k = tl.load(k + p, mask=m, other=0.0).to(tl.float32) * b_rk[:, None]
+        p_g = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
+        b_g, _ = load_decays(g, A_log, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, i_h)
+        b_gam, b_lam, b_last = find_factors(b_g, o_c, C)
+        tl.store(qg + p_g, round_to(b_q * b_gam, dtype, DOT), mask=m)
+        tl.store(kg + p_g, round_to(b_k * b_gam * b_beta[:, None], dtype, DOT), mask=m)
+        tl.store(kl + p_g, round_to(b_k * b_lam, dtype, DOT), mask=m)
+        tl.store(last + tile * K + o_k, b_last, mask=m_k)
+        b_P += tl.where(o_c[:, None] == o_c[None, :], tl.sum(b_q * b_k, axis=1)[:, None], 0.0)
+        # a loop, since of its turns side by side all masks would be held at once
+        for level in range(0, 6 if C == 64 else 5 if C == 32 else 4):
+            b_f = find_cut_factors(b_g, o_c, level, dtype, DOT)
+            b_kf = round_to(b_k * b_f, dtype, DOT)
+            b_qf = round_to(b_q * b_f, dtype, DOT)
+            apart = lie_apart(o_c[:, None], o_c[None, :], level)
+            b_kk += tl.where(apart, multiply(b_kf, tl.trans(b_kf), DOT), 0.0)
+            b_P += tl.where(apart, multiply(b_qf, tl.trans(b_kf), DOT), 0.0)
+
+    o_cc = o_c[:, None] * C + o_c[None, :]
+    tl.store(P + tile * (C * C) + o_cc, round_to(b_P, dtype, DOT))
+    b_L = b_kk * b_beta[:, None]
+    p_rows = rows + tile * (ROWS * C) + o_c
+    for row in tl.static_range(ROWS - 2):
+        tl.store(p_rows + row * C, tl.full([C], 1.0, tl.float32))
+    tl.store(p_rows + 7 * C, b_beta)
+    tl.store(p_rows + 8 * C, tl.sum(tl.abs(b_L), axis=1))
+    tl.store(T + tile * (C * C) + o_cc, round_to(invert_unit_lower(b_L, C, dtype, DOT), dtype, DOT))
+
+
+@take_turns
+def prepare(
+    q, k, g, beta, A_log, dt_bias, *, T, P, qg, kg, kl, last, rows, scale, l2norm, beta_max, lower_bound,
+    chunks: Chunks, config: Config,
+):  # fmt: skip
+    """Launches `prepare_kernel`: fills what stands behind the star, up to rows.
+
+    A_log None: g is given as it is. beta_max 0: beta is given as it is. lower_bound None: softplus.
+    """
+    H, K, HV = q.shape[2], q.shape[3], g.shape[2]
+    prepare_kernel[(chunks.count * HV,)](
+        q, k, g, beta, A_log, dt_bias, T, P, qg, kg, kl, last, rows, chunks.start, chunks.length, scale,
+        beta_max or None, lower_bound, chunks.tokens, chunks.per_sequence,
+        H=H, HV=HV, K=K, BK=slice_of(K), C=chunks.size, L2NORM=l2norm,
+        DOT=config.dot, **config.prepare.options(),
+    )  # fmt: skip
+
+
+def slice_of(K: int) -> int:
+    """Returns how many channels of K the kernels of a chunk take at once."""
+    return min(CHANNELS, power_of_two(K))
+
+
+def gates_of(quick: bool):
+    """Returns the ways to pass g and beta: as they are, and by either gate."""
+    bounded = {"gates made": {"lower_bound": None}, "gates with a bound": {}}
+    given = {"gates given": dict.fromkeys((*GATE_ARGUMENTS, "lower_bound"))}
+    return bounded if quick else given | bounded
+
+
+def variants(K: int, V: int, itemsize: int, quick: bool):
+    """Yields what `compile_only` compiles of this module: nothing in float16."""
+    row = config(K, V, itemsize=itemsize, rule="kimi_")
+    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "BK": slice_of(K), "V": V, "C": row.C}
+    sizes |= {"L2NORM": True, "DOT": row.dot}
+    tile = row.scan
+    own = sizes | rows_of(4, 4, K, V) | of_tile(tile) | dict.fromkeys(("QR", "KR"), 4 * K)
+    own |= {"units": None, "transition": None, "STAGES": tile.stages}
+    for layout, tables in layouts(quick).items():
+        for form, arguments in gates_of(quick).items():
+            values = sizes | tables | arguments
+            yield Variant("kimi_prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, values)
+        states = ("initial_state", "final_state") if layout == "dense" else ()
+        values = own | tables | dict.fromkeys(states)
+        yield Variant("kimi_scan", layout, rule.scan_kernel, rule.TYPES, tile, values)
