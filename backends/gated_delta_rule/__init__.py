@@ -121,9 +121,8 @@ def gated_delta_rule(
     )
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     name, save = OPERATOR.choose(tensors, sizes(q, v), backend, *(() if cu_seqlens is None else ("packed",)))
-    factor = float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
     options = {"l2norm": use_qk_l2norm_in_kernel, "output_final_state": output_final_state}
-    call = Rule(*tensors, _bounds(cu_seqlens), factor, beta_max, **options)
+    call = Rule(*tensors, bounds_of(cu_seqlens), scale_of(q, scale), beta_max, **options)
     at = checks.positions(return_states_at, q.shape[1], output_final_state)
     return run(OPERATOR, call, at, save, name, state_v_first)
 
@@ -184,17 +183,16 @@ def gated_delta_rule_step(
         )
         assert final_state is not None
         return o[:, 0], final_state
+    name, _ = STEP_OPERATOR.choose((q,), sizes(q, v), backend)
     call = Step(
         q, k, v, g, beta, state, A_log, dt_bias,
-        scale=float(q.shape[-1]) ** -0.5 if scale is None else float(scale),
-        beta_max=beta_max, l2norm=use_qk_l2norm_in_kernel,
+        scale=scale_of(q, scale), beta_max=beta_max, l2norm=use_qk_l2norm_in_kernel,
     )  # fmt: skip
-    return run_step(STEP_OPERATOR, call, backend)
+    return run_step(STEP_OPERATOR, call, name)
 
 
-def run_step(operator: Operator, call: Step, backend: str | None) -> tuple[Tensor, Tensor]:
-    """Returns o and the state after one token, on a backend or on the one that is chosen."""
-    name, _ = operator.choose((call.q,), sizes(call.q, call.v), backend)
+def run_step(operator: Operator, call: Step, name: str) -> tuple[Tensor, Tensor]:
+    """Returns o and the state after one token; `name` is the backend's."""
     o, state = operator(_with_gates(operator, call, name), save=False, backend=name)
     return o, state
 
@@ -234,13 +232,18 @@ def first_state(state: Tensor | None, q: Tensor, v_first: bool) -> Tensor | None
     return state.to(state_dtype(q.dtype)) if same else state
 
 
-def _bounds(cu_seqlens: Tensor | None) -> Tensor | None:
+def bounds_of(cu_seqlens: Tensor | None) -> Tensor | None:
     """Returns cu_seqlens as int64, the same tensor in every layer."""
     if cu_seqlens is None or cu_seqlens.dtype == torch.int64:
         return cu_seqlens
     if torch.compiler.is_compiling() or cu_seqlens.is_meta:
         return cu_seqlens.long()
     return once(cu_seqlens, "int64", cu_seqlens.long)
+
+
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """Returns the scale, 1 / sqrt(K) where none is given."""
+    return float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
 
 
 def sizes(q: Tensor, v: Tensor) -> dict[str, int]:

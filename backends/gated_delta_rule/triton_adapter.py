@@ -49,7 +49,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     and k_scaled except where float16 is normalized.
     """
     q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta)
-    A_log, dt_bias, initial_state = _contiguous(call.A_log, call.dt_bias, call.initial_state)
+    A_log, dt_bias, initial_state = contiguous(call.A_log, call.dt_bias, call.initial_state)
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     row = _launches(call)
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
@@ -65,7 +65,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
         )  # fmt: skip
         if not save:
             return o, final_state, []
-    T, P, rows = (q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared_shapes(chunks, HV, q.dtype))
+    T, P, rows = (q.new_empty(shape, dtype=dtype) for shape, dtype in prepared_shapes(chunks, HV, q.dtype))
     q_scaled, k_scaled = (q.new_empty(q.shape) if _is_scaled(call) else None for _ in range(2))
     unit = _unit(call)
     gated_delta_rule_fwd.prepare(
@@ -94,7 +94,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
         )
         scanned, start, final = split.chunks, states, None
     if save and _keeps_states(call, chunks):
-        S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _state_shapes(chunks, HV, K, V, q.dtype))
+        S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in state_shapes(chunks, HV, K, V, q.dtype))
     gated_delta_rule_fwd.scan(
         q, k, v, T, P, rows, start,
         o=o, final_state=final, S=S, U=U, scale=call.scale, unit=unit, units=units, chunks=scanned,
@@ -108,7 +108,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients; those of A_log and dt_bias only where the kernels make the gates."""
     q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta)
-    A_log, dt_bias, initial_state, dstate, do = _contiguous(
+    A_log, dt_bias, initial_state, dstate, do = contiguous(
         call.A_log, call.dt_bias, call.initial_state, dstate, do.to(call.q.dtype)
     )
     (dq, dk, dv), (dg, dbeta) = empty_like_parts((q, k, v)), empty_like_parts((g, beta))
@@ -138,7 +138,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         segments.chain(A, dlast, dstate, states=dstates, final=dinitial, segments=split, reverse=True)
         scanned, initial_state, dstate, dfirst = split.chunks, states, dstates, None
     if not S.numel():
-        S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in _state_shapes(chunks, HV, K, V, q.dtype))
+        S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in state_shapes(chunks, HV, K, V, q.dtype))
         gated_delta_rule_fwd.scan(
             q, k, v, T, P, rows, initial_state,
             o=None, final_state=None, S=S, U=U, scale=call.scale, unit=unit, units=units, chunks=scanned,
@@ -184,7 +184,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
 def step(call: Step) -> tuple[Tensor, Tensor]:
     """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
     q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta, leading=1)
-    A_log, dt_bias, state = _contiguous(call.A_log, call.dt_bias, call.state)
+    A_log, dt_bias, state = contiguous(call.A_log, call.dt_bias, call.state)
     o, new = v.new_empty(v.shape), torch.empty_like(state)
     gated_delta_rule_step.step(
         q, k, v, g, beta, A_log, dt_bias, state, o, new,
@@ -201,20 +201,20 @@ def saved_shapes(call: Rule) -> Shapes:
     chunks = chunk_counts(q, call.cu_seqlens, row.C)
     count = 0 if _is_one_token(call) else segment_count(chunks, HV, K, V, row)
     split = _segment_shapes(count, HV, K, V) if count else [((0,), q.dtype)] * 2
-    kept = _state_shapes(chunks, HV, K, V, q.dtype) if _keeps_states(call, chunks) else [((0,), q.dtype)] * 2
+    kept = state_shapes(chunks, HV, K, V, q.dtype) if _keeps_states(call, chunks) else [((0,), q.dtype)] * 2
     scaled = [(tuple(q.shape) if _is_scaled(call) else (0,), q.dtype)] * 2
-    return [*_prepared_shapes(chunks, HV, q.dtype), *split, *kept, *scaled]
+    return [*prepared_shapes(chunks, HV, q.dtype), *split, *kept, *scaled]
 
 
 def _launches(call: Rule) -> Config:
     """Returns the rows of the launch table for a call."""
     sequences = call.q.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
     K, (HV, V) = call.q.shape[3], call.v.shape[2:]
-    card = _card(call.q.device)
+    card = card_of(call.q.device)
     return config(K, V, itemsize=call.q.element_size(), heads=sequences * HV, card=card)
 
 
-def _contiguous(*tensors: Tensor | None) -> list[Any]:
+def contiguous(*tensors: Tensor | None) -> list[Any]:
     """Returns the tensors as the kernels read them, one after the other; an absent one stays None."""
     return [None if x is None else x.contiguous() for x in tensors]
 
@@ -297,14 +297,14 @@ def _largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return torch.linalg.vector_norm(x, float("inf"), dim=dims, dtype=torch.float32)
 
 
-def _prepared_shapes(chunks: Chunks, HV: int, dtype: torch.dtype) -> Shapes:
+def prepared_shapes(chunks: Chunks, HV: int, dtype: torch.dtype) -> Shapes:
     """Returns the shapes of T, P and rows."""
     C = chunks.size
     head = (chunks.count, HV)
     return [((*head, C, C), dtype), ((*head, C, C), dtype), ((*head, 9, C), torch.float32)]
 
 
-def _state_shapes(chunks: Chunks, HV: int, K: int, V: int, dtype: torch.dtype) -> Shapes:
+def state_shapes(chunks: Chunks, HV: int, K: int, V: int, dtype: torch.dtype) -> Shapes:
     """Returns the shapes of S and U."""
     return [((chunks.count, HV, K, V), dtype), ((chunks.count, HV, chunks.size, V), dtype)]
 
@@ -323,7 +323,7 @@ def _keeps_states(call: Rule, chunks: Chunks) -> bool:
 
 
 @lru_cache
-def _card(device: torch.device) -> Card | None:
+def card_of(device: torch.device) -> Card | None:
     """Returns what launches depend on of a GPU; None where the tensors are on none."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None

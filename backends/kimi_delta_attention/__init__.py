@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends.checks import shape_of
-from delta_trn.backends.gated_delta_rule import checks, first_state, make_operators, run, run_step, sizes
+from delta_trn.backends.gated_delta_rule import (
+    bounds_of,
+    checks,
+    first_state,
+    make_operators,
+    run,
+    run_step,
+    scale_of,
+    sizes,
+)
 from delta_trn.backends.gated_delta_rule.contract import Rule, Step
 from delta_trn.backends.operator import gradients_wanted
 
@@ -106,7 +115,7 @@ def kimi_delta_attention(
     name, save = OPERATOR.choose(tensors, sizes(q, v), backend, *packed)
     _notice(q, backend, name)
     call = Rule(
-        *tensors, None if cu_seqlens is None else cu_seqlens.long(), _scale(q, scale), beta_max,
+        *tensors, bounds_of(cu_seqlens), scale_of(q, scale), beta_max,
         l2norm=use_qk_l2norm_in_kernel, output_final_state=output_final_state, lower_bound=lower_bound,
     )  # fmt: skip
     positions = checks.positions(return_states_at, q.shape[1], output_final_state)
@@ -149,7 +158,7 @@ def kimi_delta_attention_step(
         use_beta_sigmoid_in_kernel, allow_neg_eigval,
     )  # fmt: skip
     tensors, parameters = (q, k, v, g, beta), (A_log, dt_bias)
-    options: dict[str, Any] = {"scale": _scale(q, scale), "beta_max": beta_max, "lower_bound": lower_bound}
+    options: dict[str, Any] = {"scale": scale_of(q, scale), "beta_max": beta_max, "lower_bound": lower_bound}
     options["l2norm"] = use_qk_l2norm_in_kernel
     recorded = gradients_wanted(*tensors, state, *parameters)
     operator = OPERATOR if recorded else STEP_OPERATOR
@@ -163,10 +172,6 @@ def kimi_delta_attention_step(
     o, final_state = run(OPERATOR, scan, None, save, name, False)
     assert final_state is not None
     return o[:, 0], final_state
-
-
-def _scale(q: Tensor, scale: float | None) -> float:
-    return float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
 
 
 def _refuse(**options: Any) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step
 from delta_trn.backends.gated_delta_rule.triton_adapter import (
-    _card,
-    _contiguous,
-    _prepared_shapes,
-    _state_shapes,
+    card_of,
+    contiguous,
+    prepared_shapes,
+    state_shapes,
 )
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_counts, chunk_tables
 from delta_trn.triton_kernels import (
@@ -30,7 +30,7 @@ MAKES_GATES = True  # of a layer's projections, in the kernels
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Returns o, final_state and what `backward` reads: T, P, qg, kg, kl, last, rows, S and U."""
-    q, k, v, g, beta, A_log, dt_bias, initial_state = _contiguous(
+    q, k, v, g, beta, A_log, dt_bias, initial_state = contiguous(
         call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state
     )
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
@@ -55,7 +55,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients; those of A_log and dt_bias only where the kernels make the gates."""
-    q, k, v, g, beta, A_log, dt_bias, initial_state, dstate, do = _contiguous(
+    q, k, v, g, beta, A_log, dt_bias, initial_state, dstate, do = contiguous(
         call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state, dstate,
         do.to(call.q.dtype),
     )  # fmt: skip
@@ -99,7 +99,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
 
 def step(call: Step) -> tuple[Tensor, Tensor]:
     """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
-    q, k, v, g, beta, A_log, dt_bias, state = _contiguous(
+    q, k, v, g, beta, A_log, dt_bias, state = contiguous(
         call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.state
     )
     o, new = torch.empty_like(v), torch.empty_like(state)
@@ -118,7 +118,7 @@ def saved_shapes(call: Rule) -> Shapes:
 def _launches(call: Rule) -> Config:
     """Returns the rows of the launch table for a call."""
     K, (HV, V) = call.q.shape[3], call.v.shape[2:]
-    card = _card(call.q.device)
+    card = card_of(call.q.device)
     return config(K, V, itemsize=call.q.element_size(), heads=call.sequences * HV, card=card, rule="kimi_")
 
 
@@ -126,5 +126,5 @@ def _shapes(call: Rule, chunks: Chunks) -> Shapes:
     """Returns the shapes of T, P, qg, kg, kl, last, rows, S and U."""
     (HV, V), K, dtype = call.v.shape[2:], call.q.shape[3], call.q.dtype
     head, scaled = (chunks.count, HV), (tuple(call.g.shape), dtype)
-    prepared, states = _prepared_shapes(chunks, HV, dtype), _state_shapes(chunks, HV, K, V, dtype)
+    prepared, states = prepared_shapes(chunks, HV, dtype), state_shapes(chunks, HV, K, V, dtype)
     return [*prepared[:2], *[scaled] * 3, ((*head, K), torch.float32), prepared[2], *states]

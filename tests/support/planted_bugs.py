@@ -235,7 +235,7 @@ BUGS = (
     Bug("chunked: decoded value heads take the keys in turns", f"{RULE}.chunked:step",
         "repeat_interleave(groups, 1)", "repeat(1, groups, 1)", "chunked's decoding"),
     Bug("chunked: a decoded token's state does not decay", f"{RULE}.chunked:step",
-        'call.state * (decay if call.has_channels else decay[..., None])', "call.state", "chunked's decoding"),
+        "(decay if call.has_channels else decay[..., None])", "1", "chunked's decoding"),
     Bug("triton: a chain of segments reads the first 32 of K", TRITON_SEGMENTS,
         "range(0, tl.cdiv(K, BK))", "range(0, 1)", "triton's segments"),
     Bug("triton: a chain of segments leaves out what K has beyond whole tiles", TRITON_SEGMENTS,

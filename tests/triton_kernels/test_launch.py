@@ -73,7 +73,7 @@ def test_launches_are_those_of_the_tensors_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     l40s = SimpleNamespace(major=8, multi_processor_count=142)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: l40s)
-    find = triton_adapter._card.__wrapped__
+    find = triton_adapter.card_of.__wrapped__
     assert find(torch.device("cuda", 1)) == Card(8, 142)
     assert find(torch.device("cpu")) is None
 

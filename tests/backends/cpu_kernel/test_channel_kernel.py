@@ -1,6 +1,5 @@
 """The C++ kernel of Kimi Delta Attention: its bits, and mistakes in it."""
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,8 @@ from delta_trn.backends import compiler
 from delta_trn.backends.gated_delta_rule import chunked_kernel
 from delta_trn.backends.parity import rule
 from delta_trn.backends.parity.channel_cases import STEPS
-from delta_trn.backends.parity.rule_cases import BOTH, Case, inputs
+from delta_trn.backends.parity.rule_cases import BOTH, Case
+from tests.backends.cpu_kernel.test_chunked_kernel import check_bits_of_threads
 
 BACKENDS = Path(chunked_kernel.__file__).parents[1]
 SOURCE = BACKENDS / "kimi_delta_attention" / "chunked_kernel.cpp"
@@ -26,16 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_results_have_the_same_bits_with_any_number_of_threads(dtype):
-    x, before = inputs(WHOLE, dtype), torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(rule.outcome(x, "chunked"))
-    finally:
-        torch.set_num_threads(before)
-    for one, other in pairwise(results):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    check_bits_of_threads(WHOLE, dtype)
 
 
 MISTAKES = [
