@@ -20,9 +20,8 @@ CHANNELS: Kimi Delta Attention, a decay for each row of the state, g [B, HV, K] 
 import triton
 import triton.language as tl
 
-from delta_trn.triton_kernels.kimi_delta_attention.fwd import load_decays
 from delta_trn.triton_kernels.launch import arithmetic, power_of_two, take_turns, tile
-from delta_trn.triton_kernels.tiles import compute_gates, round_to
+from delta_trn.triton_kernels.tiles import compute_gates, load_decays, round_to
 from delta_trn.triton_kernels.variants import Variant, gates
 
 TYPES = {

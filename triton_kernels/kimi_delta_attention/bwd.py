@@ -51,11 +51,9 @@ from delta_trn.triton_kernels.kimi_delta_attention.fwd import (
     find_cut_factors,
     find_factors,
     find_norms,
-    find_rate,
     gates_of,
     lie_apart,
     lies_between,
-    load_decays,
     slice_of,
 )
 from delta_trn.triton_kernels.launch import Config, arithmetic, config, power_of_two, take_turns, tile
@@ -64,6 +62,8 @@ from delta_trn.triton_kernels.tiles import (
     ROWS,
     accumulate,
     accumulate_in_turn,
+    find_rate,
+    load_decays,
     locate_chunk,
     multiply,
     round_to,

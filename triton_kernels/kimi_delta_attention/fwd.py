@@ -41,16 +41,14 @@ from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import (
     LOG2E,
-    RESET,
     ROWS,
     accumulate,
     exp2_of_words,
     invert_unit_lower,
+    load_decays,
     locate_chunk,
     multiply,
     round_to,
-    scale_by_exp,
-    softplus,
 )
 from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, Variant, layouts, of_tile, rows_of
 
@@ -62,31 +60,6 @@ TYPES = {
     "i32": "tokens NT",
 }
 CHANNELS = 16  # of a slice of K; of 32, registers spill up to three times as much
-
-
-@triton.jit
-def find_rate(A_log, i_h):
-    """Returns A_log of head i_h, at most 80: beyond, a gate is at its end for all but tiny projections."""
-    return tl.minimum(tl.load(A_log + i_h).to(tl.float32), 80.0)
-
-
-@triton.jit
-def load_decays(g, A_log, dt_bias, lower_bound, p_g, o_bias, m, i_h):
-    """Returns g at p_g, 0 where the mask m is not, and what the gate makes it of, x, or g itself.
-
-    A reset counts as RESET: see tiles.
-    """
-    b_x = tl.load(g + p_g, mask=m, other=0.0).to(tl.float32)
-    b_g = b_x
-    if A_log is not None:
-        if dt_bias is not None:
-            b_x += tl.load(dt_bias + o_bias, mask=m, other=0.0).to(tl.float32)
-        if lower_bound is not None:
-            b_g = lower_bound * tl.sigmoid(tl.exp(find_rate(A_log, i_h)) * b_x)
-        else:
-            b_g = -scale_by_exp(tl.load(A_log + i_h).to(tl.float32), softplus(b_x), b_x)
-        b_g = tl.where(m, b_g, 0.0)
-    return tl.where(b_g < RESET, RESET, b_g), b_x
 
 
 @triton.jit
