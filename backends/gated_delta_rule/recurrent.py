@@ -94,7 +94,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
                 dK[token] = _apply(dS, u) - _apply(S_decayed, dV[token])
                 dS = dS - _outer(K[token], dV[token])
                 by_row = (dS * S_decayed).sum(-1)
-                dg[token] = by_row if call.has_channels else by_row.sum(-1, keepdim=True)
+                dg[token] = by_row if _has_channels(call) else by_row.sum(-1, keepdim=True)
                 dS = decay * dS
         dfirst[rows] = dS
     dq = _gradient_of_input(dQ, call.q, call.l2norm).to(call.q.dtype)
@@ -148,6 +148,11 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum(-1, keepdim=True)
 
 
+def _has_channels(call: Rule) -> bool:
+    """Returns whether each of the K rows of S has a decay of its own."""
+    return call.g.dim() == call.q.dim()
+
+
 def _prepare(call: Rule) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns q, k, v, g, beta in the state's dtype, q and k normalized where asked, one per value head."""
     dtype = _full(call)
@@ -156,7 +161,7 @@ def _prepare(call: Rule) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if call.l2norm:
         q, k = (x * _reciprocal_norm(x) for x in (q, k))
     q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))
-    g = g if call.has_channels else g[..., None]
+    g = g if _has_channels(call) else g[..., None]
     if call.A_log is not None:
         x, A_log = _projection(call, dtype)
         if call.lower_bound is None:
@@ -197,7 +202,7 @@ def _projection(call: Rule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns a + dt_bias [B, T, HV, 1 or K], and A_log [HV, 1]."""
     assert call.A_log is not None
     x = call.g.to(dtype)
-    x = x if call.has_channels else x[..., None]
+    x = x if _has_channels(call) else x[..., None]
     if call.dt_bias is not None:
         x = x + call.dt_bias.to(dtype).view(x.shape[2], -1)
     return x, call.A_log.to(dtype)[:, None]

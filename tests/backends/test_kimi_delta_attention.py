@@ -247,7 +247,7 @@ BUGS = [
     (Bug("a step decays all channels alike", f"{CHUNKED}:step", "decay if call.has_channels",
          "decay.mean(-2, keepdim=True) if call.has_channels", ""), "decode_kimi_split"),
     (Bug("judge: dg of a row is that of the head", f"{JUDGE}:backward",
-         "by_row if call.has_channels else", "by_row.sum(-1, keepdim=True) + 0 * by_row if True else", ""),
+         "by_row if _has_channels(call) else", "by_row.sum(-1, keepdim=True) + 0 * by_row if True else", ""),
      WHOLE),
     (Bug("no bias", f"{RULE}.contract:_make_channels",
          "bias = None if dt_bias is None else", "bias = None and", ""),

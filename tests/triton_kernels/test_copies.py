@@ -283,7 +283,7 @@ def test_gradients_are_joined_where_they_lie_or_by_a_copy():
             for place, line, mistake in (
                 ("fwd:prepare", "o_c * BR", "o_c * GR"),
                 ("fwd:scan", "t * VR", "t * (HV * V)"),
-                ("reverse:reverse_scan", "t * KR", "t * QR"),
+                ("reverse:reverse_scan", "k + t * KR", "k + t * QR"),
                 ("bwd:gradients", "start * DKR", "start * (H * K)"),
                 ("bwd:gradients", "o_c[:, None] * VR", "o_c[:, None] * (HV * V)"),
             )

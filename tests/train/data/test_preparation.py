@@ -1,9 +1,11 @@
 """Shards hold every document whole and once, on one side; what is killed leaves nothing that counts."""
 
+import io
 import os
 import random
 import resource
 import shutil
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -268,9 +270,10 @@ def test_a_preparation_that_another_process_made_meanwhile_is_taken(source, tmp_
     open_dataset(run(source, tmp_path / "out"))
 
 
-def test_a_folder_that_its_holder_takes_away_is_held_by_those_who_waited(tmp_path, capsys):
+def test_a_folder_that_its_holder_takes_away_is_held_by_those_who_waited(tmp_path, monkeypatch):
     """The holder leaves no empty folder behind; those who wait then make it again, one after another."""
-    out, inside, waiting = tmp_path / "out", [], ""
+    out, inside, written = tmp_path / "out", [], io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)  # capsys may lose what a thread prints while it is read
 
     def hold():
         with hold_folder(out):
@@ -280,8 +283,8 @@ def test_a_folder_that_its_holder_takes_away_is_held_by_those_who_waited(tmp_pat
 
     with ThreadPoolExecutor(3) as threads, hold_folder(out):
         ends = [threads.submit(hold) for _ in range(3)]
-        while waiting.count(f"(pid {os.getpid()})") < 3:
-            waiting += capsys.readouterr().err
+        while written.getvalue().count(f"(pid {os.getpid()})") < 3:
+            time.sleep(0.01)
     assert all(end.result() for end in ends)
 
 
