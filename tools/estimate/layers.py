@@ -64,7 +64,7 @@ def _kernels(name: str) -> Iterator[_Kernel]:
 
 def _variant(module: ModuleType, sizes: tuple[int, int], options: str, **values: int) -> Variant:
     found = next(x for x in module.variants(*sizes, ITEM, False) if x.options == options)
-    return replace(found, values=found.values | values, multiples=MULTIPLES)
+    return replace(found, values=found.values | values, multiples=(*MULTIPLES, *found.multiples))
 
 
 def _convolution() -> Iterator[_Kernel]:
