@@ -92,7 +92,7 @@ BUGS = (
         "threshold=40.0", "threshold=20.0", "gates in float64"),
     Bug("judge: a sigmoid's derivative of 1 - s", f"{RULE}.recurrent:_gradients_of_gates",
         "torch.sigmoid(z) * torch.sigmoid(-z)", "torch.sigmoid(z)", "gates"),
-    Bug("operation: the default scale is 1 / K", f"{RULE}:gated_delta_rule",
+    Bug("operation: the default scale is 1 / K", f"{RULE}:scale_of",
         "float(q.shape[-1]) ** -0.5", "float(q.shape[-1]) ** -1.0", "chunked"),
     Bug("operation: the final state's gradient is lost", "backends.operator:Operator.differentiate",
         "function(*douts, call, saved)", "function(*[dy if i == 0 else None for i, dy in enumerate(douts)], "
