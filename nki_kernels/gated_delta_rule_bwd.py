@@ -51,6 +51,13 @@ from delta_trn.nki_kernels.chunk_gradients import (
 )
 from delta_trn.nki_kernels.chunk_tiles import Stream
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
+from delta_trn.nki_kernels.kimi_delta_attention.chunk import build_levels, prepare_channels
+from delta_trn.nki_kernels.kimi_delta_attention.chunk_gradients import (
+    allocate_rectangles,
+    build_level_gradients,
+    differentiate_channels,
+    scale_reads,
+)
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.orders import RULE_BACKWARD
 from delta_trn.nki_kernels.plan import count_slots, list_waves, pad_to_rows, split_evenly
@@ -158,9 +165,9 @@ def invert_beta(chunk):
     nisa.reciprocal(dst=chunk.inverse_beta, data=beta_sb)
 
 
-def load_again(inputs, do, bundle, start, stop, constants):
-    """Loads what the gradients take of tokens start .. stop, but the state; returns a `Chunk`."""
-    table = take_corners(constants, pad_to_rows(stop - start))
+def load_again(inputs, do, bundle, start, stop, constants, rows):
+    """Loads what the gradients take of tokens start .. stop, but the state; returns a `Chunk` of rows."""
+    table = take_corners(constants, rows)
     chunk = load_chunk(inputs, bundle, start, stop - start, table)
     chunk.do = load_lanes(do, bundle, start, stop - start, table["rows"], table["products"])
     return chunk
@@ -192,8 +199,8 @@ def list_runs(chunks):
     return [(0, last + 1)]
 
 
-def apply_inverse(chunk, bundle, parts, goes_on):
-    """Adds what T and the gates make, W only where another chunk of the stretch follows."""
+def multiply_inverse(chunk, parts, goes_on):
+    """Adds what T makes, W only where another chunk of the stretch follows."""
     table = chunk.table
     products, T_sb = table["products"], chunk.T
     if products == nl.float32:
@@ -208,6 +215,12 @@ def apply_inverse(chunk, bundle, parts, goes_on):
             W_ps = psum((T_sb.shape[0], chunk.W.shape[2]))
             add_product(W_ps, T_sb[:, lane, :], chunk.lambda_k[:, lane, :])
             copy_scaled(chunk.W[:, lane, :], W_ps, chunk.share[:, lane : lane + 1])
+
+
+def apply_inverse(chunk, bundle, parts, goes_on):
+    """Adds what T and the gates make."""
+    products = chunk.table["products"]
+    multiply_inverse(chunk, parts, goes_on)
     chunk.gamma_q = scale_heads(chunk.qk, 0, chunk.gamma, bundle, products)
     chunk.erased_k = scale_heads(chunk.qk, 1, chunk.minus_strength_gamma, bundle, products)
 
@@ -307,8 +320,10 @@ def load_stretch(stream, stretch, call):
     """Loads the chunks of a stretch, and the state before it."""
     C, T, every = call["C"], call["T"], call["every"]
     for start in range(stretch * every * C, min((stretch + 1) * every * C, T), C):
+        stop = min(start + C, T)
+        rows = call["constants"]["rows"] if call["channels"] else pad_to_rows(stop - start)
         stream.chunks[stretch].append(
-            load_again(call["inputs"], call["do"], stream.bundle, start, min(start + C, T), call["constants"])
+            load_again(call["inputs"], call["do"], stream.bundle, start, stop, call["constants"], rows)
         )
     stream.S[stretch] = load_kept_state(
         call["initial_state"], call["states"], stretch, stream.bundle, call["parts"], call["V"],
@@ -335,14 +350,24 @@ def run_stage(stage, share, shares, stream, stretch, call):
         chunk, goes_on = chunks[index], index + 1 < count
         if stage == "gates":
             scale_again(chunk, (), stream.bundle, call["scale"])
+        elif stage == "apply T" and call["channels"]:
+            multiply_inverse(chunk, call["parts"], goes_on)
+            scale_reads(chunk, chunk.table)
         elif stage == "apply T":
             apply_inverse(chunk, stream.bundle, call["parts"], goes_on)
+        elif stage == "dS" and call["channels"]:
+            stream.dS = differentiate_state(chunk, call["parts"])
         elif stage == "R":
             solve_residual(chunk, stream.S[stretch], stream.bundle)
         elif stage == "U":
             if goes_on:
                 stream.S[stretch] = decay_and_add(chunk.S, chunk.carry, [(chunk.W, chunk.R)], call["parts"])
             compute_writes(chunk, call["constants"])
+        elif call["channels"]:
+            if stage == "strengths":
+                invert_beta(chunk)
+            prepare_channels(stage, chunk, call)
+            differentiate_channels(stage, chunk, stream, call)
         else:
             prepare_again(stage, chunk, stream, call)
             differentiate_chunk(stage, chunk, stream, call)
@@ -387,6 +412,15 @@ def gated_delta_rule_bwd(
                 dS = the gradient of the state that the chunk meets
         dinitial_state = dS
     """
+    options = (scale, l2norm, has_dstate, has_state, every, C, lanes, width)
+    work = list_work(ORDER, (q.shape[1] + C * every - 1) // (C * every))
+    return run_backward((q, k, v, g, beta), do, dstate, initial_state, states, options, work, False)
+
+
+def run_backward(inputs, do, dstate, initial_state, states, options, work, channels):
+    """Allocates outputs and runs what `list_work` returns; channels says whether decays are per channel."""
+    scale, l2norm, has_dstate, has_state, every, C, lanes, width = options
+    q, v, g, beta = inputs[0], inputs[2], inputs[3], inputs[4]
     N, T, H, K = q.shape
     HV, V = v.shape[2], v.shape[3]
     assert every <= MOST_EVERY, (
@@ -399,23 +433,28 @@ def gated_delta_rule_bwd(
     dq = nl.ndarray((N, T, heads, K), dtype=key_dtype, buffer=nl.shared_hbm)
     dk = nl.ndarray((N, T, heads, K), dtype=key_dtype, buffer=nl.shared_hbm)
     dv = nl.ndarray((N, T, HV, V), dtype=v.dtype, buffer=nl.shared_hbm)
-    dg = nl.ndarray((N, T, HV), dtype=g.dtype, buffer=nl.shared_hbm)
+    dg = nl.ndarray(g.shape if channels else (N, T, HV), dtype=g.dtype, buffer=nl.shared_hbm)
     dbeta = nl.ndarray((N, T, HV), dtype=beta.dtype, buffer=nl.shared_hbm)
     dinitial_state = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
     largest = min(C, pad_to_rows(T))
     call = {
-        "inputs": (q, k, v, g, beta), "do": do, "initial_state": initial_state, "has_state": has_state,
+        "inputs": inputs, "do": do, "initial_state": initial_state, "has_state": has_state,
         "states": states, "scale": scale, "l2norm": l2norm, "every": every, "C": C, "T": T, "V": V,
         "parts": parts, "value_parts": split_evenly(V), "gradients": (dq, dk, dv, dg, dbeta),
         "constants": build_gradient_constants(largest, q.dtype), "blocks": build_block_constants(largest),
+        "channels": channels, "both": True, "pair_dtype": nl.float32,
     }  # fmt: skip
+    if channels:
+        call["levels"] = build_levels(call["constants"])
+        build_level_gradients(call["levels"], call["constants"])
     stretches = (chunks + every - 1) // every
-    work = list_work(ORDER, stretches)
     for wave in list_waves(N, H, HV, width, lanes):
         streams = []
         for bundle in wave:
             stream = Stream(bundle=bundle, chunks=[], S=[], spaces=[])
             stream.dS = load_state(dstate, bundle, parts, V, has_dstate)
+            if channels:
+                stream.rectangles = allocate_rectangles(call["levels"], bundle["lanes"], q.dtype)
             for _ in range(min(every, chunks)):
                 stream.spaces.append(allocate_workspace(largest, bundle["lanes"]))
             for _ in range(stretches):
