@@ -37,7 +37,6 @@ from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step
 from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
 from delta_trn.nki_kernels.kimi_delta_attention.bwd import kimi_delta_attention_bwd
 from delta_trn.nki_kernels.kimi_delta_attention.fwd import kimi_delta_attention_fwd
-from delta_trn.nki_kernels.kimi_delta_attention.step import kimi_delta_attention_step
 from delta_trn.nki_kernels.language import RUNTIME, nki
 from delta_trn.nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
 
@@ -150,14 +149,12 @@ SCALARS: dict[type, str] = {
 }
 FORWARD = "q k v g beta initial_state scale l2norm has_state every C lanes width"
 BACKWARD = "q k v g beta do dstate initial_state states scale l2norm has_dstate has_state every C lanes width"
-STEP = "q k v g beta state scale l2norm"
 KERNELS = (
     (gated_delta_rule_fwd, FORWARD),
     (gated_delta_rule_bwd, BACKWARD),
-    (gated_delta_rule_step, STEP),
+    (gated_delta_rule_step, "q k v g beta state scale l2norm"),
     (kimi_delta_attention_fwd, FORWARD),
     (kimi_delta_attention_bwd, BACKWARD),
-    (kimi_delta_attention_step, STEP),
     (delta_residual_fwd, "x k v beta k_eps"),
     (delta_residual_bwd, "dout x k v beta k_eps"),
     (short_convolution_fwd, "x weight position packed prefix continued"),

@@ -54,19 +54,17 @@ class Chunk(nl.NKIObject):
     T_t: Any = None  # [rows, lanes, rows], like T
     T: Any = None
     odd: Any = None  # of T_t, what `list_odd_columns` returns
-    # A decay per channel, `nki_kernels.kimi_delta_attention`: lambda_ is [rows, lanes, K], k_t per lane
-    keys: Any = None  # normalized q and k, float32; without norms qk [rows, 2, key heads, K]
-    qk_t: Any = None  # its transpose [K, 2, key heads, rows]
-    own: Any = None  # <q_i, k_i> [rows, key heads]
+    # A decay per channel, `nki_kernels.kimi_delta_attention`; gamma is [rows, lanes, K] there
+    keys: Any = None  # normalized q and k of each lane [rows, 2, lanes, K]
+    qk_t: Any = None  # their transposes [K, 2, lanes, rows]
+    own: Any = None  # forward <q_i, k_i>, backward <dO_i, U_i> [rows, lanes]
     gamma_t: Any = None  # gamma^T [K, lanes, rows]
-    left: Any = None  # what `multiply_factors` makes
-    right: Any = None
-    kk_t: Any = None  # kk^T [rows, lanes, rows]
-    lambda_k_t: Any = None  # float32 backward: (lambda . K)^T, [K, lanes, rows] in a list
-    dkk: Any = None  # dkk + dkk^T, rounded [rows, lanes, rows]
-    dg: Any = None  # in PSUM [rows, lanes K]; so are dq and dk, a list
+    channel_lambda: Any = None  # lambda [rows, lanes, K]
+    scaled: Any = None  # what `multiply_factors` makes
+    pairs: Any = None  # P^T and kk^T [rows, lanes, 2, rows]
+    masked: Any = None  # what `mask_pair_gradients` makes
+    dg_ps: Any = None  # dg [rows, lanes K], and dq and dk [rows, 2, lanes K], in PSUM
     dqk_ps: Any = None
-    masked: Any = None  # what `mask_small_blocks` makes
     # What T and the state make
     W: Any = None  # [rows, lanes, K]
     PT_t: Any = None  # forward: (P T)^T, rounded [rows, lanes, rows]
@@ -126,4 +124,3 @@ class Stream(nl.NKIObject):
     S: Any = None  # the state, a tile [f, lanes, V] per part of K
     dS: Any = None  # backward: the state's gradient
     spaces: Any = None  # of `triangular.allocate_workspace`, for each chunk that is inverted at the same time
-    rectangles: Any = None  # backward per channel: what `allocate_rectangles` returns

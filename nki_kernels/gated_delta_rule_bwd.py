@@ -50,13 +50,11 @@ from delta_trn.nki_kernels.chunk_gradients import (
     transpose_writes,
 )
 from delta_trn.nki_kernels.chunk_tiles import Stream
-from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
+from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state, take_table
 from delta_trn.nki_kernels.kimi_delta_attention.chunk import build_levels, prepare_channels
 from delta_trn.nki_kernels.kimi_delta_attention.chunk_gradients import (
-    allocate_rectangles,
     build_level_gradients,
     differentiate_channels,
-    scale_reads,
 )
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.orders import RULE_BACKWARD
@@ -71,7 +69,6 @@ from delta_trn.nki_kernels.tiles import (
     psum,
     rule_inputs,
     sbuf,
-    take_corners,
     transpose,
 )
 from delta_trn.nki_kernels.triangular import (
@@ -165,9 +162,8 @@ def invert_beta(chunk):
     nisa.reciprocal(dst=chunk.inverse_beta, data=beta_sb)
 
 
-def load_again(inputs, do, bundle, start, stop, constants, rows):
-    """Loads what the gradients take of tokens start .. stop, but the state; returns a `Chunk` of rows."""
-    table = take_corners(constants, rows)
+def load_again(inputs, do, bundle, start, stop, table):
+    """Loads what the gradients take of tokens start .. stop, but the state; returns a `Chunk`."""
     chunk = load_chunk(inputs, bundle, start, stop - start, table)
     chunk.do = load_lanes(do, bundle, start, stop - start, table["rows"], table["products"])
     return chunk
@@ -199,8 +195,8 @@ def list_runs(chunks):
     return [(0, last + 1)]
 
 
-def multiply_inverse(chunk, parts, goes_on):
-    """Adds what T makes, W only where another chunk of the stretch follows."""
+def apply_inverse(chunk, bundle, parts, goes_on):
+    """Adds what T and gates per token make, W only where another chunk of the stretch follows."""
     table = chunk.table
     products, T_sb = table["products"], chunk.T
     if products == nl.float32:
@@ -215,14 +211,9 @@ def multiply_inverse(chunk, parts, goes_on):
             W_ps = psum((T_sb.shape[0], chunk.W.shape[2]))
             add_product(W_ps, T_sb[:, lane, :], chunk.lambda_k[:, lane, :])
             copy_scaled(chunk.W[:, lane, :], W_ps, chunk.share[:, lane : lane + 1])
-
-
-def apply_inverse(chunk, bundle, parts, goes_on):
-    """Adds what T and the gates make."""
-    products = chunk.table["products"]
-    multiply_inverse(chunk, parts, goes_on)
-    chunk.gamma_q = scale_heads(chunk.qk, 0, chunk.gamma, bundle, products)
-    chunk.erased_k = scale_heads(chunk.qk, 1, chunk.minus_strength_gamma, bundle, products)
+    if len(chunk.gamma.shape) == 2:
+        chunk.gamma_q = scale_heads(chunk.qk, 0, chunk.gamma, bundle, products)
+        chunk.erased_k = scale_heads(chunk.qk, 1, chunk.minus_strength_gamma, bundle, products)
 
 
 def solve_residual(chunk, S, bundle):
@@ -321,10 +312,9 @@ def load_stretch(stream, stretch, call):
     C, T, every = call["C"], call["T"], call["every"]
     for start in range(stretch * every * C, min((stretch + 1) * every * C, T), C):
         stop = min(start + C, T)
-        rows = call["constants"]["rows"] if call["channels"] else pad_to_rows(stop - start)
-        stream.chunks[stretch].append(
-            load_again(call["inputs"], call["do"], stream.bundle, start, stop, call["constants"], rows)
-        )
+        table = take_table(call, stop - start)
+        chunk = load_again(call["inputs"], call["do"], stream.bundle, start, stop, table)
+        stream.chunks[stretch].append(chunk)
     stream.S[stretch] = load_kept_state(
         call["initial_state"], call["states"], stretch, stream.bundle, call["parts"], call["V"],
         call["has_state"],
@@ -350,26 +340,22 @@ def run_stage(stage, share, shares, stream, stretch, call):
         chunk, goes_on = chunks[index], index + 1 < count
         if stage == "gates":
             scale_again(chunk, (), stream.bundle, call["scale"])
-        elif stage == "apply T" and call["channels"]:
-            multiply_inverse(chunk, call["parts"], goes_on)
-            scale_reads(chunk, chunk.table)
         elif stage == "apply T":
             apply_inverse(chunk, stream.bundle, call["parts"], goes_on)
-        elif stage == "dS" and call["channels"]:
-            stream.dS = differentiate_state(chunk, call["parts"])
         elif stage == "R":
             solve_residual(chunk, stream.S[stretch], stream.bundle)
         elif stage == "U":
             if goes_on:
                 stream.S[stretch] = decay_and_add(chunk.S, chunk.carry, [(chunk.W, chunk.R)], call["parts"])
             compute_writes(chunk, call["constants"])
-        elif call["channels"]:
+        else:
             if stage == "strengths":
                 invert_beta(chunk)
-            prepare_channels(stage, chunk, call)
-            differentiate_channels(stage, chunk, stream, call)
-        else:
-            prepare_again(stage, chunk, stream, call)
+            if call["channels"]:
+                prepare_channels(stage, chunk, stream.bundle, call)
+                differentiate_channels(stage, chunk, stream, call)
+            else:
+                prepare_again(stage, chunk, stream, call)
             differentiate_chunk(stage, chunk, stream, call)
 
 
@@ -442,7 +428,7 @@ def run_backward(inputs, do, dstate, initial_state, states, options, work, chann
         "states": states, "scale": scale, "l2norm": l2norm, "every": every, "C": C, "T": T, "V": V,
         "parts": parts, "value_parts": split_evenly(V), "gradients": (dq, dk, dv, dg, dbeta),
         "constants": build_gradient_constants(largest, q.dtype), "blocks": build_block_constants(largest),
-        "channels": channels, "both": True, "pair_dtype": nl.float32,
+        "channels": channels, "both": True,
     }  # fmt: skip
     if channels:
         call["levels"] = build_levels(call["constants"])
@@ -453,8 +439,6 @@ def run_backward(inputs, do, dstate, initial_state, states, options, work, chann
         for bundle in wave:
             stream = Stream(bundle=bundle, chunks=[], S=[], spaces=[])
             stream.dS = load_state(dstate, bundle, parts, V, has_dstate)
-            if channels:
-                stream.rectangles = allocate_rectangles(call["levels"], bundle["lanes"], q.dtype)
             for _ in range(min(every, chunks)):
                 stream.spaces.append(allocate_workspace(largest, bundle["lanes"]))
             for _ in range(stretches):

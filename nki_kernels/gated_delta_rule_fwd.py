@@ -128,14 +128,18 @@ def compute_output(chunk, dtype):
     return out_sb
 
 
+def take_table(call, tokens):
+    """Returns the constants for a chunk of tokens; with a decay per channel all chunks have as many rows."""
+    rows = call["constants"]["rows"] if call["channels"] else pad_to_rows(tokens)
+    return take_corners(call["constants"], rows)
+
+
 def load_forward(stream, index, call):
     """Loads chunk number `index` of a stream."""
     q = call["inputs"][0]
     start = index * call["C"]
     tokens = min(call["C"], q.shape[1] - start)
-    rows = call["constants"]["rows"] if call["channels"] else pad_to_rows(tokens)
-    table = take_corners(call["constants"], rows)
-    return load_chunk(call["inputs"], stream.bundle, start, tokens, table)
+    return load_chunk(call["inputs"], stream.bundle, start, tokens, take_table(call, tokens))
 
 
 def enlarge_residual(chunk, bundle):
@@ -250,7 +254,7 @@ def run_stage(stage, share, shares, streams, index, call):
         return
     for i in range(len(streams)):
         if call["channels"]:
-            prepare_channels(stage, chunks[i], call)
+            prepare_channels(stage, chunks[i], streams[i].bundle, call)
         else:
             prepare(stage, chunks[i], streams[i].bundle, call)
         advance(stage, chunks[i], streams[i], index, call)
@@ -321,7 +325,6 @@ def run_forward(inputs, initial_state, options, work, channels):
         "inputs": inputs, "constants": build_constants(largest, q.dtype),
         "blocks": build_block_constants(largest), "parts": parts, "scale": scale, "l2norm": l2norm,
         "every": every, "C": C, "o": o, "states": states, "channels": channels, "both": False,
-        "pair_dtype": q.dtype,
     }  # fmt: skip
     if channels:
         call["levels"] = build_levels(call["constants"])

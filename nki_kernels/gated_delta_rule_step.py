@@ -4,7 +4,7 @@
     S' = exp(g) S + k u^T     o = scale (exp(g) p + (k . q) u)          S'^T q, without reading S' again
 
 Source: arXiv:2412.06464. The state [K, V] travels once each way, 8 K V bytes per head, and DMA bounds the
-time.
+time. With a decay per channel (Kimi Delta Attention) S is decayed first, line by line, and exp(g) above is 1.
 
 On chip (b, head) is one index, "row". A group of n rows is in flight, in two arrangements:
 
@@ -26,6 +26,7 @@ from delta_trn.nki_kernels.tiles import (
     add_transposed,
     build_identity,
     build_norm,
+    copy_scaled,
     invert_scaled_norms,
     load,
     multiply_elements,
@@ -49,7 +50,7 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
     Args:
         q, k        [B, H, K]; value head j reads key head j // (HV // H)
         v           [B, HV, V], V <= 512
-        g, beta     [B, HV]
+        g, beta     [B, HV]; g may be [B, HV, K]
         state       [B, HV, K, V] float32
         scale       a number, of q
         l2norm      bool: normalize q and k
@@ -68,14 +69,6 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
             r, p = S^T k, S^T q
             u = beta (v - exp(g) r);  S = exp(g) S + k u^T;  o = scale (exp(g) p + (k . q) u)
     """
-    o = nl.ndarray(v.shape, dtype=v.dtype, buffer=nl.shared_hbm)
-    new_state = nl.ndarray(state.shape, dtype=nl.float32, buffer=nl.shared_hbm)
-    run_groups(q, k, v, g, beta, state, scale, l2norm, o, new_state)
-    return o, new_state
-
-
-def run_groups(q, k, v, g, beta, state, scale, l2norm, o, new_state):
-    """Runs the step group by group; g is [B, HV] or, a decay per channel, [B, HV, K]."""
     B, H, K = q.shape
     HV, V = v.shape[1], v.shape[2]
     assert HV % H == 0, f"HV={HV} is not a multiple of H={H}"
@@ -88,9 +81,10 @@ def run_groups(q, k, v, g, beta, state, scale, l2norm, o, new_state):
     heads = min(PARTITIONS // parts, n, BANK // (2 * m))  # that share a tile
     tiles = (n + heads - 1) // heads
 
+    o = nl.ndarray((B, HV, V), dtype=v.dtype, buffer=nl.shared_hbm)
+    new_state = nl.ndarray((B, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
     v, o_rows = v.reshape((rows, V)), o.reshape((rows, V))
-    channels = len(g.shape) == 3
-    g, beta = g.reshape((rows, K if channels else 1)), beta.reshape((rows, 1))
+    g, beta = g.reshape((rows, K if len(g.shape) == 3 else 1)), beta.reshape((rows, 1))
     # a line is what a partition holds: m lines of a head's S [K, V]
     old_lines = state.reshape((rows * parts, m * V))
     new_lines = new_state.reshape((rows * parts, m * V))
@@ -105,78 +99,75 @@ def run_groups(q, k, v, g, beta, state, scale, l2norm, o, new_state):
             first, last = groups[turn]
             states = []
             vectors = load_vectors(q, k, v, g, beta, first, last, HV // H, scale, l2norm, norm)
-            if channels:
-                decays_sb = load_row_decays(g, first, last, heads, m)
-            else:
-                decays_sb = spread_decays(g, first, last, owners_sb)
+            decays_sb = spread_decays(g, first, last, owners_sb)
             for row in range(first, last, heads):
                 lines = old_lines[row * parts : min(row + heads, last) * parts, :]
                 states.append(load(lines, nl.float32).reshape((lines.shape[0], m, V)))
-            k_blocks_sb, read_blocks = build_block_diagonal(vectors["k"]), []
-            if channels:
-                read_blocks.append(build_block_diagonal(multiply_elements(vectors["k"], vectors["decay"])))
-                read_blocks.append(build_block_diagonal(multiply_elements(vectors["q"], vectors["decay"])))
-            else:
-                read_blocks.append(k_blocks_sb)
-                read_blocks.append(build_block_diagonal(vectors["q"]))
-            loads.append((states, vectors, decays_sb, k_blocks_sb, read_blocks))
+            if g.shape[1] > 1:
+                decay_lines(states, g.reshape((rows * parts, m)), first * parts)
+            k_blocks_sb, q_blocks_sb = build_block_diagonal(vectors["k"]), build_block_diagonal(vectors["q"])
+            loads.append((states, vectors, decays_sb, k_blocks_sb, q_blocks_sb))
         if turn > 0:
             states = loads[turn - 1][0]
             products.append(multiply_states(states, columns[turn - 1], heads, eye_sb))
         if turn < len(groups):
-            states, vectors, decays_sb, k_blocks_sb, read_blocks = loads[turn]
-            columns.append(arrange_by_partition(states, read_blocks[0], read_blocks[1], heads, eye_sb))
+            states, vectors, decays_sb, k_blocks_sb, q_blocks_sb = loads[turn]
+            columns.append(arrange_by_partition(states, k_blocks_sb, q_blocks_sb, heads, eye_sb))
         if turn > 0:
             first, last = groups[turn - 1]
-            states, vectors, decays_sb, k_blocks_sb, read_blocks = loads[turn - 1]
+            states, vectors, decays_sb, k_blocks_sb, q_blocks_sb = loads[turn - 1]
             r_ps, p_ps = products[turn - 1]
             u_sb = compute_writes(r_ps, vectors)
             update_states(states, k_blocks_sb, u_sb, decays_sb, new_lines, first * parts, heads)
             o_sb = sbuf((last - first, V), v.dtype)
             compute_output(o_sb, p_ps, u_sb, vectors)
             nisa.dma_copy(dst=o_rows[first:last, :], src=o_sb)
+    return o, new_state
 
 
 def load_vectors(q, k, v, g, beta, first, last, shared, scale, l2norm, norm):
     """Loads the vectors of c rows as float32, a dict.
 
-    k, q [c, K], normalized if asked, q scaled too; v [c, V]; beta and kq = k . q [c, 1]; decay = exp(g),
-    [c, 1] or per channel [c, K].
+    k, q [c, K], normalized if asked, q scaled too; v [c, V]; decay = exp(g), beta and kq = k . q [c, 1].
     """
     k_sb = load_key_rows(k, first, last - first, shared)
     q_sb = load_key_rows(q, first, last - first, shared)
     v_sb = load(v[first:last, :], nl.float32)
-    decay_sb = load(g[first:last, :], nl.float32)
+    decay_sb = load(g[first:last, 0:1], nl.float32)
     beta_sb = load(beta[first:last, :], nl.float32)
     if l2norm:
         normalize(k_sb, 1.0, norm)
         normalize(q_sb, scale, norm)
     else:
         nisa.tensor_scalar(dst=q_sb, data=q_sb, op0=nl.multiply, operand0=scale)
-    nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb)
+    nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb, scale=1.0 if g.shape[1] == 1 else 0.0)
     kq_sb = multiply_rows(k_sb, q_sb)
     return {"k": k_sb, "q": q_sb, "v": v_sb, "decay": decay_sb, "beta": beta_sb, "kq": kq_sb}
 
 
+def decay_lines(states, g_lines, first):
+    """Decays the lines of states [P, m, V] in place, each by its own channel; g_lines is [partitions, m]."""
+    for S_sb in states:
+        decay_sb = load(g_lines[first : first + S_sb.shape[0], :], nl.float32)
+        nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb)
+        for j in range(S_sb.shape[1]):
+            copy_scaled(S_sb[:, j, :], S_sb[:, j, :], decay_sb[:, j : j + 1])
+        first += S_sb.shape[0]
+
+
 def compute_writes(r_ps, vectors):
-    """Computes u = beta (v - exp(g) r), [c, V]; a decay per channel is in r already."""
+    """Computes u = beta (v - exp(g) r), [c, V]."""
     u_sb = sbuf(r_ps.shape)
-    if vectors["decay"].shape[1] > 1:
-        nisa.tensor_tensor(dst=u_sb, data1=vectors["v"], data2=r_ps, op=nl.subtract)
-    else:
-        nisa.scalar_tensor_tensor(
-            dst=u_sb, data=r_ps, op0=nl.multiply, operand0=vectors["decay"], op1=nl.subtract,
-            operand1=vectors["v"], reverse1=True,
-        )  # fmt: skip
+    nisa.scalar_tensor_tensor(
+        dst=u_sb, data=r_ps, op0=nl.multiply, operand0=vectors["decay"], op1=nl.subtract,
+        operand1=vectors["v"], reverse1=True,
+    )  # fmt: skip
     nisa.tensor_scalar(dst=u_sb, data=u_sb, op0=nl.multiply, operand0=vectors["beta"])
     return u_sb
 
 
 def compute_output(o_sb, p_ps, u_sb, vectors):
-    """Sets o [c, V] = scale S'^T q = exp(g) p + (k . q) u; q holds the scale, p a decay per channel."""
-    if vectors["decay"].shape[1] > 1:
-        scale_and_add(o_sb, u_sb, vectors["kq"], p_ps)
-        return
+    """Sets o [c, V] = scale S'^T q = exp(g) p + (k . q) u; q holds the scale."""
     decayed_sb = sbuf(p_ps.shape)
     nisa.tensor_scalar(dst=decayed_sb, data=p_ps, op0=nl.multiply, operand0=vectors["decay"])
     scale_and_add(o_sb, u_sb, vectors["kq"], decayed_sb)
@@ -226,10 +217,7 @@ def copy_sides(by_side_sb, by_tile_ps, first, tiles, count):
 
 
 def update_states(states, k_blocks_sb, u_sb, decays_sb, new_lines, first, heads):
-    """Sets S to decay S + k u^T in place, and stores it to HBM, from line `first` of new_lines on.
-
-    decays_sb is [P, tiles], or [P, tiles m] with a decay per line.
-    """
+    """Sets S to decay S + k u^T in place, and stores it to HBM, from line `first` of new_lines on."""
     c, K = k_blocks_sb.shape[0], k_blocks_sb.shape[2]
     flat = k_blocks_sb.reshape((c, c * K))  # the columns of head h begin at h K
     for i in range(len(states)):
@@ -240,8 +228,7 @@ def update_states(states, k_blocks_sb, u_sb, decays_sb, new_lines, first, heads)
             begin = i * heads * K + j
             write_ps = psum((active, V))
             add_product(write_ps, flat[:, begin : begin - j + active * m : m], u_sb)
-            own = i * m + j if decays_sb.shape[1] > len(states) else i
-            scale_and_add(S_sb[:, j, :], S_sb[:, j, :], decays_sb[0:active, own : own + 1], write_ps)
+            scale_and_add(S_sb[:, j, :], S_sb[:, j, :], decays_sb[0:active, i : i + 1], write_ps)
         # [active, m, V] -> [active, m V], a line per partition
         nisa.dma_copy(dst=new_lines[first : first + active, :], src=S_sb.reshape((active, m * V)))
         first += active
@@ -352,9 +339,10 @@ def spread_decays(g, first, last, owners_sb):
     decay_sb = sbuf((P, tiles * heads))
     if tiles * heads > c:
         nisa.memset(dst=decay_sb, value=0.0)
-    # g [rows, 1], its c rows to each of P partitions
-    nisa.dma_copy(dst=decay_sb[:, 0:c], src=g.ap(pattern=[[0, P], [1, c]], offset=first))
-    nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb)
+    # g [rows, 1], its c rows to each of P partitions; of decays per channel the first ones, which become 1
+    K = g.shape[1]
+    nisa.dma_copy(dst=decay_sb[:, 0:c], src=g.ap(pattern=[[0, P], [K, c]], offset=first * K))
+    nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb, scale=1.0 if K == 1 else 0.0)
     # head i of tile t is row t heads + i
     own_sb = multiply_elements(decay_sb.reshape((P, tiles, heads)), owners_sb[:, 0:tiles, :])
     out_sb = sbuf((P, tiles))
@@ -362,23 +350,9 @@ def spread_decays(g, first, last, owners_sb):
     return out_sb
 
 
-def load_row_decays(g, first, last, heads, m):
-    """Computes exp(g) [rows, K] of the lines that a partition holds per tile, [heads * parts, tiles m]."""
-    parts = g.shape[1] // m
-    lines = g.reshape((g.shape[0] * parts, m))
-    tiles = (last - first + heads - 1) // heads
-    decay_sb = sbuf((min(heads, last - first) * parts, tiles * m))
-    nisa.memset(dst=decay_sb, value=0.0)
-    for i in range(tiles):
-        start, stop = (first + i * heads) * parts, min(first + (i + 1) * heads, last) * parts
-        nisa.dma_copy(dst=decay_sb[0 : stop - start, i * m : (i + 1) * m], src=lines[start:stop, :])
-    nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb)
-    return decay_sb
-
-
-def example(B=1, H=6, HV=0, K=128, V=256, l2norm=1):
-    """Returns (kernel, arguments) for the simulator's report; HV=0 means H."""
+def example(B=1, H=6, HV=0, K=128, V=256, l2norm=1, channels=0):
+    """Returns (kernel, arguments) for the simulator's report; HV=0 means H, channels=1 a decay for each."""
     HV = HV or H
     q, k, v, state = normals("float32", (B, H, K), (B, H, K), (B, HV, V), (B, HV, K, V))
-    g, beta = -uniforms(B, HV), uniforms(B, HV)
+    g, beta = -uniforms(*(B, HV, K)[: 2 + channels]), uniforms(B, HV)
     return gated_delta_rule_step, (q, k, v, g, beta, state, K**-0.5, bool(l2norm))

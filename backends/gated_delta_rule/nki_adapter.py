@@ -33,7 +33,6 @@ from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
 from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step, has_lines
 from delta_trn.nki_kernels.kimi_delta_attention.bwd import kimi_delta_attention_bwd
 from delta_trn.nki_kernels.kimi_delta_attention.fwd import kimi_delta_attention_fwd
-from delta_trn.nki_kernels.kimi_delta_attention.step import kimi_delta_attention_step
 
 TINY = 2.0**-32  # a scale below it is applied to gradients, not in the kernel
 
@@ -170,20 +169,19 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
     """
     _require_norms(call)
     K, V = call.q.shape[-1], call.v.shape[-1]
-    if not has_lines(K, V) or (K == 1 and call.has_channels):
-        # K is prime and cannot be split over partitions, or decays look like one per head: pad it by a zero
+    if not has_lines(K, V):
+        # K is prime and cannot be split over partitions: pad it by one zero
         q, k, state = pad(call.q, (0, 1)), pad(call.k, (0, 1)), pad(call.state, (0, 0, 0, 1))
         g = pad(call.g, (0, 1)) if call.has_channels else call.g
         o, state = step(replace(call, q=q, k=k, g=g, state=state))
         return o, state[:, :, :K].contiguous()
     g = call.g.clamp(min=RESET)
-    kernel = kimi_delta_attention_step if call.has_channels else gated_delta_rule_step
     B, HV = call.v.shape[:2]
     together = max(1, plan.STEP_HEADS // HV)
     results = []
     for b in range(0, B, together):
         tensors = [x[b : b + together] for x in (call.q, call.k, call.v, g, call.beta, call.state)]
-        results.append(run(kernel, *tensors, call.scale, call.l2norm))
+        results.append(run(gated_delta_rule_step, *tensors, call.scale, call.l2norm))
     if len(results) == 1:
         return results[0]
     outs, states = zip(*results, strict=True)

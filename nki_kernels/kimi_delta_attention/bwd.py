@@ -21,16 +21,16 @@ STAGES = (
     Stage("R", needs=("scaled keys", "gates"), before=("S",), makes=("R",)),
     Stage("U", follows=("applied", "R"), makes=("U", "S")),
     # of a chunk, the last one first
-    Stage("dR", needs=("applied", "gates"), before=("dS",), makes=("dR",)),
+    Stage("dR by channel", needs=("applied", "R"), before=("dS",), makes=("dR",)),
     Stage("dS", follows=("dR",), makes=("dS",)),
     Stage("transpose gradients", needs=("U",), follows=("dR",), makes=("transposes",)),
     Stage("transpose states", needs=("R",), follows=("dR",), makes=("transposed states",)),
     Stage("multiply pairs", follows=("transposes",), makes=("raw pairs",)),
-    Stage("dP, dL", follows=("raw pairs",), makes=("pair gradients",)),
-    Stage("read states", follows=("transposes", "transposed states", "pair gradients"), makes=("reads",)),
+    Stage("mask pairs", follows=("raw pairs",), makes=("own",)),
+    Stage("read channels", follows=("transposed states", "own"), makes=("reads",)),
     Stage("levels", follows=("reads",), makes=("dqk",)),
-    Stage("store", follows=("dqk",)),
-    Stage("dbeta", needs=("U",), follows=("dR",)),
+    Stage("store keys", follows=("dqk",)),
+    Stage("sum rows", follows=("dqk",)),
 )
 ORDER = rank("kimi_delta_attention_bwd", STAGES, CHANNELS_BACKWARD)
 

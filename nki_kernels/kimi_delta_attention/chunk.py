@@ -15,18 +15,19 @@ pairs, a level each, and a pair i > j of tokens belongs to the level that joins 
 
 In the left half of a block f is of the second kind, in the right half of the first. All exponents of a level
 are products of g with a matrix of zeros and ones, W_level [C, C], sums of g <= 0. A level is a product of
-f . K with f . Q and f . K, of which a mask keeps the pairs that belong to it. The last chunk of a sequence
-has as many rows as the others; those behind its tokens have q = k = v = g = beta = 0.
+f . K with f . Q and f . K, of which the pairs that belong to it are kept. The last chunk of a sequence has as
+many rows as the others; those behind its tokens have q = k = v = g = beta = 0.
 
 gamma and lambda multiply states: their sums are of two parts of g, as `plan.split_decays` makes them.
 """
 
 from delta_trn.nki_kernels.chunk import (
     build_diagonals,
+    find_key_head,
     invert_key_squares,
-    round_tile,
     scale_lanes,
     sum_key_squares,
+    weight_decays,
 )
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import BANK, split
@@ -36,10 +37,10 @@ from delta_trn.nki_kernels.tiles import (
     add_transposed,
     copy_scaled,
     multiply,
-    multiply_elements,
     multiply_on_gpsimd,
     psum,
     sbuf,
+    transpose,
 )
 from delta_trn.nki_kernels.triangular import list_block_columns, select_range
 
@@ -47,83 +48,62 @@ MASKED = 4  # levels whose blocks are too small for the partitions at which inst
 ROUNDING = 1.5 * 2.0**15  # g plus this is a multiple of 2^-8 for -2^14 < g <= 0
 
 
-def view_halves(tile_sb, start, width, s, side):
-    """Views the left (side 0) or right halves of blocks of 2 s columns as [P, pairs, s].
-
-    They are columns start .. start + width of the flat free axis of the tile.
-    """
-    free = 1
-    for size in tile_sb.shape[1 : len(tile_sb.shape)]:
-        free = free * size
-    return tile_sb.ap(
-        pattern=[[free, tile_sb.shape[0]], [2 * s, width // (2 * s)], [1, s]], offset=start + side * s
-    )
-
-
 def build_levels(table):
     """Builds what levels take, once per call, in a dict:
 
     count       levels: log2 C
     sums        W_level of all levels side by side, [C, count, C], of 0 and 1
-    masks       per level the pairs (j, i) that belong to it, of the right halves i alone, [C, count, C / 2]
+    masks       per level the pairs (i, j) and (j, i) that belong to it, [C, count, C]
     """
-    C = table["rows"]
-    count = 0
+    C, count = table["rows"], 0
     while 2**count < C:
         count = count + 1
-    sums_sb, masks_sb = sbuf((C, count, C)), sbuf((C, count, C // 2), nl.uint8)
-    half_ones_sb = sbuf((C, C // 2))
-    nisa.memset(dst=half_ones_sb, value=1.0)
+    sums_sb, masks_sb = sbuf((C, count, C)), sbuf((C, count, C), nl.uint8)
+    ones_sb = table["ones"][0:C, 0:C]
     for level in range(count):
         s = 2**level
-        shared_sb = select_range(table["ones"][0:C, 0:C], 0, s, [[s, C // s], [0, s]])
+        halves = (C, C // (2 * s), 2, s)
+        own_sb = select_range(ones_sb, 0, s, [[s, C // s], [0, s]])
+        pair_sb = select_range(ones_sb, 0, 2 * s, [[2 * s, C // (2 * s)], [0, 2 * s]])
+        nisa.tensor_tensor(dst=masks_sb[:, level, :], data1=pair_sb, data2=own_sb, op=nl.subtract)
         for side in range(2):
             triangle_sb = (table["strict_lower"], table["upper"])[side]
             multiply(
-                view_halves(sums_sb, level * C, C, s, side),
-                view_halves(shared_sb, 0, C, s, side),
-                view_halves(triangle_sb, 0, C, s, side),
+                sums_sb.reshape((C, count, C // (2 * s), 2, s))[:, level, :, side, :],
+                own_sb.reshape(halves)[:, :, side, :],
+                triangle_sb.reshape(halves)[:, :, side, :],
             )
-        mask_sb = select_range(half_ones_sb, 0, s, [[2 * s, C // (2 * s)], [0, s]])
-        nisa.tensor_copy(dst=masks_sb[:, level, :], src=mask_sb)
     return {"count": count, "sums": sums_sb, "masks": masks_sb}
 
 
-def normalize_keys(chunk, table, l2norm):
-    """Adds qk to the chunk as float32 and normalized: `keys` [rows, 2, key heads, K]; else qk itself."""
-    chunk.keys = chunk.qk
+def scale_channels(x_sb, factors_sb, dtype=nl.float32):
+    """Computes x . factors in a new tile of factors' shape, on the GpSimd engine."""
+    out_sb = sbuf(factors_sb.shape, dtype)
+    multiply_on_gpsimd(out_sb, x_sb, factors_sb)
+    return out_sb
+
+
+def spread_keys(chunk, bundle, l2norm):
+    """Adds `keys` to the chunk: q and k of each lane, normalized if asked, float32 [rows, 2, lanes, K]."""
+    rows, _, _, K = chunk.qk.shape
     if l2norm:
-        rows, _, heads, K = chunk.qk.shape
-        chunk.inverse_norms = invert_key_squares(sum_key_squares(chunk.qk, table), table)
-        chunk.keys = sbuf((rows, 2, heads, K))
-        for side in range(2):
-            for h in range(heads):
-                factor = chunk.inverse_norms[0][:, side, h : h + 1]
-                copy_scaled(chunk.keys[:, side, h, :], chunk.qk[:, side, h, :], factor)
-
-
-def transpose_keys(chunk, table):
-    """Adds the transposes of q and k, [K, 2, key heads, rows], and their products `own` [rows, key heads]."""
-    rows, _, heads, K = chunk.keys.shape
-    identity_sb = table["identity"] if chunk.keys.dtype == nl.float32 else table["rounded_identity"]
-    chunk.qk_t = sbuf((K, 2, heads, rows), chunk.keys.dtype)
+        chunk.inverse_norms = invert_key_squares(sum_key_squares(chunk.qk, chunk.table), chunk.table)
+    chunk.keys = sbuf((rows, 2, bundle["lanes"], K))
     for side in range(2):
-        out_ps = psum((K, heads, rows))
-        for h in range(heads):
-            add_transposed(out_ps[:, h, :], chunk.keys[:, side, h, :], identity_sb)
-        copy_scaled(chunk.qk_t[:, side, :, :], out_ps)
-    chunk.own = sbuf((rows, heads))
-    terms_sb = sbuf((rows, heads, K))
-    multiply_on_gpsimd(terms_sb, chunk.keys[:, 0, :, :], chunk.keys[:, 1, :, :])
+        for lane in range(bundle["lanes"]):
+            h = find_key_head(bundle, lane)
+            factor = chunk.inverse_norms[0][:, side, h : h + 1] if l2norm else 1.0
+            copy_scaled(chunk.keys[:, side, lane, :], chunk.qk[:, side, h, :], factor)
+
+
+def transpose_keys(chunk):
+    """Adds the transposes of q and k, [K, 2, lanes, rows], and their products `own` [rows, lanes]."""
+    rows, _, lanes, K = chunk.keys.shape
+    tiles = transpose(chunk.keys.reshape((rows, 2 * lanes, K)), [(0, K)], chunk.table)
+    chunk.qk_t = tiles[0].reshape((K, 2, lanes, rows))
+    terms_sb = scale_channels(chunk.keys[:, 0, :, :], chunk.keys[:, 1, :, :])
+    chunk.own = sbuf((rows, lanes))
     nisa.tensor_reduce(dst=chunk.own, op=nl.add, data=terms_sb, axis=2)
-
-
-def split_on_chip(g_sb):
-    """Splits g [rows, lanes, K] as `plan.split_decays` does: the multiple of 2^-8 next to it, and a rest."""
-    near_sb, rest_sb = sbuf(g_sb.shape), sbuf(g_sb.shape)
-    nisa.tensor_scalar(dst=near_sb, data=g_sb, op0=nl.add, operand0=ROUNDING, op1=nl.add, operand1=-ROUNDING)
-    nisa.tensor_tensor(dst=rest_sb, data1=g_sb, data2=near_sb, op=nl.subtract)
-    return near_sb, rest_sb
 
 
 def multiply_exponentials(sums):
@@ -151,42 +131,30 @@ def decay_rows(parts, ones):
 def sum_channel_decays(chunk, table, both):
     """Adds gamma^T [K, lanes, rows], lambda [rows, lanes, K], and carry, gamma_C [K, lanes], to the chunk.
 
-    If `both`, gamma [rows, lanes, K], too.
+    If `both`, gamma [rows, lanes, K], too. The parts of g are the multiple of 2^-8 next to it, and a rest.
     """
     rows, lanes, K = chunk.g.shape
-    parts = split_on_chip(chunk.g)
-    gammas = []
+    near_sb, rest_sb = sbuf(chunk.g.shape), sbuf(chunk.g.shape)
+    nisa.tensor_scalar(
+        dst=near_sb, data=chunk.g, op0=nl.add, operand0=ROUNDING, op1=nl.add, operand1=-ROUNDING
+    )
+    nisa.tensor_tensor(dst=rest_sb, data1=chunk.g, data2=near_sb, op=nl.subtract, engine=nisa.engine.gpsimd)
+    parts, gammas = (near_sb, rest_sb), []
     for part_sb in parts:
         gamma_ps = psum((K, lanes, rows))
         for lane in range(lanes):
             add_transposed(gamma_ps[:, lane, :], part_sb[:, lane, :], table["upper"])
         gammas.append(gamma_ps)
     chunk.gamma_t = multiply_exponentials(gammas)
-    chunk.lambda_ = decay_rows(parts, table["strict_lower"])
+    chunk.channel_lambda = decay_rows(parts, table["strict_lower"])
     if both:
         chunk.gamma = decay_rows(parts, table["upper"])
     chunk.carry = sbuf((K, lanes))
     copy_scaled(chunk.carry, chunk.gamma_t[:, :, rows - 1])
 
 
-def scale_by_channel(x_sb, side, factors_sb, dtype):
-    """Multiplies q (side 0) or k (1) of each lane by factors [P, lanes, free]; x is [P, 2, heads, free]."""
-    P, lanes, free = factors_sb.shape
-    heads = x_sb.shape[2]
-    out_sb = sbuf((P, lanes, free), dtype)
-    multiply_on_gpsimd(
-        out_sb.reshape((P, heads, lanes // heads, free)),
-        x_sb.ap(
-            pattern=[[2 * heads * free, P], [free, heads], [0, lanes // heads], [1, free]],
-            offset=side * heads * free,
-        ),
-        factors_sb.reshape((P, heads, lanes // heads, free)),
-    )
-    return out_sb
-
-
-def compute_factors(chunk, levels):
-    """Computes f^T of all levels, [K, levels, lanes, rows]."""
+def multiply_factors(chunk, levels, table):
+    """Adds what levels multiply: f . Q and f . K, `scaled` [K, levels, lanes, 2, rows] of dtype products."""
     rows, lanes, K = chunk.g.shape
     count = levels["count"]
     flat_sums = levels["sums"].reshape((rows, count * rows))
@@ -199,130 +167,78 @@ def compute_factors(chunk, levels):
             nisa.activation(
                 dst=f_sb[:, start:stop, lane, :], op=nl.exp, data=sums_ps.reshape((K, stop - start, rows))
             )
-    return f_sb
-
-
-def multiply_factors(chunk, levels, table):
-    """Adds what levels multiply, transposed and of dtype products.
-
-    left        f . K of all tokens [K, levels, lanes, rows]
-    right       f . Q of the right halves of blocks [K, levels, lanes, rows / 2]
-    """
-    f_sb = compute_factors(chunk, levels)
-    K, count, lanes, rows = f_sb.shape
-    heads, half = chunk.qk_t.shape[2], rows // 2
-    group = lanes // heads
-    chunk.left = sbuf((K, count, lanes, rows), table["products"])
-    chunk.right = sbuf((K, count, lanes, half), table["products"])
+    chunk.scaled = sbuf((K, count, lanes, 2, rows), table["products"])
+    size = lanes * rows
     multiply_on_gpsimd(
-        chunk.left.reshape((K, count, heads, group, rows)),
-        f_sb.reshape((K, count, heads, group, rows)),
-        chunk.qk_t.ap(
-            pattern=[[2 * heads * rows, K], [0, count], [rows, heads], [0, group], [1, rows]],
-            offset=heads * rows,
-        ),
+        chunk.scaled,
+        f_sb.ap(pattern=[[count * size, K], [size, count], [rows, lanes], [0, 2], [1, rows]], offset=0),
+        chunk.qk_t.ap(pattern=[[2 * size, K], [0, count], [rows, lanes], [size, 2], [1, rows]], offset=0),
     )
-    for level in range(count):
-        s, pairs, start = 2**level, half // 2**level, level * lanes * rows
-        multiply_on_gpsimd(
-            chunk.right.reshape((K, count, heads, group, pairs, s))[:, level, :, :, :, :],
-            f_sb.ap(
-                pattern=[
-                    [count * lanes * rows, K], [group * rows, heads], [rows, group], [2 * s, pairs], [1, s],
-                ],
-                offset=start + s,
-            ),
-            chunk.qk_t.ap(
-                pattern=[[2 * heads * rows, K], [rows, heads], [0, group], [2 * s, pairs], [1, s]], offset=s
-            ),
-        )  # fmt: skip
 
 
 def multiply_levels(chunk, levels, table):
-    """Adds P^T and kk^T to the chunk: `P_t` and `kk_t` [rows, lanes, rows], float32."""
+    """Adds P^T and kk^T to the chunk: `pairs` [rows, lanes, 2, rows], float32."""
     rows, lanes, _ = chunk.g.shape
-    half, count = rows // 2, levels["count"]
-    chunk.P_t, chunk.kk_t = sbuf((rows, lanes, rows)), sbuf((rows, lanes, rows))
-    nisa.memset(dst=chunk.kk_t, value=0.0)
+    count = levels["count"]
+    chunk.pairs = sbuf((rows, lanes, 2, rows))
     for lane in range(lanes):
-        h = lane * chunk.own.shape[1] // lanes
-        copy_scaled(chunk.P_t[:, lane, :], table["identity"], chunk.own[:, h : h + 1])
+        copy_scaled(chunk.pairs[:, lane, 0, :], table["identity"], chunk.own[:, lane : lane + 1])
+        copy_scaled(chunk.pairs[:, lane, 1, :], table["identity"], 0.0)
+    flat = chunk.scaled.reshape((chunk.scaled.shape[0], count, lanes, 2 * rows))
     for level in range(count):
-        P_ps, kk_ps = psum((rows, lanes, half)), psum((rows, lanes, rows))
+        s, pairs_ps = 2**level, psum((rows, lanes, 2 * rows))
         for lane in range(lanes):
-            left = chunk.left[:, level, lane, :]
-            add_product(P_ps[:, lane, :], left, chunk.right[:, level, lane, :])
-            add_product(kk_ps[:, lane, :], left, left)
-        if level < MASKED:
-            copy_masked(chunk, P_ps, kk_ps, levels, level)
+            add_product(pairs_ps[:, lane, :], chunk.scaled[:, level, lane, 1, :], flat[:, level, lane, :])
+        if level < MASKED:  # the right halves of all blocks, by the mask
+            columns = [[2 * lanes * rows, rows], [rows, 2 * lanes], [2 * s, rows // (2 * s)], [1, s]]
+            mask = [[count * rows, rows], [0, 2 * lanes], [2 * s, rows // (2 * s)], [1, s]]
+            nisa.tensor_copy_predicated(
+                dst=chunk.pairs.ap(pattern=columns, offset=s),
+                src=pairs_ps.ap(pattern=columns, offset=s),
+                predicate=levels["masks"].ap(pattern=mask, offset=level * rows + s),
+            )
         else:
-            copy_rectangles(chunk, P_ps, kk_ps, 2**level)
-
-
-def copy_masked(chunk, P_ps, kk_ps, levels, level):
-    """Copies the pairs of a level of small blocks, by its mask."""
-    rows, lanes, half = P_ps.shape
-    s, pairs = 2**level, half // 2**level
-    mask = levels["masks"].ap(
-        pattern=[[levels["masks"].shape[1] * half, rows], [0, lanes], [s, pairs], [1, s]], offset=level * half
-    )
-    columns = [[lanes * rows, rows], [rows, lanes], [2 * s, pairs], [1, s]]
-    nisa.tensor_copy_predicated(
-        dst=chunk.P_t.ap(pattern=columns, offset=s), src=P_ps.reshape((rows, lanes, pairs, s)), predicate=mask
-    )
-    nisa.tensor_copy_predicated(
-        dst=chunk.kk_t.ap(pattern=columns, offset=s), src=kk_ps.ap(pattern=columns, offset=s), predicate=mask
-    )
-
-
-def copy_rectangles(chunk, P_ps, kk_ps, s):
-    """Copies the pairs of a level whose left halves start where instructions may, block by block."""
-    for start in range(0, P_ps.shape[0], 2 * s):
-        m, end, half = start + s, start + 2 * s, start // 2
-        copy_scaled(chunk.P_t[start:m, :, m:end], P_ps[start:m, :, half : half + s])
-        copy_scaled(chunk.kk_t[start:m, :, m:end], kk_ps[start:m, :, m:end])
-
-
-def weigh_pairs(chunk, table, dtype):
-    """Adds -L^T to the chunk, [rows, lanes, rows], and rounds P^T to dtype."""
-    rows, lanes, _ = chunk.kk_t.shape
-    columns_ps = psum((rows, lanes * rows))
-    diagonals_sb = build_diagonals(chunk.minus_strength, table)
-    add_selected(columns_ps, table["ones"][0:rows, 0:rows], diagonals_sb.reshape((rows, lanes * rows)))
-    chunk.minus_L_t = multiply_elements(columns_ps.reshape((rows, lanes, rows)), chunk.kk_t)
-    chunk.P_t = round_tile(chunk.P_t, dtype)
+            views_ps = pairs_ps.reshape((rows, lanes, 2, rows))
+            for m in range(s, rows, 2 * s):
+                copy_scaled(chunk.pairs[m - s : m, :, :, m : m + s], views_ps[m - s : m, :, :, m : m + s])
 
 
 def scale_strengths(chunk, scale):
-    """Adds the numbers per token that `compute_gates` adds for the scalar rule, [rows, lanes]."""
+    """Adds what `nki_kernels.chunk.compute_gates` adds of numbers per token, [rows, lanes], and beta_v."""
     chunk.read_scale, chunk.minus_strength = sbuf(chunk.beta.shape), sbuf(chunk.beta.shape)
     nisa.memset(dst=chunk.read_scale, value=scale)
-    nisa.tensor_scalar(dst=chunk.minus_strength, data=chunk.beta, op0=nl.multiply, operand0=-1.0)
+    copy_scaled(chunk.minus_strength, chunk.beta, -1.0)
     chunk.value_scale, chunk.minus_strength_gamma = chunk.beta, chunk.minus_strength
+    chunk.beta_v = scale_lanes(chunk.v, chunk.beta)
 
 
-def prepare_channels(stage, chunk, call):
+def prepare_channels(stage, chunk, bundle, call):
     """Runs a stage that needs neither T nor the state."""
-    table, levels = chunk.table, call["levels"]
+    table, levels, both = chunk.table, call["levels"], call["both"]
     if stage == "normalize":
-        normalize_keys(chunk, table, call["l2norm"])
-    elif stage == "transpose keys":
-        transpose_keys(chunk, table)
-    elif stage == "sum decays":
-        sum_channel_decays(chunk, table, call["both"])
+        spread_keys(chunk, bundle, call["l2norm"])
+    elif stage == "transpose q, k":
+        transpose_keys(chunk)
+    elif stage == "sum channels":
+        sum_channel_decays(chunk, table, both)
     elif stage == "scale keys":
-        products = table["products"]
-        chunk.gamma_q_t = [scale_by_channel(chunk.qk_t, 0, chunk.gamma_t, products)]
-        chunk.k_t = [scale_by_channel(chunk.qk_t, 1, chunk.gamma_t, products)]
-        chunk.lambda_k = scale_by_channel(chunk.keys, 1, chunk.lambda_, nl.float32)
+        chunk.k_t = [scale_channels(chunk.qk_t[:, 1, :, :], chunk.gamma_t, table["products"])]
+        chunk.lambda_k = scale_channels(chunk.keys[:, 1, :, :], chunk.channel_lambda)
+        if both:
+            chunk.gamma_q = scale_channels(chunk.keys[:, 0, :, :], chunk.gamma, table["products"])
+            chunk.erased_k = scale_channels(chunk.keys[:, 1, :, :], chunk.gamma, table["products"])
+        else:
+            chunk.gamma_q_t = [scale_channels(chunk.qk_t[:, 0, :, :], chunk.gamma_t, table["products"])]
     elif stage == "strengths":
         scale_strengths(chunk, call["scale"])
-        chunk.beta_v = scale_lanes(chunk.v, chunk.value_scale)
     elif stage == "factors":
         multiply_factors(chunk, levels, table)
     elif stage == "pairs":
         multiply_levels(chunk, levels, table)
-        chunk.left, chunk.right = None, None
-    elif stage == "L, P":
-        weigh_pairs(chunk, table, call["pair_dtype"])
+        chunk.scaled = None
+    elif stage == "weigh pairs":
+        diagonals_sb = build_diagonals(chunk.minus_strength, table)
+        chunk.minus_L_t = weight_decays(chunk.pairs[:, :, 1, :], diagonals_sb, table)
+        chunk.P_t = sbuf(chunk.minus_L_t.shape, nl.float32 if both else table["products"])
+        copy_scaled(chunk.P_t, chunk.pairs[:, :, 0, :])
         chunk.block_columns = list_block_columns(chunk.minus_L_t, call["blocks"])

@@ -7,8 +7,8 @@ the gradient of the state that the chunk leaves; dO is scaled, and -dV is what t
     dS = Diag(gamma_C) dS' + (gamma . Q)^T dO - (gamma . K)^T dV
     dP = strict_lower(dO U^T)    dkk = -strict_lower(dV U^T)    own_i = <dO_i, U_i>                    [C, C]
     reads_q = gamma . (dO S^T)    reads_k = -gamma . (dV S^T)    written = lambda . (U dS'^T)          [C, K]
-    per level, dP and dkk masked:
-    x = f . (dP (f . K))    y = f . ((dkk + dkk^T) (f . K) + dP^T (f . Q))
+    per level, G = dP + dP^T and H = dkk + dkk^T masked, and e = f in right halves of blocks, 0 in left ones:
+    x = e . (G (f . K))    y = f . (G (e . Q) + H (f . K))
     dQ = reads_q + own K + sum of x        dK = reads_k + written + own Q + sum of y
     dg_t = sum_{i >= t} (Q . reads_q + K . reads_k)_i + sum_{j < t} (K . written)_j
            + gamma_C . rowsum(S . dS') + per level W_level (Q . x + K . y)      [C, K]
@@ -18,22 +18,18 @@ the tokens that its decay crosses, and nothing is added and taken away again.
 """
 
 from delta_trn.nki_kernels.chunk import (
-    multiply_lanes,
+    find_key_head,
     multiply_parts,
     round_state,
+    round_tile,
     scale_lanes,
     store_keys,
     store_lanes,
 )
-from delta_trn.nki_kernels.chunk_gradients import (
-    compute_residual_gradient,
-    multiply_pair_gradients,
-    transpose_gradients,
-    transpose_states,
-)
-from delta_trn.nki_kernels.kimi_delta_attention.chunk import MASKED, scale_by_channel, view_halves
+from delta_trn.nki_kernels.chunk_gradients import compute_residual_gradient
+from delta_trn.nki_kernels.kimi_delta_attention.chunk import scale_channels
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import PARTITIONS
+from delta_trn.nki_kernels.plan import PARTITIONS, list_due
 from delta_trn.nki_kernels.tiles import (
     add_product,
     add_selected,
@@ -46,8 +42,6 @@ from delta_trn.nki_kernels.tiles import (
     psum,
     repeat_over_lanes,
     sbuf,
-    scale_and_add,
-    select_triangle,
     sum_rows,
     transpose,
 )
@@ -56,295 +50,207 @@ from delta_trn.nki_kernels.tiles import (
 def build_level_gradients(levels, table):
     """Adds to what `build_levels` returns, once per call:
 
-    sums_t          W_level^T of all levels [C, count, C]
-    upper, lower    per level the mask of pairs (j, i), and of pairs (i, j) [C, count, C]
-    both            their sum
-    eye             the identity [128, 128], float32
+    sums_t      W_level^T of all levels [C, count, C], of dtype products
+    right       1 for the tokens of right halves, [C, count]
     """
-    C, count, half = table["rows"], levels["count"], table["rows"] // 2
-    sums_t_sb, upper_sb = sbuf((C, count, C)), sbuf((C, count, C))
-    lower_sb, both_sb = sbuf((C, count, C)), sbuf((C, count, C))
-    nisa.memset(dst=upper_sb, value=0.0)
+    C, count = table["rows"], levels["count"]
+    sums_t_sb, right_sb = sbuf((C, count, C), table["products"]), sbuf((C, count))
     for level in range(count):
-        s = 2**level
-        nisa.tensor_copy(
-            dst=view_halves(upper_sb, level * C, C, s, 1),
-            src=levels["masks"].reshape((C, count, half // s, s))[:, level, :, :],
-        )
-        for pair in ((sums_t_sb, levels["sums"]), (lower_sb, upper_sb)):
-            dst, src = pair
-            out_ps = psum((C, C))
-            add_transposed(out_ps, src[:, level, :], table["identity"])
-            copy_scaled(dst[:, level, :], out_ps)
-    nisa.tensor_tensor(dst=both_sb, data1=upper_sb, data2=lower_sb, op=nl.add)
+        out_ps = psum((C, C))
+        add_transposed(out_ps, levels["sums"][:, level, :], table["identity"])
+        copy_scaled(sums_t_sb[:, level, :], out_ps)
+        diagonal_sb = multiply_elements(levels["sums"][:, level, :], table["identity"])
+        sum_rows(right_sb[:, level : level + 1], diagonal_sb, nl.copy)
     levels["sums_t"] = sums_t_sb
-    levels["upper"] = upper_sb
-    levels["lower"] = lower_sb
-    levels["both"] = both_sb
-    levels["eye"] = select_triangle(table["ones"], 1, nl.equal)
+    levels["right"] = right_sb
 
 
-def scale_reads(chunk, table):
-    """Adds what dS takes: gamma . Q, gamma . K, rounded [rows, lanes, K], and in float32 (lambda . K)^T."""
-    products, parts = table["products"], [(0, chunk.lambda_k.shape[2])]
-    chunk.gamma_q = scale_by_channel(chunk.keys, 0, chunk.gamma, products)
-    chunk.erased_k = scale_by_channel(chunk.keys, 1, chunk.gamma, products)
-    if products == nl.float32:
-        chunk.lambda_k_t = transpose(chunk.lambda_k, parts, table)
-
-
-def differentiate_writes(chunk, dS, bundle):
+def differentiate_writes(chunk, dS, bundle, table):
     """Computes dR from the gradient dS of the state that a chunk leaves, and -dV, rounded."""
-    products = chunk.table["products"]
+    products = table["products"]
     chunk.dS, chunk.dS_rounded = dS, round_state(dS, products)
     if products == nl.float32:
-        rows, lanes, V = chunk.do.shape
-        dU_sb = sbuf((rows, lanes, V))
-        for lane in range(lanes):
-            dU_ps = psum((rows, V))
-            add_product(dU_ps, chunk.P[:, lane, :], chunk.do[:, lane, :])
-            multiply_parts(dU_ps, chunk.lambda_k_t, dS, lane, lane)
-            copy_scaled(dU_sb[:, lane, :], dU_ps)
-        chunk.dR = multiply_lanes(chunk.T, dU_sb, ())
-    else:
-        chunk.dR = compute_residual_gradient(chunk, chunk.dS_rounded, bundle)
-    weights_sb = multiply_elements(chunk.minus_strength, chunk.share)
-    chunk.dR_rounded = scale_lanes(chunk.dR, weights_sb, products)
+        chunk.k_t = transpose(chunk.lambda_k, [(0, chunk.lambda_k.shape[2])], table)
+        chunk.lambda_ = sbuf(chunk.beta.shape)
+        nisa.memset(dst=chunk.lambda_, value=1.0)
+    by_lane = {"lanes": bundle["lanes"], "key_heads": bundle["lanes"]}
+    chunk.dR = compute_residual_gradient(chunk, chunk.dS_rounded, by_lane)
+    chunk.dR_rounded = scale_lanes(chunk.dR, multiply_elements(chunk.minus_strength, chunk.share), products)
 
 
-def mask_pair_gradients(chunk, table):
-    """Adds dP^T, dP, both unmasked, dkk + dkk^T, rounded, and diag(own), all [rows, lanes, rows]."""
-    products, whole = table["products"], [(0, table["rows"])]
+def mask_pair_gradients(chunk, levels, table):
+    """Adds G and H of all levels, `masked`, two tiles [rows, levels, lanes, rows], and own [rows, lanes]."""
+    products = table["products"]
     rows, lanes, _ = chunk.UdO.shape
-    chunk.own = sbuf((rows, lanes, rows), chunk.keys.dtype)
-    multiply_on_gpsimd(chunk.own, chunk.UdO, repeat_over_lanes(table, "identity", lanes))
-    chunk.E_t, dkk_t_sb = sbuf((rows, lanes, rows), products), sbuf((rows, lanes, rows), products)
-    copy_scaled(chunk.E_t, chunk.UdO)
-    copy_scaled(dkk_t_sb, chunk.UdR)
-    keep_upper(dkk_t_sb, nl.greater)
-    chunk.E = transpose(chunk.E_t, whole, table)[0]
-    dkk_sb = transpose(dkk_t_sb, whole, table)[0]
-    nisa.tensor_tensor(dst=dkk_sb, data1=dkk_sb, data2=dkk_t_sb, op=nl.add, engine=nisa.engine.gpsimd)
-    chunk.dkk = dkk_sb
-
-
-def add_on_gpsimd(dst, x, y):
-    """Sets dst = x + y, all in SBUF."""
-    nisa.tensor_tensor(dst=dst, data1=x, data2=y, op=nl.add, engine=nisa.engine.gpsimd)
-
-
-def scale_both(chunk, factors_sb, copies, dtype):
-    """Multiplies q and k of each lane by factors [rows, copies, lanes, K], 1 or 2: [rows, 2, lanes, K]."""
-    rows, _, heads, K = chunk.keys.shape
-    lanes = chunk.g.shape[1]
-    group = lanes // heads
-    out_sb = sbuf((rows, 2, lanes, K), dtype)
-    multiply_on_gpsimd(
-        out_sb.reshape((rows, 2, heads, group, K)),
-        chunk.keys.ap(
-            pattern=[[2 * heads * K, rows], [heads * K, 2], [K, heads], [0, group], [1, K]], offset=0
-        ),
-        factors_sb.ap(
-            pattern=[
-                [copies * lanes * K, rows], [(copies - 1) * lanes * K, 2], [group * K, heads], [K, group],
-                [1, K],
-            ],
-            offset=0,
-        ),
-    )  # fmt: skip
-    return out_sb
-
-
-def read_channel_states(chunk, bundle):
-    """Adds dq and dk, `dqk` [rows, 2, lanes, K], as far as states make them, and two tiles for dg:
-
-    reads       Q . reads_q and K . reads_k [rows, 2, lanes, K]
-    writes      K . written [rows, lanes, K]
-    """
-    rows, lanes, K = chunk.g.shape
-    chunk.dqk, written_sb = sbuf((rows, 2, lanes, K)), sbuf((rows, lanes, K))
-    targets = (chunk.dqk[:, 0, :, :], chunk.dqk[:, 1, :, :], written_sb)
-    operands = ((chunk.do_t, chunk.S_t), (chunk.dR_t, chunk.S_t), (chunk.U_t, chunk.dS_t))
-    for i in range(3):
-        x_t, y_t = operands[i]
-        out_ps = psum((rows, lanes, K))
+    diagonals_sb = scale_channels(chunk.UdO, repeat_over_lanes(table, "identity", lanes))
+    chunk.own, chunk.masked = sbuf((rows, lanes)), []
+    for lane in range(lanes):
+        sum_rows(chunk.own[:, lane : lane + 1], diagonals_sb[:, lane, :], nl.copy)
+    identity, count = table["rounded_identity"], levels["count"]
+    mask = levels["masks"].ap(pattern=[[count * rows, rows], [rows, count], [0, lanes], [1, rows]], offset=0)
+    for x_sb in (chunk.UdO, chunk.UdR):
+        keep_upper(x_sb, nl.greater)
+        half_sb, both_ps = round_tile(x_sb, products), psum((rows, lanes, rows))
         for lane in range(lanes):
-            multiply_parts(out_ps[:, lane, :], x_t, y_t, lane, lane)
-        copy_scaled(targets[i], out_ps)
-        multiply_on_gpsimd(targets[i], targets[i], chunk.lambda_ if i == 2 else chunk.gamma)
-    chunk.reads = scale_both(chunk, chunk.dqk, 2, nl.float32)
-    chunk.writes = scale_by_channel(chunk.keys, 1, written_sb, nl.float32)
-    add_on_gpsimd(targets[1], targets[1], written_sb)
+            add_transposed(both_ps[:, lane, :], half_sb[:, lane, :], identity)
+            add_selected(both_ps[:, lane, :], identity, half_sb[:, lane, :])
+        both_sb, out_sb = sbuf((rows, lanes, rows), products), sbuf((rows, count, lanes, rows), products)
+        copy_scaled(both_sb, both_ps)
+        every = both_sb.ap(pattern=[[lanes * rows, rows], [0, count], [rows, lanes], [1, rows]], offset=0)
+        multiply_on_gpsimd(out_sb, every, mask)
+        chunk.masked.append(out_sb)
 
 
-def begin_decay_gradient(chunk, levels, table):
-    """Starts dg, dq and dk in PSUM, each [rows, lanes K], with what states and `own` add."""
+def add_to_keys(chunk, x_sb, first):
+    """Adds x [rows, sides, lanes, K] to dq and dk; the first side is q's (0) or k's (1)."""
+    rows, sides, lanes, K = x_sb.shape
+    identity = chunk.table["rounded_identity"]
+    for side in range(sides):
+        flat = x_sb.reshape((rows, sides, lanes * K))[:, side, :]
+        add_selected(chunk.dqk_ps[:, first + side, :], identity, flat)
+
+
+def add_gradients(chunk, sums_ps, factors, weights, first):
+    """Adds factors . sums to dq and dk, and to dg what weights^T makes of the exponents' gradients."""
+    rows, sides, lanes, K = sums_ps.shape
+    raw_sb, x_sb = sbuf(sums_ps.shape), sbuf(sums_ps.shape, chunk.table["products"])
+    terms_sb = sbuf(sums_ps.shape, weights.dtype)
+    copy_scaled(raw_sb, sums_ps)
+    multiply_on_gpsimd(x_sb, raw_sb, factors)
+    multiply_on_gpsimd(terms_sb, x_sb, chunk.keys[:, first:2, :, :])
+    add_to_keys(chunk, x_sb, first)
+    for side in range(sides):
+        add_selected(chunk.dg_ps, weights, terms_sb.reshape((rows, sides, lanes * K))[:, side, :])
+
+
+def read_channel_states(chunk, table):
+    """Starts dq, dk and dg in PSUM, each [rows, lanes K], with what states and `own` add."""
     rows, lanes, K = chunk.g.shape
-    chunk.dg, chunk.dqk_ps = psum((rows, lanes * K)), []
-    for side in range(2):
-        chunk.dqk_ps.append(psum((rows, lanes, K)))
-        for lane in range(lanes):
-            dst, h = chunk.dqk_ps[side][:, lane, :], lane * chunk.keys.shape[2] // lanes
-            add_selected(dst, table["identity"], chunk.dqk[:, side, lane, :])
-            add_product(dst, chunk.own[:, lane, :], chunk.keys[:, 1 - side, h, :])
-    for side in range(2):
-        add_selected(chunk.dg, table["lower"], chunk.reads.reshape((rows, 2, lanes * K))[:, side, :])
-    add_selected(chunk.dg, table["strict_upper"], chunk.writes.reshape((rows, lanes * K)))
-    product_sb, carried_sb = sbuf(chunk.S[0].shape), sbuf((K, lanes))
-    multiply_on_gpsimd(product_sb, chunk.dS[0], chunk.S[0])
+    chunk.dg_ps, chunk.dqk_ps = psum((rows, lanes * K)), psum((rows, 2, lanes * K))
+    reads_ps, written_ps = psum((rows, 2, lanes, K)), psum((rows, 1, lanes, K))
+    own_sb = sbuf((rows, 2, lanes, K), table["products"])
+    for lane in range(lanes):
+        multiply_parts(reads_ps[:, 0, lane, :], chunk.do_t, chunk.S_t, lane, lane)
+        multiply_parts(reads_ps[:, 1, lane, :], chunk.dR_t, chunk.S_t, lane, lane)
+        multiply_parts(written_ps[:, 0, lane, :], chunk.U_t, chunk.dS_t, lane, lane)
+        for side in range(2):
+            copy_scaled(
+                own_sb[:, side, lane, :], chunk.keys[:, 1 - side, lane, :], chunk.own[:, lane : lane + 1]
+            )
+    add_to_keys(chunk, own_sb, 0)
+    gamma = chunk.gamma.ap(pattern=[[lanes * K, rows], [0, 2], [K, lanes], [1, K]], offset=0)
+    add_gradients(chunk, reads_ps, gamma, table["lower"], 0)
+    add_gradients(
+        chunk, written_ps, chunk.channel_lambda.reshape((rows, 1, lanes, K)), table["strict_upper"], 1
+    )
+    product_sb, carried_sb = scale_channels(chunk.dS[0], chunk.S[0]), sbuf((K, lanes))
     for lane in range(lanes):
         sum_rows(carried_sb[:, lane : lane + 1], product_sb[:, lane, :], nl.copy)
     multiply(carried_sb, carried_sb, chunk.carry)
     diagonals_sb = sbuf((K, lanes, K))
     multiply_on_gpsimd(
         diagonals_sb,
-        levels["eye"].ap(pattern=[[PARTITIONS, K], [0, lanes], [1, K]], offset=0),
+        table["eye"].ap(pattern=[[PARTITIONS, K], [0, lanes], [1, K]], offset=0),
         carried_sb.ap(pattern=[[lanes, K], [1, lanes], [0, K]], offset=0),
     )
-    add_selected(chunk.dg, table["ones"][0:K, 0:rows], diagonals_sb.reshape((K, lanes * K)))
+    add_selected(chunk.dg_ps, table["ones"][0:K, 0:rows], diagonals_sb.reshape((K, lanes * K)))
 
 
-def allocate_rectangles(levels, lanes, dtype):
-    """Allocates for levels of large blocks tiles [C, lanes, C], which are 0 outside of the blocks' pairs.
-
-    Each level has three, for dP^T, dP and dkk + dkk^T. Right halves have to start where instructions
-    may, too: so there is a level less than `copy_rectangles` has.
-    """
-    tiles = []
-    C = levels["sums"].shape[0]
-    for _ in range(max(0, levels["count"] - MASKED - 1)):
-        own = []
-        for _ in range(3):
-            tile_sb = sbuf((C, lanes, C), dtype)
-            nisa.memset(dst=tile_sb, value=0.0)
-            own.append(tile_sb)
-        tiles.append(own)
-    return tiles
-
-
-def mask_small_blocks(chunk, levels):
-    """Adds dP^T, dP and dkk + dkk^T of the levels of small blocks, 0 but for their pairs: `masked`, a list of
-    tiles [rows, levels, lanes, rows]."""
-    rows, lanes, _ = chunk.E.shape
-    count = min(levels["count"], MASKED + 1)
-    sources, names, chunk.masked = (chunk.E_t, chunk.E, chunk.dkk), ("upper", "lower", "both"), []
-    for i in range(3):
-        mask_sb, out_sb = levels[names[i]], sbuf((rows, count, lanes, rows), chunk.E.dtype)
-        multiply_on_gpsimd(
-            out_sb,
-            sources[i].ap(pattern=[[lanes * rows, rows], [0, count], [rows, lanes], [1, rows]], offset=0),
-            mask_sb.ap(
-                pattern=[[mask_sb.shape[1] * rows, rows], [rows, count], [0, lanes], [1, rows]], offset=0
-            ),
-        )
-        chunk.masked.append(out_sb)
-
-
-def copy_large_blocks(chunk, level, tiles):
-    """Copies the same of a level of large blocks into its `rectangles`, block by block."""
-    sources, s = (chunk.E_t, chunk.E, chunk.dkk), 2**level
-    for start in range(0, chunk.E.shape[0], 2 * s):
-        m, end = start + s, start + 2 * s
-        for i in (0, 2):
-            copy_scaled(tiles[i][start:m, :, m:end], sources[i][start:m, :, m:end])
-        for i in (1, 2):
-            copy_scaled(tiles[i][m:end, :, start:m], sources[i][m:end, :, start:m])
-
-
-def differentiate_level(chunk, levels, level, rectangles, table):
-    """Adds x and y of a level to dq and dk, and to dg what they make of it."""
+def scale_level(chunk, levels, level, table):
+    """Returns e and f of a level, [rows, 2, lanes, K], and e . Q and f . K, rounded."""
     rows, lanes, K = chunk.g.shape
-    sums_ps = psum((rows, lanes * K))
+    sums_ps, factors_sb = psum((rows, lanes * K)), sbuf((rows, 2, lanes, K))
     add_selected(sums_ps, levels["sums"][:, level, :], chunk.g.reshape((rows, lanes * K)))
-    f_sb, xy_sb = sbuf((rows, lanes, K)), sbuf((rows, 2, lanes, K))
-    nisa.activation(dst=f_sb, op=nl.exp, data=sums_ps.reshape((rows, lanes, K)))
-    qk_sb = scale_both(chunk, f_sb, 1, table["products"])
-    if level > MASKED:
-        copy_large_blocks(chunk, level, rectangles[level - MASKED - 1])
-    x_ps, y_ps = psum((rows, lanes, K)), psum((rows, lanes, K))
-    for lane in range(lanes):
-        own = []
-        for i in range(3):
-            if level > MASKED:
-                own.append(rectangles[level - MASKED - 1][i][:, lane, :])
-            else:
-                own.append(chunk.masked[i][:, level, lane, :])
-        add_product(x_ps[:, lane, :], own[0], qk_sb[:, 1, lane, :])
-        add_product(y_ps[:, lane, :], own[2], qk_sb[:, 1, lane, :])
-        add_product(y_ps[:, lane, :], own[1], qk_sb[:, 0, lane, :])
-    copy_scaled(xy_sb[:, 0, :, :], x_ps)
-    copy_scaled(xy_sb[:, 1, :, :], y_ps)
-    multiply_on_gpsimd(
-        xy_sb, xy_sb, f_sb.ap(pattern=[[lanes * K, rows], [0, 2], [K, lanes], [1, K]], offset=0)
-    )
+    nisa.activation(dst=factors_sb[:, 1, :, :], op=nl.exp, data=sums_ps.reshape((rows, lanes, K)))
+    copy_scaled(factors_sb[:, 0, :, :], factors_sb[:, 1, :, :], levels["right"][:, level : level + 1])
+    return factors_sb, scale_channels(chunk.keys, factors_sb, table["products"])
+
+
+def multiply_level(chunk, level, scaled_sb):
+    """Returns G (f . K), and G (e . Q) + H (f . K), in PSUM [rows, 2, lanes, K]."""
+    out_ps = psum(scaled_sb.shape)
+    G_sb, H_sb = chunk.masked
+    for lane in range(scaled_sb.shape[2]):
+        add_product(out_ps[:, 0, lane, :], G_sb[:, level, lane, :], scaled_sb[:, 1, lane, :])
+        add_product(out_ps[:, 1, lane, :], G_sb[:, level, lane, :], scaled_sb[:, 0, lane, :])
+        add_product(out_ps[:, 1, lane, :], H_sb[:, level, lane, :], scaled_sb[:, 1, lane, :])
+    return out_ps
+
+
+def differentiate_levels(chunk, levels, table):
+    """Adds what levels add to dq, dk and dg. Engines work on three levels at a time."""
+    factors, sums = [], []
+    for turn in range(levels["count"] + 2):
+        for level in list_due(turn, levels["count"]):
+            factors.append(scale_level(chunk, levels, level, table))
+        for level in list_due(turn - 1, levels["count"]):
+            sums.append(multiply_level(chunk, level, factors[level][1]))
+        for level in list_due(turn - 2, levels["count"]):
+            add_gradients(chunk, sums[level], factors[level][0], levels["sums_t"][:, level, :], 0)
+    chunk.masked = None
+
+
+def store_key_gradients(chunk, bundle, gradients):
+    """Adds the norms' gradients to dq and dk, sums both over the lanes of a key head, and stores them."""
+    rows, _, lanes, K = chunk.keys.shape
+    heads = bundle["key_heads"]
+    group, dtype = lanes // heads, gradients[0].dtype
+    norms = chunk.inverse_norms
+    if len(norms) > 0:
+        raw_sb, along_sb = sbuf(chunk.keys.shape), sbuf((rows, 2, lanes))
+        copy_scaled(raw_sb, chunk.dqk_ps.reshape(chunk.keys.shape))
+        multiply_on_gpsimd(raw_sb, raw_sb, chunk.keys)
+        nisa.tensor_reduce(dst=along_sb, op=nl.add, data=raw_sb, axis=3, negate=True)
+        x_sb = sbuf(chunk.keys.shape, chunk.table["products"])
+        for side in range(2):
+            for lane in range(lanes):
+                factor = along_sb[:, side, lane : lane + 1]
+                copy_scaled(x_sb[:, side, lane, :], chunk.keys[:, side, lane, :], factor)
+        add_to_keys(chunk, x_sb, 0)
+    lanes_sb = sbuf(chunk.keys.shape, dtype if group == 1 else nl.float32)
     for side in range(2):
         for lane in range(lanes):
-            add_selected(chunk.dqk_ps[side][:, lane, :], table["identity"], xy_sb[:, side, lane, :])
-    terms_sb = scale_both(chunk, xy_sb, 2, nl.float32).reshape((rows, 2, lanes * K))
-    for side in range(2):
-        add_selected(chunk.dg, levels["sums_t"][:, level, :], terms_sb[:, side, :])
-
-
-def differentiate_keys(chunk, bundle, gradients):
-    """Sums dq and dk over the lanes of a key head, adds the norms' gradients, and stores them."""
-    rows, lanes, K = chunk.g.shape
-    heads = chunk.keys.shape[2]
-    group = lanes // heads
-    out_sb = sbuf((rows, 2, heads, K), gradients[0].dtype)
-    for side in range(2):
-        copy_scaled(chunk.dqk[:, side, :, :], chunk.dqk_ps[side])
-        grouped_sb = chunk.dqk.reshape((rows, 2, heads, group, K))
-        total = grouped_sb[:, side, :, 0, :]
-        for i in range(1, group):
-            add_on_gpsimd(total, total, grouped_sb[:, side, :, i, :])
-        if len(chunk.inverse_norms) == 0:
-            copy_scaled(out_sb[:, side, :, :], total)
-        else:
-            terms_sb, along_sb = sbuf((rows, heads, K)), sbuf((rows, heads))
-            multiply_on_gpsimd(terms_sb, total, chunk.keys[:, side, :, :])
-            nisa.tensor_reduce(dst=along_sb, op=nl.add, data=terms_sb, axis=2, negate=True)
-            for h in range(heads):
-                first = grouped_sb[:, side, h, 0, :]
-                scale_and_add(first, chunk.keys[:, side, h, :], along_sb[:, h : h + 1], first)
-                copy_scaled(out_sb[:, side, h, :], first, chunk.inverse_norms[0][:, side, h : h + 1])
+            h = find_key_head(bundle, lane)
+            factor = norms[0][:, side, h : h + 1] if len(norms) > 0 else 1.0
+            copy_scaled(
+                lanes_sb[:, side, lane, :], chunk.dqk_ps.reshape(chunk.keys.shape)[:, side, lane, :], factor
+            )
+    out_sb = lanes_sb
+    if group > 1:
+        out_sb = sbuf((rows, 2, heads, K), dtype)
+        groups = [[2 * lanes * K, rows], [group * K, 2 * heads], [1, K], [K, group]]
+        nisa.tensor_reduce(
+            dst=out_sb.reshape((rows, 2 * heads, K)),
+            op=nl.add,
+            data=lanes_sb.ap(pattern=groups, offset=0),
+            axis=3,
+        )
     store_keys(gradients[0], gradients[1], out_sb, bundle["n"], chunk.start, chunk.tokens, bundle["slot"])
 
 
 def differentiate_channels(stage, chunk, stream, call):
-    """Runs a stage of a chunk's gradients."""
-    bundle, value_parts = stream.bundle, call["value_parts"]
-    table, levels, gradients = chunk.table, call["levels"], call["gradients"]
+    """Runs a stage of a chunk's gradients that the gated delta rule has not."""
+    bundle, table, levels, gradients = stream.bundle, chunk.table, call["levels"], call["gradients"]
     if stage == "strengths":
         chunk.dv_scale = multiply_elements(chunk.value_scale, chunk.share)
         chunk.do = scale_lanes(chunk.do, chunk.read_scale, table["products"])
-    elif stage == "dR":
-        differentiate_writes(chunk, stream.dS, bundle)
-    elif stage == "transpose gradients":
-        transpose_gradients(chunk, value_parts, table)
-    elif stage == "transpose states":
-        transpose_states(chunk, call["parts"], value_parts, table)
-    elif stage == "multiply pairs":
-        multiply_pair_gradients(chunk, bundle)
-    elif stage == "dP, dL":
-        mask_pair_gradients(chunk, table)
-    elif stage == "read states":
-        read_channel_states(chunk, bundle)
+    elif stage == "dR by channel":
+        differentiate_writes(chunk, stream.dS, bundle, table)
+    elif stage == "mask pairs":
+        mask_pair_gradients(chunk, levels, table)
+    elif stage == "read channels":
+        read_channel_states(chunk, table)
     elif stage == "levels":
-        begin_decay_gradient(chunk, levels, table)
-        mask_small_blocks(chunk, levels)
-        for level in range(levels["count"]):
-            differentiate_level(chunk, levels, level, stream.rectangles, table)
-        chunk.masked = None
-    elif stage == "store":
-        dg_sb = sbuf(chunk.g.shape)
-        copy_scaled(dg_sb, chunk.dg.reshape(chunk.g.shape))
-        store_lanes(gradients[3], dg_sb, bundle, chunk.start, chunk.tokens)
-        differentiate_keys(chunk, bundle, gradients)
+        differentiate_levels(chunk, levels, table)
+    elif stage == "store keys":
+        store_key_gradients(chunk, bundle, gradients)
         dv_sb = scale_lanes(chunk.dR, chunk.dv_scale, gradients[2].dtype)
         store_lanes(gradients[2], dv_sb, bundle, chunk.start, chunk.tokens)
-    elif stage == "dbeta":
-        terms_sb, dbeta_sb = sbuf(chunk.dR.shape), sbuf(chunk.beta.shape)
-        multiply_on_gpsimd(terms_sb, chunk.U_exact, chunk.dR)
+    elif stage == "sum rows":
+        dg_sb, terms_sb = sbuf(chunk.g.shape), scale_channels(chunk.U_exact, chunk.dR)
+        dbeta_sb = sbuf(chunk.beta.shape)
+        copy_scaled(dg_sb, chunk.dg_ps.reshape(chunk.g.shape))
         for lane in range(bundle["lanes"]):
             sum_rows(dbeta_sb[:, lane : lane + 1], terms_sb[:, lane, :], nl.copy)
+        store_lanes(gradients[3], dg_sb, bundle, chunk.start, chunk.tokens)
         store_lanes(gradients[4], dbeta_sb, bundle, chunk.start, chunk.tokens)

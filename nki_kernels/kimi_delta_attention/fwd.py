@@ -18,13 +18,13 @@ from delta_trn.nki_kernels.triangular import INVERTING
 PREPARING = (
     Stage("load", makes=("g", "beta", "qk", "v")),
     Stage("normalize", needs=("qk",), makes=("keys",)),
-    Stage("transpose keys", needs=("keys",), makes=("qk_t",)),
-    Stage("sum decays", needs=("g",), makes=("decays",)),
+    Stage("transpose q, k", needs=("keys",), makes=("qk_t",)),
+    Stage("sum channels", needs=("g",), makes=("decays",)),
     Stage("scale keys", needs=("qk_t", "decays"), makes=("scaled keys",)),
     Stage("strengths", needs=("beta", "v"), makes=("gates",)),
     Stage("factors", needs=("g", "qk_t"), makes=("factors",)),
     Stage("pairs", needs=("factors",), makes=("pairs",)),
-    Stage("L, P", needs=("pairs", "gates"), makes=("P_t", "block_columns")),
+    Stage("weigh pairs", needs=("pairs", "gates"), makes=("P_t", "block_columns")),
 )
 STAGES = (
     *PREPARING,

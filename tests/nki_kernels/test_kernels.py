@@ -19,7 +19,7 @@ from delta_trn.nki_kernels import (
     gated_rms_norm,
     short_convolution,
 )
-from delta_trn.nki_kernels.kimi_delta_attention import bwd, fwd, step
+from delta_trn.nki_kernels.kimi_delta_attention import bwd, fwd
 from delta_trn.nki_kernels.simulator import TARGETS, nisa
 from delta_trn.nki_kernels.simulator.core.machine import Machine
 from delta_trn.nki_kernels.simulator.core.memory import HBM, NkiTensor
@@ -59,7 +59,7 @@ EXAMPLES = [
     gated_delta_rule_step.example(H=2, HV=4, K=96, V=192),
     fwd.example(**RULE, every=1),
     bwd.example(**RULE, every=1),
-    step.example(H=2, HV=4, K=96, V=192),
+    gated_delta_rule_step.example(H=2, HV=4, K=96, V=192, channels=1),
     delta_residual.example(**RESIDUAL),
     delta_residual.example(**RESIDUAL, backward=1),
     gated_rms_norm.example(**NORM),
