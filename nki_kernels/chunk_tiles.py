@@ -62,7 +62,11 @@ class Chunk(nl.NKIObject):
     channel_lambda: Any = None  # lambda [rows, lanes, K]
     scaled: Any = None  # what `multiply_factors` makes
     pairs: Any = None  # P^T and kk^T [rows, lanes, 2, rows]
-    masked: Any = None  # what `mask_pair_gradients` makes
+    halves: Any = None  # what `round_pair_gradients` makes, and `mask_pair_gradients`
+    masked: Any = None
+    level_factors: Any = None  # lists of what `differentiate_levels` makes of each level
+    raw: Any = None
+    weighed: Any = None
     dg_ps: Any = None  # dg [rows, lanes K], and dq and dk [rows, 2, lanes K], in PSUM
     dqk_ps: Any = None
     # What T and the state make

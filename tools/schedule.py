@@ -36,6 +36,10 @@ SIZES = (  # that an order is judged by
     {"T": 1024, "H": 8, "K": 64, "V": 128, "lanes": 8, "width": 4},
     {"T": 1024, "H": 2, "HV": 4, "K": 128, "V": 128, "lanes": 6, "width": 2},
 )
+CHANNEL_SIZES = (  # with a decay per channel
+    {"T": 1024, "H": 4, "K": 128, "V": 128, "lanes": 4, "width": 2},
+    {"T": 1024, "H": 4, "K": 64, "V": 128, "lanes": 4, "width": 2},
+)
 RUNS = 0.3  # of all proposals
 SIDE_BY_SIDE = ("spread columns", "substitute", "merge", *cells.CONVOLUTION)  # forward: ALL bundles
 SHARES = {
@@ -50,12 +54,6 @@ for each of the sizes that its search has.
 
 from delta_trn.nki_kernels.schedule import read_order
 '''
-
-
-CHANNEL_SIZES = (  # the same with a decay per channel
-    {"T": 1024, "H": 4, "K": 128, "V": 128, "lanes": 4, "width": 2},
-    {"T": 1024, "H": 4, "K": 64, "V": 128, "lanes": 4, "width": 2},
-)
 
 
 @dataclass(frozen=True)
@@ -83,9 +81,7 @@ class Search:
 RULE = {"T": 512, "dtype": "float32", "every": 2}
 WIDE = Bound(RULE | {"H": 6, "K": 128, "V": 256, "lanes": 6, "width": 3})
 NARROW = Bound(RULE | {"H": 8, "K": 64, "V": 128, "lanes": 8, "width": 4})
-CHANNEL_BOUNDS = (
-    Bound(RULE | {"H": 4, "K": 128, "V": 256, "lanes": 4, "width": 2}), Bound(RULE | CHANNEL_SIZES[1]),
-)  # fmt: skip
+CHANNEL_BOUNDS = (Bound(CHANNEL_SIZES[0] | RULE | {"V": 256}), Bound(CHANNEL_SIZES[1] | RULE))
 LONG = {"T": 1536, "K": 128, "V": 256, "lanes": 6, "width": 3}
 SEARCHES = {
     "RULE_FORWARD": Search(
@@ -103,12 +99,8 @@ SEARCHES = {
     "LAYER_BACKWARD": Search(
         bwd, {}, 2.5, 100_000, (Bound(SIZES[0], psum=7), Bound(LONG | {"H": 5}, psum=7))
     ),
-    "CHANNELS_FORWARD": Search(
-        channels_fwd, {"every": 2}, 3.0, 12_000, CHANNEL_BOUNDS, CHANNEL_SIZES
-    ),
-    "CHANNELS_BACKWARD": Search(
-        channels_bwd, {"every": 2}, 1.25, 6_000, CHANNEL_BOUNDS, CHANNEL_SIZES
-    ),
+    "CHANNELS_FORWARD": Search(channels_fwd, {"every": 2}, 3.0, 4_000, CHANNEL_BOUNDS, CHANNEL_SIZES),
+    "CHANNELS_BACKWARD": Search(channels_bwd, {"every": 2}, 1.25, 3_000, CHANNEL_BOUNDS, CHANNEL_SIZES),
 }  # fmt: skip
 
 

@@ -26,11 +26,18 @@ STAGES = (
     Stage("transpose gradients", needs=("U",), follows=("dR",), makes=("transposes",)),
     Stage("transpose states", needs=("R",), follows=("dR",), makes=("transposed states",)),
     Stage("multiply pairs", follows=("transposes",), makes=("raw pairs",)),
-    Stage("mask pairs", follows=("raw pairs",), makes=("own",)),
+    Stage("round pairs", follows=("raw pairs",), makes=("own",)),
+    Stage("mask pairs", follows=("own",), makes=("masked",)),
     Stage("read channels", follows=("transposed states", "own"), makes=("reads",)),
-    Stage("levels", follows=("reads",), makes=("dqk",)),
+    Stage("begin dg", follows=("reads",), makes=("begun",)),
+    Stage("levels 1", follows=("begun", "masked"), makes=("one",)),
+    Stage("levels 2", follows=("one",), makes=("two",)),
+    Stage("levels 3", follows=("two",), makes=("three",)),
+    Stage("levels 4", follows=("three",), makes=("raw dqk",)),
+    Stage("sum along", follows=("raw dqk",), makes=("along",)),
+    Stage("norms", follows=("along",), makes=("dqk",)),
     Stage("store keys", follows=("dqk",)),
-    Stage("sum rows", follows=("dqk",)),
+    Stage("sum rows", follows=("raw dqk",)),
 )
 ORDER = rank("kimi_delta_attention_bwd", STAGES, CHANNELS_BACKWARD)
 

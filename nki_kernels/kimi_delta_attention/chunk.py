@@ -185,7 +185,10 @@ def multiply_levels(chunk, levels, table):
         copy_scaled(chunk.pairs[:, lane, 0, :], table["identity"], chunk.own[:, lane : lane + 1])
         copy_scaled(chunk.pairs[:, lane, 1, :], table["identity"], 0.0)
     flat = chunk.scaled.reshape((chunk.scaled.shape[0], count, lanes, 2 * rows))
-    for level in range(count):
+    for turn in range(
+        count
+    ):  # large blocks first: the Scalar engine does not wait for the Vector engine then
+        level = count - 1 - turn
         s, pairs_ps = 2**level, psum((rows, lanes, 2 * rows))
         for lane in range(lanes):
             add_product(pairs_ps[:, lane, :], chunk.scaled[:, level, lane, 1, :], flat[:, level, lane, :])
@@ -231,14 +234,15 @@ def prepare_channels(stage, chunk, bundle, call):
             chunk.gamma_q_t = [scale_channels(chunk.qk_t[:, 0, :, :], chunk.gamma_t, table["products"])]
     elif stage == "strengths":
         scale_strengths(chunk, call["scale"])
+        chunk.diagonals = build_diagonals(chunk.minus_strength, table)
     elif stage == "factors":
         multiply_factors(chunk, levels, table)
     elif stage == "pairs":
         multiply_levels(chunk, levels, table)
         chunk.scaled = None
     elif stage == "weigh pairs":
-        diagonals_sb = build_diagonals(chunk.minus_strength, table)
-        chunk.minus_L_t = weight_decays(chunk.pairs[:, :, 1, :], diagonals_sb, table)
+        chunk.minus_L_t = weight_decays(chunk.pairs[:, :, 1, :], chunk.diagonals, table)
         chunk.P_t = sbuf(chunk.minus_L_t.shape, nl.float32 if both else table["products"])
         copy_scaled(chunk.P_t, chunk.pairs[:, :, 0, :])
+    elif stage == "list columns":
         chunk.block_columns = list_block_columns(chunk.minus_L_t, call["blocks"])

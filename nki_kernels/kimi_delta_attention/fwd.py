@@ -24,7 +24,8 @@ PREPARING = (
     Stage("strengths", needs=("beta", "v"), makes=("gates",)),
     Stage("factors", needs=("g", "qk_t"), makes=("factors",)),
     Stage("pairs", needs=("factors",), makes=("pairs",)),
-    Stage("weigh pairs", needs=("pairs", "gates"), makes=("P_t", "block_columns")),
+    Stage("weigh pairs", needs=("pairs", "gates"), makes=("P_t", "L")),
+    Stage("list columns", needs=("L",), makes=("block_columns",)),
 )
 STAGES = (
     *PREPARING,
