@@ -340,7 +340,7 @@ def _nki(devices: frozenset[str], automatic: frozenset[str]) -> dict[str, Row]:
     return {
         "gated_delta_rule": rule,
         "gated_delta_rule_step": rule,
-        "kimi_delta_attention": row("gated_delta_rule", "channels_nki"),
+        "kimi_delta_attention": rule,
         "kimi_delta_attention_step": rule,
         "delta_residual": row("delta_residual", "residual_nki"),
         "short_convolution": row("layers", "nki_convolution"),

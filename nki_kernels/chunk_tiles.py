@@ -64,9 +64,7 @@ class Chunk(nl.NKIObject):
     pairs: Any = None  # P^T and kk^T [rows, lanes, 2, rows]
     halves: Any = None  # what `round_pair_gradients` makes, and `mask_pair_gradients`
     masked: Any = None
-    level_factors: Any = None  # lists of what `differentiate_levels` makes of each level
-    raw: Any = None
-    weighed: Any = None
+    level_tiles: Any = None  # what `differentiate_levels` has made of levels up to now
     dg_ps: Any = None  # dg [rows, lanes K], and dq and dk [rows, 2, lanes K], in PSUM
     dqk_ps: Any = None
     # What T and the state make

@@ -52,10 +52,7 @@ from delta_trn.nki_kernels.chunk_gradients import (
 from delta_trn.nki_kernels.chunk_tiles import Stream
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state, take_table
 from delta_trn.nki_kernels.kimi_delta_attention.chunk import build_levels, prepare_channels
-from delta_trn.nki_kernels.kimi_delta_attention.chunk_gradients import (
-    build_level_gradients,
-    differentiate_channels,
-)
+from delta_trn.nki_kernels.kimi_delta_attention.chunk_gradients import differentiate_channels
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.orders import RULE_BACKWARD
 from delta_trn.nki_kernels.plan import count_slots, list_waves, pad_to_rows, split_evenly
@@ -431,8 +428,7 @@ def run_backward(inputs, do, dstate, initial_state, states, options, work, chann
         "channels": channels, "both": True,
     }  # fmt: skip
     if channels:
-        call["levels"] = build_levels(call["constants"])
-        build_level_gradients(call["levels"], call["constants"])
+        call["levels"] = build_levels(call["constants"], True)
     stretches = (chunks + every - 1) // every
     for wave in list_waves(N, H, HV, width, lanes):
         streams = []

@@ -327,7 +327,7 @@ def run_forward(inputs, initial_state, options, work, channels):
         "every": every, "C": C, "o": o, "states": states, "channels": channels, "both": False,
     }  # fmt: skip
     if channels:
-        call["levels"] = build_levels(call["constants"])
+        call["levels"] = build_levels(call["constants"], False)
     for wave in list_waves(N, H, HV, width, lanes):
         groups = [[], [], []]  # streams: EVEN, ODD, ALL
         for b in range(len(wave)):

@@ -81,7 +81,7 @@ class Search:
 RULE = {"T": 512, "dtype": "float32", "every": 2}
 WIDE = Bound(RULE | {"H": 6, "K": 128, "V": 256, "lanes": 6, "width": 3})
 NARROW = Bound(RULE | {"H": 8, "K": 64, "V": 128, "lanes": 8, "width": 4})
-CHANNEL_BOUNDS = (Bound(CHANNEL_SIZES[0] | RULE | {"V": 256}), Bound(CHANNEL_SIZES[1] | RULE))
+CHANNEL_BOUNDS = (Bound(CHANNEL_SIZES[0]), Bound(CHANNEL_SIZES[0] | RULE | {"V": 256}))
 LONG = {"T": 1536, "K": 128, "V": 256, "lanes": 6, "width": 3}
 SEARCHES = {
     "RULE_FORWARD": Search(

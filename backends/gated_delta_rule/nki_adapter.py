@@ -203,9 +203,7 @@ def _prepare(call: Rule) -> Rule:
     g = call.g.clamp(min=RESET)
     if call.cu_seqlens is None or not _is_stateless(call):
         return replace(call, g=g)
-    first = _first_tokens(g, call.cu_seqlens)
-    first = first.unsqueeze(-1) if call.has_channels else first
-    return replace(call, g=g.masked_fill(first, RESET), cu_seqlens=None)
+    return replace(call, g=g.masked_fill(_first_tokens(g, call.cu_seqlens), RESET), cu_seqlens=None)
 
 
 def _decays(call: Rule) -> Tensor:
@@ -227,7 +225,7 @@ def _first_tokens(g: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Returns where in g [1, T, HV, ..] a packed sequence begins, on the device that cu_seqlens is on."""
     T = g.shape[1]  # empty sequences at the end begin at T, which is cut off again
     first = torch.zeros(T + 1, dtype=torch.bool, device=g.device)
-    return first.index_fill(0, cu_seqlens[:-1].long(), True)[:T].view(1, T, 1)
+    return first.index_fill(0, cu_seqlens[:-1].long(), True)[:T].view(1, T, *[1] * (g.dim() - 2))
 
 
 def _bounds(cu_seqlens: Tensor) -> list[int]:

@@ -40,6 +40,7 @@ from delta_trn.nki_kernels.tiles import (
     multiply_on_gpsimd,
     psum,
     sbuf,
+    sum_rows,
     transpose,
 )
 from delta_trn.nki_kernels.triangular import list_block_columns, select_range
@@ -48,17 +49,20 @@ MASKED = 4  # levels whose blocks are too small for the partitions at which inst
 ROUNDING = 1.5 * 2.0**15  # g plus this is a multiple of 2^-8 for -2^14 < g <= 0
 
 
-def build_levels(table):
+def build_levels(table, both):
     """Builds what levels take, once per call, in a dict:
 
     count       levels: log2 C
     sums        W_level of all levels side by side, [C, count, C], of 0 and 1
     masks       per level the pairs (i, j) and (j, i) that belong to it, [C, count, C]
+    sums_t      if `both`: W_level^T, [C, count, C] of dtype products
+    right       if `both`: 1 for the tokens of right halves, [C, count]
     """
     C, count = table["rows"], 0
     while 2**count < C:
         count = count + 1
     sums_sb, masks_sb = sbuf((C, count, C)), sbuf((C, count, C), nl.uint8)
+    sums_t_sb, right_sb = sbuf((C, count, C), table["products"]), sbuf((C, count))
     ones_sb = table["ones"][0:C, 0:C]
     for level in range(count):
         s = 2**level
@@ -73,7 +77,13 @@ def build_levels(table):
                 own_sb.reshape(halves)[:, :, side, :],
                 triangle_sb.reshape(halves)[:, :, side, :],
             )
-    return {"count": count, "sums": sums_sb, "masks": masks_sb}
+        if both:
+            out_ps = psum((C, C))
+            add_transposed(out_ps, sums_sb[:, level, :], table["identity"])
+            copy_scaled(sums_t_sb[:, level, :], out_ps)
+            diagonal_sb = scale_channels(sums_sb[:, level, :], table["identity"])
+            sum_rows(right_sb[:, level : level + 1], diagonal_sb, nl.copy)
+    return {"count": count, "sums": sums_sb, "masks": masks_sb, "sums_t": sums_t_sb, "right": right_sb}
 
 
 def scale_channels(x_sb, factors_sb, dtype=nl.float32):
@@ -206,15 +216,6 @@ def multiply_levels(chunk, levels, table):
                 copy_scaled(chunk.pairs[m - s : m, :, :, m : m + s], views_ps[m - s : m, :, :, m : m + s])
 
 
-def scale_strengths(chunk, scale):
-    """Adds what `nki_kernels.chunk.compute_gates` adds of numbers per token, [rows, lanes], and beta_v."""
-    chunk.read_scale, chunk.minus_strength = sbuf(chunk.beta.shape), sbuf(chunk.beta.shape)
-    nisa.memset(dst=chunk.read_scale, value=scale)
-    copy_scaled(chunk.minus_strength, chunk.beta, -1.0)
-    chunk.value_scale, chunk.minus_strength_gamma = chunk.beta, chunk.minus_strength
-    chunk.beta_v = scale_lanes(chunk.v, chunk.beta)
-
-
 def prepare_channels(stage, chunk, bundle, call):
     """Runs a stage that needs neither T nor the state."""
     table, levels, both = chunk.table, call["levels"], call["both"]
@@ -233,7 +234,11 @@ def prepare_channels(stage, chunk, bundle, call):
         else:
             chunk.gamma_q_t = [scale_channels(chunk.qk_t[:, 0, :, :], chunk.gamma_t, table["products"])]
     elif stage == "strengths":
-        scale_strengths(chunk, call["scale"])
+        chunk.read_scale, chunk.minus_strength = sbuf(chunk.beta.shape), sbuf(chunk.beta.shape)
+        nisa.memset(dst=chunk.read_scale, value=call["scale"])
+        copy_scaled(chunk.minus_strength, chunk.beta, -1.0)
+        chunk.value_scale, chunk.minus_strength_gamma = chunk.beta, chunk.minus_strength
+        chunk.beta_v = scale_lanes(chunk.v, chunk.beta)
         chunk.diagonals = build_diagonals(chunk.minus_strength, table)
     elif stage == "factors":
         multiply_factors(chunk, levels, table)

@@ -50,24 +50,6 @@ from delta_trn.nki_kernels.tiles import (
 LEVELS = ("levels 1", "levels 2", "levels 3", "levels 4")  # stages
 
 
-def build_level_gradients(levels, table):
-    """Adds to what `build_levels` returns, once per call:
-
-    sums_t      W_level^T of all levels [C, count, C], of dtype products
-    right       1 for the tokens of right halves, [C, count]
-    """
-    C, count = table["rows"], levels["count"]
-    sums_t_sb, right_sb = sbuf((C, count, C), table["products"]), sbuf((C, count))
-    for level in range(count):
-        out_ps = psum((C, C))
-        add_transposed(out_ps, levels["sums"][:, level, :], table["identity"])
-        copy_scaled(sums_t_sb[:, level, :], out_ps)
-        diagonal_sb = multiply_elements(levels["sums"][:, level, :], table["identity"])
-        sum_rows(right_sb[:, level : level + 1], diagonal_sb, nl.copy)
-    levels["sums_t"] = sums_t_sb
-    levels["right"] = right_sb
-
-
 def differentiate_writes(chunk, dS, bundle, table):
     """Computes dR from the gradient dS of the state that a chunk leaves, and -dV, rounded."""
     products = table["products"]
@@ -204,20 +186,20 @@ def differentiate_levels(chunk, levels, table, part):
     """Adds a part of what levels add to dq, dk and dg; engines work on five levels at a time."""
     count, products = levels["count"], table["products"]
     if part == 0:
-        chunk.level_factors, chunk.scaled, chunk.raw, chunk.weighed = [], [], [], []
+        chunk.level_tiles = ([], [], [], [])
+    factors, scaled, raw, weighed = chunk.level_tiles
     first, stop = list_steps(count + 4, part + 1, len(LEVELS))
     for turn in range(first, stop):
         for level in list_due(turn, count):
-            chunk.level_factors.append(compute_factors(chunk, levels, level))
+            factors.append(compute_factors(chunk, levels, level))
         for level in list_due(turn - 1, count):
-            chunk.scaled.append(scale_channels(chunk.keys, chunk.level_factors[level], products))
+            scaled.append(scale_channels(chunk.keys, factors[level], products))
         for level in list_due(turn - 2, count):
-            chunk.raw.append(multiply_level(chunk, level, chunk.scaled[level]))
+            raw.append(multiply_level(chunk, level, scaled[level]))
         for level in list_due(turn - 3, count):
-            factors_sb = chunk.level_factors[level]
-            chunk.weighed.append(weigh_sums(chunk, chunk.raw[level], factors_sb, 0, products))
+            weighed.append(weigh_sums(chunk, raw[level], factors[level], 0, products))
         for level in list_due(turn - 4, count):
-            add_sums(chunk, chunk.weighed[level], levels["sums_t"][:, level, :], 0)
+            add_sums(chunk, weighed[level], levels["sums_t"][:, level, :], 0)
 
 
 def sum_along_keys(chunk):

@@ -45,15 +45,8 @@ def kimi_delta_attention_fwd(
 ):
     """Computes Kimi Delta Attention over whole sequences.
 
-    Args:
-        g               [N, T, HV, K] float32, the logarithm of the decay, -1e4 to 0; K <= 128
-        the others      as those of `gated_delta_rule_fwd`
-
-    Returns:
-        o, final_state, and the states before chunks if there are any, as `gated_delta_rule_fwd` does
-
-    Notes:
-        A turn issues stages of several chunks, in the order of `orders.CHANNELS_FORWARD`.
+    Args, Returns:
+        as `gated_delta_rule_fwd`, but g [N, T, HV, K] float32, the decay's logarithm, -1e4 to 0; K <= 128
     """
     assert q.shape[3] <= PARTITIONS, f"K={q.shape[3]} exceeds {PARTITIONS} partitions, one for each channel"
     work = list_work(ORDER, (q.shape[1] + C - 1) // C)

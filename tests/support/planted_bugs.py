@@ -303,7 +303,7 @@ BUGS = (
         "triton's decoding"),
     Bug("nki: a decoded token writes the first line of a partition", f"{NKI_STEP}:update_states",
         "begin = i * heads * K + j", "begin = i * heads * K", "nki, decoding"),
-    Bug("nki: a second group of decoded heads is stored over the first", f"{NKI_STEP}:run_groups",
+    Bug("nki: a second group of decoded heads is stored over the first", f"{NKI_STEP}:gated_delta_rule_step",
         "new_lines, first * parts, heads", "new_lines, 0, heads", "nki, decoding"),
     Bug("nki: a state's second 128 of K gets the first ones' writes", "nki_kernels.chunk:decay_and_add",
         "x_sb[:, lane, start:stop]", "x_sb[:, lane, 0:stop - start]", "nki, K = 256"),
