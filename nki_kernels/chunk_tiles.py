@@ -58,7 +58,6 @@ class Chunk(nl.NKIObject):
     keys: Any = None  # normalized q and k of each lane [rows, 2, lanes, K]
     qk_t: Any = None  # their transposes [K, 2, lanes, rows]
     own: Any = None  # forward <q_i, k_i>, backward <dO_i, U_i> [rows, lanes]
-    gamma_t: Any = None  # gamma^T [K, lanes, rows]
     channel_lambda: Any = None  # lambda [rows, lanes, K]
     scaled: Any = None  # what `multiply_factors` makes
     pairs: Any = None  # P^T and kk^T [rows, lanes, 2, rows]

@@ -22,7 +22,6 @@ gamma and lambda multiply states: their sums are of two parts of g, as `plan.spl
 """
 
 from delta_trn.nki_kernels.chunk import (
-    build_diagonals,
     find_key_head,
     invert_key_squares,
     scale_lanes,
@@ -113,35 +112,27 @@ def transpose_keys(chunk):
     chunk.qk_t = tiles[0].reshape((K, 2, lanes, rows))
     terms_sb = scale_channels(chunk.keys[:, 0, :, :], chunk.keys[:, 1, :, :])
     chunk.own = sbuf((rows, lanes))
-    nisa.tensor_reduce(dst=chunk.own, op=nl.add, data=terms_sb, axis=2)
+    for lane in range(lanes):
+        sum_rows(chunk.own[:, lane : lane + 1], terms_sb[:, lane, :], nl.copy)
 
 
-def multiply_exponentials(sums):
-    """Returns the product of exp of two tiles of PSUM of equal shape."""
+def decay_rows(parts, ones):
+    """Returns exp(ones^T g) of g in two parts, [rows, lanes, K]: the product of two exponentials."""
+    rows, lanes, K = parts[0].shape
     tiles = []
-    for sum_ps in sums:
-        out_sb = sbuf(sum_ps.shape)
-        nisa.activation(dst=out_sb, op=nl.exp, data=sum_ps)
+    for part_sb in parts:
+        sum_ps, out_sb = psum((rows, lanes * K)), sbuf((rows, lanes, K))
+        add_selected(sum_ps, ones, part_sb.reshape((rows, lanes * K)))
+        nisa.activation(dst=out_sb, op=nl.exp, data=sum_ps.reshape((rows, lanes, K)))
         tiles.append(out_sb)
     multiply_on_gpsimd(tiles[0], tiles[0], tiles[1])
     return tiles[0]
 
 
-def decay_rows(parts, ones):
-    """Returns exp(ones^T g) of g in two parts, [rows, lanes, K]."""
-    rows, lanes, K = parts[0].shape
-    sums = []
-    for part_sb in parts:
-        sum_ps = psum((rows, lanes * K))
-        add_selected(sum_ps, ones, part_sb.reshape((rows, lanes * K)))
-        sums.append(sum_ps)
-    return multiply_exponentials(sums).reshape((rows, lanes, K))
+def sum_channel_decays(chunk, table):
+    """Adds gamma and lambda [rows, lanes, K], and carry, gamma_C [K, lanes], to the chunk.
 
-
-def sum_channel_decays(chunk, table, both):
-    """Adds gamma^T [K, lanes, rows], lambda [rows, lanes, K], and carry, gamma_C [K, lanes], to the chunk.
-
-    If `both`, gamma [rows, lanes, K], too. The parts of g are the multiple of 2^-8 next to it, and a rest.
+    The parts of g are the multiple of 2^-8 next to it, and a rest.
     """
     rows, lanes, K = chunk.g.shape
     near_sb, rest_sb = sbuf(chunk.g.shape), sbuf(chunk.g.shape)
@@ -149,18 +140,24 @@ def sum_channel_decays(chunk, table, both):
         dst=near_sb, data=chunk.g, op0=nl.add, operand0=ROUNDING, op1=nl.add, operand1=-ROUNDING
     )
     nisa.tensor_tensor(dst=rest_sb, data1=chunk.g, data2=near_sb, op=nl.subtract, engine=nisa.engine.gpsimd)
-    parts, gammas = (near_sb, rest_sb), []
-    for part_sb in parts:
-        gamma_ps = psum((K, lanes, rows))
-        for lane in range(lanes):
-            add_transposed(gamma_ps[:, lane, :], part_sb[:, lane, :], table["upper"])
-        gammas.append(gamma_ps)
-    chunk.gamma_t = multiply_exponentials(gammas)
-    chunk.channel_lambda = decay_rows(parts, table["strict_lower"])
-    if both:
-        chunk.gamma = decay_rows(parts, table["upper"])
-    chunk.carry = sbuf((K, lanes))
-    copy_scaled(chunk.carry, chunk.gamma_t[:, :, rows - 1])
+    chunk.gamma = decay_rows((near_sb, rest_sb), table["upper"])
+    chunk.channel_lambda = decay_rows((near_sb, rest_sb), table["strict_lower"])
+    chunk.carry, carry_ps = sbuf((K, lanes)), psum((K, lanes))
+    for lane in range(lanes):
+        last = table["whole"]["identity"][:, rows - 1 : rows]
+        add_transposed(carry_ps[:, lane : lane + 1], chunk.gamma[:, lane, :], last)
+    copy_scaled(chunk.carry, carry_ps)
+
+
+def scale_keys(chunk, table, both):
+    """Adds gamma . Q and gamma . K, rounded, lambda . K, and transposes: of gamma . Q unless `both`."""
+    products, whole = table["products"], [(0, chunk.keys.shape[3])]
+    chunk.gamma_q = scale_channels(chunk.keys[:, 0, :, :], chunk.gamma, products)
+    chunk.erased_k = scale_channels(chunk.keys[:, 1, :, :], chunk.gamma, products)
+    chunk.lambda_k = scale_channels(chunk.keys[:, 1, :, :], chunk.channel_lambda)
+    chunk.k_t = transpose(chunk.erased_k, whole, table)
+    if not both:
+        chunk.gamma_q_t = transpose(chunk.gamma_q, whole, table)
 
 
 def multiply_factors(chunk, levels, table):
@@ -224,22 +221,19 @@ def prepare_channels(stage, chunk, bundle, call):
     elif stage == "transpose q, k":
         transpose_keys(chunk)
     elif stage == "sum channels":
-        sum_channel_decays(chunk, table, both)
+        sum_channel_decays(chunk, table)
     elif stage == "scale keys":
-        chunk.k_t = [scale_channels(chunk.qk_t[:, 1, :, :], chunk.gamma_t, table["products"])]
-        chunk.lambda_k = scale_channels(chunk.keys[:, 1, :, :], chunk.channel_lambda)
-        if both:
-            chunk.gamma_q = scale_channels(chunk.keys[:, 0, :, :], chunk.gamma, table["products"])
-            chunk.erased_k = scale_channels(chunk.keys[:, 1, :, :], chunk.gamma, table["products"])
-        else:
-            chunk.gamma_q_t = [scale_channels(chunk.qk_t[:, 0, :, :], chunk.gamma_t, table["products"])]
+        scale_keys(chunk, table, both)
     elif stage == "strengths":
         chunk.read_scale, chunk.minus_strength = sbuf(chunk.beta.shape), sbuf(chunk.beta.shape)
         nisa.memset(dst=chunk.read_scale, value=call["scale"])
         copy_scaled(chunk.minus_strength, chunk.beta, -1.0)
         chunk.value_scale, chunk.minus_strength_gamma = chunk.beta, chunk.minus_strength
         chunk.beta_v = scale_lanes(chunk.v, chunk.beta)
-        chunk.diagonals = build_diagonals(chunk.minus_strength, table)
+        chunk.diagonals = sbuf((table["rows"], bundle["lanes"], table["rows"]))
+        for lane in range(bundle["lanes"]):
+            column = chunk.minus_strength[:, lane : lane + 1]
+            copy_scaled(chunk.diagonals[:, lane, :], table["identity"], column)
     elif stage == "factors":
         multiply_factors(chunk, levels, table)
     elif stage == "pairs":

@@ -29,7 +29,7 @@ from delta_trn.nki_kernels.chunk import (
 from delta_trn.nki_kernels.chunk_gradients import compute_residual_gradient
 from delta_trn.nki_kernels.kimi_delta_attention.chunk import scale_channels
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import PARTITIONS, list_due
+from delta_trn.nki_kernels.plan import list_due
 from delta_trn.nki_kernels.schedule import list_steps
 from delta_trn.nki_kernels.tiles import (
     add_product,
@@ -147,11 +147,8 @@ def begin_gradients(chunk, table):
         sum_rows(carried_sb[:, lane : lane + 1], product_sb[:, lane, :], nl.copy)
     multiply(carried_sb, carried_sb, chunk.carry)
     diagonals_sb = sbuf((K, lanes, K))
-    multiply_on_gpsimd(
-        diagonals_sb,
-        table["eye"].ap(pattern=[[PARTITIONS, K], [0, lanes], [1, K]], offset=0),
-        carried_sb.ap(pattern=[[lanes, K], [1, lanes], [0, K]], offset=0),
-    )
+    for lane in range(lanes):
+        copy_scaled(diagonals_sb[:, lane, :], table["eye"][0:K, 0:K], carried_sb[:, lane : lane + 1])
     chunk.dg_ps, chunk.dqk_ps = psum((rows, lanes * K)), psum((rows, 2, lanes * K))
     own_sb, reads, written = chunk.reads
     add_to_keys(chunk, own_sb, 0)
@@ -205,9 +202,11 @@ def differentiate_levels(chunk, levels, table, part):
 def sum_along_keys(chunk):
     """Adds what the norms' gradients take, `along` [rows, 2, lanes], -<x, dx>."""
     raw_sb, chunk.along = sbuf(chunk.keys.shape), sbuf(chunk.keys.shape[0:3])
-    copy_scaled(raw_sb, chunk.dqk_ps.reshape(chunk.keys.shape))
+    copy_scaled(raw_sb, chunk.dqk_ps.reshape(chunk.keys.shape), -1.0)
     multiply_on_gpsimd(raw_sb, raw_sb, chunk.keys)
-    nisa.tensor_reduce(dst=chunk.along, op=nl.add, data=raw_sb, axis=3, negate=True)
+    for side in range(2):
+        for lane in range(chunk.keys.shape[2]):
+            sum_rows(chunk.along[:, side, lane : lane + 1], raw_sb[:, side, lane, :], nl.copy)
 
 
 def differentiate_norms(chunk):
