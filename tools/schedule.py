@@ -99,8 +99,8 @@ SEARCHES = {
     "LAYER_BACKWARD": Search(
         bwd, {}, 2.5, 100_000, (Bound(SIZES[0], psum=7), Bound(LONG | {"H": 5}, psum=7))
     ),
-    "CHANNELS_FORWARD": Search(channels_fwd, {"every": 2}, 3.0, 4_000, CHANNEL_BOUNDS, CHANNEL_SIZES),
-    "CHANNELS_BACKWARD": Search(channels_bwd, {"every": 2}, 1.25, 3_000, CHANNEL_BOUNDS, CHANNEL_SIZES),
+    "CHANNELS_FORWARD": Search(channels_fwd, {"every": 2}, 3.0, 20_000, CHANNEL_BOUNDS, CHANNEL_SIZES),
+    "CHANNELS_BACKWARD": Search(channels_bwd, {"every": 2}, 1.25, 60_000, CHANNEL_BOUNDS, CHANNEL_SIZES),
 }  # fmt: skip
 
 
