@@ -42,11 +42,11 @@ NO_ROWS = (
     "under torch.compile, transformers' flash attention reads each of several rows as one sequence, though "
     "position_ids may tell of more. Put sequences end to end in one row, or use another attention"
 )
-# layers that are told nothing but which tokens are padding
-INDEXED = "indexed_attention"
+# the family whose attention layers are told nothing but which tokens are padding
+INDEXED = "glm5_next"
 NO_BOUNDS = (
-    f"transformers' {INDEXED} reads a row as one sequence, so that packed ones would see each other. Give it "
-    "one sequence per row"
+    "transformers' indexed attention reads a row as one sequence, so that packed ones would see each other. "
+    "Give it one sequence per row"
 )
 
 
@@ -295,6 +295,7 @@ def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
     and no cache. So the layers with a state are given the bounds, and attention layers are told in that way.
     """
     names = list(inspect.signature(inspect.unwrap(forward)).parameters)[1:]
+    indexed = f".{INDEXED}." in inspect.unwrap(forward).__module__
 
     @functools.wraps(forward)
     def keep_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -305,7 +306,6 @@ def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(mask, dict):  # one for each kind of layer, which generate makes for static caches
             mask = mask.get("linear_attention")
         caches = kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHES)
-        indexed = INDEXED in (getattr(self.config, "layer_types", None) or ())
         refusal = NO_BOUNDS if indexed else NO_CACHE if caches else None
         if not torch.compiler.is_compiling():
             bounds = packed_bounds(told, mask, shape[0])

@@ -20,19 +20,20 @@ def test_packed_sequences_do_not_see_each_other_however_the_model_is_told(packin
     assert {"default cache", "padding", "numbered mask"} < {row.way for row in report.sequences}
 
 
-def test_indexed_attention_refuses_packed_sequences_and_reads_one(monkeypatch):
+def test_indexed_attention_refuses_packed_sequences():
     model, ids = make(INDEXED), tokens(1, 20)
     places = torch.tensor([[*range(7), *range(13)]])
     with patch_transformers(model, backend="chunked"), torch.no_grad():
         alone = model(ids, position_ids=torch.arange(20)[None]).logits
         assert torch.equal(alone, model(ids).logits)
         for told in ({"position_ids": places}, {"cu_seq_lens_q": torch.tensor([0, 7, 20])}):
-            with pytest.raises(ValueError, match="indexed_attention reads a row as one sequence"):
+            with pytest.raises(ValueError, match="indexed attention reads a row as one sequence"):
                 model(ids, use_cache=False, **told)
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # then nobody may ask a tensor
-        assert torch.equal(model(ids, position_ids=torch.arange(20)[None]).logits, alone)
-        with pytest.raises(RuntimeError, match="one sequence per row"):
-            model(ids, use_cache=False, position_ids=places)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(torch.compiler, "is_compiling", lambda: True)  # then nobody may ask a tensor
+            assert torch.equal(model(ids, position_ids=torch.arange(20)[None]).logits, alone)
+            with pytest.raises(RuntimeError, match="one sequence per row"):
+                model(ids, use_cache=False, position_ids=places)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
