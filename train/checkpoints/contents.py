@@ -43,7 +43,7 @@ from delta_trn.train.settings.schema import RunConfig, differences, may_change_o
 
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
-    from delta_trn.train.data import TextTokenizer
+    from delta_trn.train.data.tokenizer import TextTokenizer
 
 FORMAT = 1
 REMEDY = "lower optimizer.lr, or lengthen schedule.warmup"

@@ -86,12 +86,7 @@ def _execute(sweep: "Sweep", folder: Path, own: Mapping[str, str | None]) -> int
     from delta_trn.train.studies.sweep.runner import execute
     from delta_trn.train.watch.display import console, duration
 
-    out = console()
-
-    def tell(text: str) -> None:
-        out.print(text, markup=False)
-        out.file.flush()
-
+    tell = console().print
     jobs, devices, threads = _places(sweep, own)
     minutes = change(RunConfig(), {"max_minutes": own["max_minutes"] or "none"}).max_minutes
     configs = {t.config.data.model_dump_json(): t.config for t in sweep.trials}

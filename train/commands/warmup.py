@@ -78,20 +78,16 @@ def _list_instructions(config: RunConfig, listed: list["Graph"]) -> None:
 
 
 def _warm(config: RunConfig) -> int:
-    from delta_trn.train.commands.run import observers
     from delta_trn.train.neuron.compiling import compile_all, compiles
     from delta_trn.train.run.setup import start
+    from delta_trn.train.studies.probes import probe_of
     from delta_trn.train.watch.display import console, leads
 
-    out = console(quiet=not leads())
-
-    def tell(text: str) -> None:
-        out.print(text, markup=False)
-
+    tell = console(quiet=not leads()).print
     with tempfile.TemporaryDirectory(prefix="delta-trn-warmup-") as folder:
         here = config.model_copy(update={"out": str(Path(folder) / "run")})
         with start(here) as run:
-            compile_all(run, tell, observers(run))
+            compile_all(run, tell, probe_of(run))
             if not compiles(run):
                 tell(f"nothing to compile: on {run.device} operators run one by one unless compile=true")
             elif COLLECTING in os.environ:

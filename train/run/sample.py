@@ -11,7 +11,7 @@ from torch import nn
 from delta_trn.backends import default_backend
 from delta_trn.train.checkpoints.contents import load_weights
 from delta_trn.train.checkpoints.run_folder import RunFolder
-from delta_trn.train.data import TextTokenizer, load_tokenizer
+from delta_trn.train.data.tokenizer import TextTokenizer, load_tokenizer
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.settings.errors import CheckpointError
 from delta_trn.train.settings.schema import SampleSection

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -18,15 +18,10 @@ from delta_trn.backends import machine
 from delta_trn.train.checkpoints import contents as checkpoint
 from delta_trn.train.checkpoints.contents import State
 from delta_trn.train.checkpoints.run_folder import Origin, RunFolder, new_origin, place_for
-from delta_trn.train.data import (
-    Batch,
-    Loader,
-    TokenDataset,
-    baselines,
-    make_loader,
-    open_dataset,
-    prepare,
-)
+from delta_trn.train.data.dataset import TokenDataset, open_dataset
+from delta_trn.train.data.entropies import baselines
+from delta_trn.train.data.loader import Loader, make_loader
+from delta_trn.train.data.preparation import prepare
 from delta_trn.train.files import write_file
 from delta_trn.train.neuron import sharding as neuron
 from delta_trn.train.neuron.feed import DeviceFeed
@@ -85,16 +80,10 @@ class Run:
     def layout(self) -> Layout:
         return layout_of(self.config, self.team.world)
 
-    def next_batch(self) -> Batch:
-        """Returns this process's share of the next step, with noise where dropout drops anything."""
-        if self.feed is not None:
-            return self.feed.next_batch()
-        noise = self.loader.noise() if getattr(self.model.config, "dropout", 0) else None
-        return self.loader.next_batch()._replace(noise=noise)
-
-    def position(self) -> dict[str, Any]:
-        """Returns where the next batch comes from, for `Loader.load_state_dict`."""
-        return self.loader.state_dict() if self.feed is None else self.feed.position()
+    @property
+    def batches(self) -> Loader | DeviceFeed:
+        """What has this process's share of every step, with noise where dropout drops anything."""
+        return self.feed or self.loader
 
 
 @contextlib.contextmanager
@@ -241,12 +230,11 @@ def _assemble(
         rank=team.data_rank,
         world=team.data_world,
         boundaries=config.data.boundaries,
+        with_noise=configuration.dropout > 0,
     )
     # after the model's own draws: nothing here draws from it, but a model with layers of a user's own may
     torch.manual_seed(config.seed)
-    feed = None
-    if neuron.serves(device):
-        feed = DeviceFeed(loader, device, with_noise=bool(getattr(sharding.model.config, "dropout", 0)))
+    feed = DeviceFeed(loader, device) if neuron.serves(device) else None
     return Run(config, origin, folder, dataset, device, sharding, optimizer, loader, State(), feed)
 
 

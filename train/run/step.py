@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from delta_trn.backends import machine
-from delta_trn.train.data import Batch
+from delta_trn.train.data.loader import Batch
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.optimizer import set_learning_rate
 from delta_trn.train.settings.schema import RunConfig

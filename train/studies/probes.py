@@ -42,12 +42,13 @@ from torch import Tensor
 from delta_trn.backends import gated_delta_rule
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.residual import DeepDelta, LatentUpdate, WriteOnly
-from delta_trn.train.data import Batch
+from delta_trn.train.data.loader import Batch
 from delta_trn.train.run.evaluate import held_out_crops
 from delta_trn.train.run.step import loss_function
 
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
+    from delta_trn.train.run.loop import Probe
     from delta_trn.train.run.setup import Run
     from delta_trn.train.run.step import Loss
 
@@ -152,17 +153,13 @@ def rms(x: Tensor) -> float:
     return float(x.detach().double().square().mean().sqrt())
 
 
-class ProbeObserver:
-    """Measures the probes of a run of one process at every evaluation (see `train.run.loop.Observer`)."""
-
-    def __init__(self, run: Run):
-        self.model = run.model
-        self.loss = loss_function(run.model, run.config.model_copy(update={"compile": False}), run.device)
-        (batch,) = held_out_crops(run.config, run.dataset, run.layout, at_most=1)
-        self.batch = batch.each(lambda x: x.to(run.device))
-
-    def after_evaluation(self) -> dict[str, float]:
-        return measure(self.model, self.loss, self.batch)
+def probe_of(run: Run) -> Probe | None:
+    """Returns what measures the probes of a run of one process; None where log.probes asks for none."""
+    if not run.config.log.probes:
+        return None
+    loss = loss_function(run.model, run.config.model_copy(update={"compile": False}), run.device)
+    (batch,) = held_out_crops(run.config, run.dataset, run.layout, at_most=1)
+    return partial(measure, run.model, loss, batch.each(lambda x: x.to(run.device)))
 
 
 def measure(model: DeltaForCausalLM, loss: Loss, batch: Batch) -> dict[str, float]:

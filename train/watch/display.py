@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
@@ -53,7 +52,7 @@ class _Output:
 def console(*, quiet: bool = False, stderr: bool = False) -> Console:
     """Returns a console on standard output, or standard error, as it is at the time of the call."""
     stream: Any = _Output(sys.stderr if stderr else sys.stdout)
-    out = Console(highlight=False, soft_wrap=True, quiet=quiet, file=stream)
+    out = Console(highlight=False, markup=False, soft_wrap=True, quiet=quiet, file=stream)
     if not out.is_terminal:
         out.width = WIDTH_IN_A_FILE
     return out
@@ -118,9 +117,7 @@ class Bar:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar:
             self._bar.stop()
 
@@ -153,9 +150,7 @@ class Bar:
     def tell(self, text: str) -> None:
         """Prints a line that stays."""
         if self._show:
-            self._console.print(text, markup=False)
-            if not self._console.is_terminal:
-                self._console.file.flush()  # whoever follows a log reads from a pipe
+            self._console.print(text)
 
 
 class Display(Bar):

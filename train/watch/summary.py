@@ -40,7 +40,7 @@ def opening(run: Run, asked_backend: str) -> list[str]:
     embedding = (c.model.vocab_size or 0) * c.model.width * (1 if c.model.tie_word_embeddings else 2)
     per_step = c.batch.sequences * c.batch.length
     passes = per_step * c.steps / run.dataset.split("train").tokens
-    ratio, parts = c.model.width / c.model.base_width, run.layout.micro_batches
+    ratio, parts = c.model.width / c.model.base_width, run.layout.sequences // run.layout.micro
     accumulation = f" in {parts} parts" if parts > 1 else ""
     lines = [
         f"run        {c.name}, fingerprint {c.fingerprint()}, in {run.folder.path}",
@@ -105,13 +105,8 @@ def measure(run: Run) -> dict[str, Any] | None:
 
 def _in_order(run: Run) -> Evaluation:
     config = run.config
-    windows = held_out_windows(
-        run.dataset,
-        tokens=config.evaluation.final_tokens,
-        sequence=config.batch.length,
-        batch=windows_at_once(config, run.layout),
-        boundaries=config.data.boundaries,
-    )
+    tokens, batch = config.evaluation.final_tokens, windows_at_once(config, run.layout)
+    windows = held_out_windows(config, run.dataset, tokens=tokens, batch=batch)
     run.model.eval()
     # one pass over a few shapes: compiling would take longer
     loss = loss_function(run.sharding, config.model_copy(update={"compile": False}), run.device)
@@ -137,15 +132,11 @@ def closing(run: Run, console: Console, found: dict[str, Any] | None, peak: floa
 
     found   what summary.json has; None: nothing was measured yet
     """
-
-    def print_as_it_is(text: str) -> None:
-        console.print(text, markup=False)
-
     if found is not None:
         console.print(_table(run.config.name, found))
         bits, costs = found["bits_per_byte"], found["baselines"]
-        if bits is not None and "lzma" in costs and costs["lzma"]["bits_per_byte"] < bits:
-            print_as_it_is(
+        if "lzma" in costs and costs["lzma"]["bits_per_byte"] < bits:
+            console.print(
                 "lzma stores an exact repeat once, however far back it lies. On text with many of\n"
                 "them a small model needs more than minutes to pay less."
             )
@@ -153,17 +144,17 @@ def closing(run: Run, console: Console, found: dict[str, Any] | None, peak: floa
     if rates := [x["tokens_per_s"] for x in lines if x.get("tokens_per_s")]:
         rate = statistics.median(rates)
         share = "" if peak is None else f", {rate / peak:.0%} of this machine's peak"
-        print_as_it_is(f"median speed {rate:,.0f} tokens/s{share}")
+        console.print(f"median speed {rate:,.0f} tokens/s{share}")
     if sample := run.folder.last_sample().strip("\n"):
         console.print("\nsample", style="bold", end="")
         prompt = run.config.sample.prompt
-        print_as_it_is(f", continuing {json.dumps(prompt, ensure_ascii=False)}" if prompt else "")
-        print_as_it_is(sample)
+        console.print(f", continuing {json.dumps(prompt, ensure_ascii=False)}" if prompt else "")
+        console.print(sample)
     console.print("\nnext", style="bold")
     if run.folder.plot_path.exists():
-        print_as_it_is(f"  the loss as a picture: {run.folder.plot_path}")
+        console.print(f"  the loss as a picture: {run.folder.plot_path}")
     for what, command in _next(run):
-        print_as_it_is(f"  {what}:\n    {command}")
+        console.print(f"  {what}:\n    {command}")
 
 
 def _next(run: Run) -> list[tuple[str, str]]:
@@ -202,6 +193,6 @@ def _table(name: str, found: dict[str, Any]) -> Table:
     mine = (found["loss"], found["bits_per_byte"], f"this model ({name})")
     for row in sorted([*rows, mine], reverse=True):
         loss, bits, words = row
-        style, per_byte = "bold" if row is mine else None, "" if bits is None else f"{bits:.4f}"
-        table.add_row(words, f"{loss:.4f}", f"{math.exp(loss):,.2f}", per_byte, style=style)
+        style = "bold" if row is mine else None
+        table.add_row(words, f"{loss:.4f}", f"{math.exp(loss):,.2f}", f"{bits:.4f}", style=style)
     return table

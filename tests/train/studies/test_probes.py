@@ -8,7 +8,7 @@ import torch
 
 from delta_trn.backends import gated_delta_rule
 from delta_trn.train.checkpoints.run_folder import RunFolder
-from delta_trn.train.data import Batch
+from delta_trn.train.data.loader import Batch
 from delta_trn.train.studies.probe_plots import PANELS, load_probes
 from delta_trn.train.studies.probes import measure, normalize, observe, recall, rms
 from tests.support.tiny_models import model, tokens
