@@ -27,7 +27,25 @@ EPILOG = """keys
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = read_arguments(_parser(), arguments, section="sample")
+    parser = argparse.ArgumentParser(
+        prog="delta-trn generate",
+        description="Continue a text with a trained model. The text appears as it is made.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder that `run` printed")
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change, those below")
+    parser.add_argument(
+        "--prompt", required=True, help="text to continue; may be empty; best without a space at its end"
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="above 1: avoid tokens already there (%(default)s)",
+    )
+    parser.add_argument("--checkpoint", default="last", help="best, last, or a step (%(default)s)")
+    options = read_arguments(parser, arguments, section="sample")
     changes = parse(options.changes)
     asked = change(START, changes)
     for key in changes:
@@ -50,16 +68,8 @@ def main(arguments: Sequence[str]) -> int:
         folder, options.checkpoint, lambda path: load_for_generation(path, device)
     )
     _write(options.prompt)
-    penalty = options.repetition_penalty
-    continue_text(
-        model,
-        tokenizer,
-        options.prompt,
-        asked.sample,
-        seed=asked.seed,
-        repetition_penalty=penalty,
-        stream=_write,
-    )
+    how = {"seed": asked.seed, "repetition_penalty": options.repetition_penalty, "stream": _write}
+    continue_text(model, tokenizer, options.prompt, asked.sample, **how)
     print()
     return 0
 
@@ -78,25 +88,3 @@ def _device(name: str) -> "torch.device":
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="delta-trn generate",
-        description="Continue a text with a trained model. The text appears as it is made.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder that `run` printed")
-    parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change, those below")
-    parser.add_argument(
-        "--prompt", required=True, help="text to continue; may be empty; best without a space at its end"
-    )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        help="above 1: avoid tokens already there (%(default)s)",
-    )
-    parser.add_argument("--checkpoint", default="last", help="best, last, or a step (%(default)s)")
-    return parser

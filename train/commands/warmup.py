@@ -23,7 +23,17 @@ COLLECTING = "NEURON_EXTRACT_GRAPHS_ONLY"
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = read_arguments(_parser(), arguments)
+    parser = argparse.ArgumentParser(
+        prog="delta-trn warmup",
+        description="Compile every graph of a run into the compiler's cache.",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a named run, or the folder of a run")
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")
+    parser.add_argument("--list", action="store_true", help="print every graph with its shapes, and stop")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="with --list: of how many processes (%(default)s)"
+    )
+    options = read_arguments(parser, arguments)
     config = apply(_configuration(options.recipe), parse(options.changes))
     if options.list:
         return _list(config, max(options.processes, int(os.environ.get("WORLD_SIZE", "1"))))
@@ -93,17 +103,3 @@ def _warm(config: RunConfig) -> int:
             elif COLLECTING in os.environ:
                 tell("collected for neuron_parallel_compile, which compiles now")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="delta-trn warmup",
-        description="Compile every graph of a run into the compiler's cache.",
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="a named run, or the folder of a run")
-    parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")
-    parser.add_argument("--list", action="store_true", help="print every graph with its shapes, and stop")
-    parser.add_argument(
-        "--processes", type=int, default=1, help="with --list: of how many processes (%(default)s)"
-    )
-    return parser

@@ -109,14 +109,6 @@ class TokenDataset:
             )
         return tokenizer
 
-    @cached_property
-    def _maps(self) -> dict[str, np.ndarray]:
-        return {
-            shard.file: map_tokens(self.path / shard.file, self.meta.dtype)
-            for split in self.meta.splits.values()
-            for shard in split.shards
-        }
-
     def split(self, split: Split) -> SplitMeta:
         if split not in self.meta.splits:
             raise ShardError(f"no split {split!r} in {self.path}; expected one of {sorted(self.meta.splits)}")
@@ -124,7 +116,7 @@ class TokenDataset:
 
     def shards(self, split: Split) -> list[np.ndarray]:
         """Returns the split's tokens, one read-only map per shard. [tokens_i]"""
-        return [self._maps[shard.file] for shard in self.split(split).shards]
+        return [map_tokens(self.path / shard.file, self.meta.dtype) for shard in self.split(split).shards]
 
     def bits_per_byte(self, nats_per_token: float, split: Split = "val") -> float:
         """Converts nats per token to bits per byte of the split's text. BOS and EOS are paid for."""

@@ -60,7 +60,7 @@ def prepare(data: DataSection, *, show: bool = True) -> Path:
         return folder
     with hold_folder(folder):
         if not is_complete(folder, settings):  # another process may have held the folder until now
-            with Bar(console(stderr=True), show=show) as bar, open_unfinished(folder) as place:
+            with Bar(console(stderr=True, quiet=not show)) as bar, open_unfinished(folder) as place:
                 _Preparation(place, data, settings, source, held_out, bar).run()
     return folder
 

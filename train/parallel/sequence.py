@@ -87,23 +87,13 @@ class _Scan:
         self.mesh = mesh
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        *,
-        initial_state: Tensor | None,
-        output_final_state: bool,
-        **options: Any,
+        self, *inputs: Any, initial_state: Tensor | None, output_final_state: bool, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         if output_final_state:  # a cache is filled: every process has the whole text
-            options |= {"initial_state": initial_state, "output_final_state": True}
-            return gated_delta_rule(q, k, v, g, beta, **options)
-        with torch.autocast(v.device.type, enabled=False):
-            S = state_before(*segment_map(q, k, v, g, beta, **options), self.mesh)
-        return gated_delta_rule(q, k, v, g, beta, initial_state=S, **options)
+            return gated_delta_rule(*inputs, initial_state=initial_state, output_final_state=True, **options)
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            S = state_before(*segment_map(*inputs, **options), self.mesh)
+        return gated_delta_rule(*inputs, initial_state=S, **options)
 
 
 class _Convolution:

@@ -12,7 +12,6 @@ from delta_trn.train.files import disk_errors, sync
 from delta_trn.train.run.sample import load_for_generation, read_checkpoint
 from delta_trn.train.settings.errors import RunFolderError
 from delta_trn.train.settings.schema import RunConfig
-from delta_trn.train.watch.metrics import read as read_metrics
 
 CARD = "README.md"
 
@@ -84,8 +83,7 @@ def _find_loss(folder: RunFolder, state: State) -> dict[str, Any] | None:
     summary = folder.read_summary()
     if summary is not None and summary["step"] == state.step:
         return summary
-    lines = [line for line in read_metrics(folder.metrics.path) if line["split"] == "val"]
-    return next((line for line in reversed(lines) if line["step"] == state.step), None)
+    return folder.evaluation_after(state.step)
 
 
 def model_card(
@@ -113,11 +111,11 @@ def model_card(
     if dtype is not None:
         rows["weights"] = f"{dtype}, trained in float32"
     if measured is not None:
-        bits = measured.get("bits_per_byte")
-        per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
+        loss, perplexity, bits = (measured[name] for name in ("loss", "perplexity", "bits_per_byte"))
         tokens = f" on {measured['held_out']:,} tokens" if "held_out" in measured else ""
-        loss, perplexity = measured["loss"], measured["perplexity"]
-        rows["held-out loss"] = f"{loss:.4f} nats per token{tokens}, perplexity {perplexity:.2f}{per_byte}"
+        rows["held-out loss"] = (
+            f"{loss:.4f} nats per token{tokens}, perplexity {perplexity:.2f}, {bits:.4f} bits per byte"
+        )
     return _CARD.format(
         name=config.name,
         table="\n".join(f"| {name} | {value} |" for name, value in rows.items()),

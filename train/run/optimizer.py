@@ -16,7 +16,7 @@ from delta_trn.models.parameters import ScaledParameter, scaled_parameters
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.model import model_config, vocabulary
 from delta_trn.train.run.muon import Muon
-from delta_trn.train.settings.schema import OptimizerSection, RunConfig
+from delta_trn.train.settings.schema import RunConfig
 
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
@@ -78,7 +78,8 @@ def make_optimizer(sharding: Sharding, config: RunConfig) -> Optimizer:
         # fused kernels take parameters of one kind: whole, or divided among the same processes
         kind = getattr(row.parameter, "device_mesh", None)
         if o.name == "muon" and row.role is Role.HIDDEN and len(row.shape) == 2:
-            kind = row.tag.heads, row.tag.of_columns  # these are whole on every process
+            # these are whole on every process; the keys tell Muon that a group is of matrices
+            kind = ("heads", row.tag.heads), ("of_columns", row.tag.of_columns), ("momentum", o.momentum)
         epsilon, clip = row.epsilon if adaptive else 1.0, row.clip if o.clip_norm == "width" else 1.0
         members[row.lr / o.lr, row.weight_decay, epsilon, clip, kind].append(row)
     groups: list[dict[str, Any]] = [
@@ -90,7 +91,7 @@ def make_optimizer(sharding: Sharding, config: RunConfig) -> Optimizer:
             "lr": factor * o.lr,
             "weight_decay": decay,
             **({"eps": epsilon * o.eps} if adaptive else {}),
-            **(_muon(o, *kind) if isinstance(kind, tuple) else {}),
+            **(dict(kind) if isinstance(kind, tuple) else {}),
         }
         for (factor, decay, epsilon, clip, kind), group in members.items()
     ]
@@ -105,11 +106,6 @@ def make_optimizer(sharding: Sharding, config: RunConfig) -> Optimizer:
     return sharding.make_optimizer(
         SGD, groups, clip=o.clip, lr=o.lr, fused=fused, momentum=o.momentum, nesterov=o.momentum > 0
     )
-
-
-def _muon(o: OptimizerSection, heads: int, of_columns: bool) -> dict[str, Any]:
-    """Returns what tells Muon that it has a group of matrices."""
-    return {"momentum": o.momentum, "heads": heads, "of_columns": of_columns}
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:

@@ -99,7 +99,8 @@ def start(config: RunConfig) -> Iterator[Run]:
             dataset = load_dataset(config)
         config = with_data(config, dataset)
         origin = team.from_leader(new_origin(config, dataset.fingerprint))
-        team.agree(lambda: _require_same_data(dataset, origin))
+        words = "here than on the first process", "give every node the same folder"
+        team.agree(lambda: _require_same_data(dataset, origin, *words))
         run = _assemble(config, origin, RunFolder(path), dataset, device, team)
         team.leader_does(lambda: _make_folder(path))
         with _hold(run.folder, team):
@@ -276,11 +277,12 @@ def _hold(folder: RunFolder, team: Team) -> Iterator[None]:
         yield
 
 
-def _require_same_data(dataset: TokenDataset, origin: Origin) -> None:
-    if dataset.fingerprint != origin.data:
+def _require_same_data(dataset: TokenDataset, origin: Origin, than: str, remedy: str) -> None:
+    found, expected = dataset.fingerprint, origin.data
+    if found != expected:
         raise DataError(
-            f"{dataset.path} holds other tokens here than on the first process (fingerprint "
-            f"{dataset.fingerprint[:16]}, expected {origin.data[:16]}); give every node the same folder"
+            f"{dataset.path} holds other tokens {than} (fingerprint {found[:16]}, expected {expected[:16]}); "
+            f"{remedy}"
         )
 
 
@@ -332,12 +334,8 @@ def _reload_dataset(config: RunConfig, origin: Origin) -> TokenDataset:
     """Returns the tokens with which a run was started. DataError if they differ now."""
     where = config.data.folder
     dataset = open_dataset(where) if where and (Path(where) / "meta.json").is_file() else load_dataset(config)
-    if dataset.fingerprint != origin.data:
-        raise DataError(
-            f"{dataset.path} holds other tokens than the run began with (fingerprint "
-            f"{dataset.fingerprint[:16]}, expected {origin.data[:16]}); put the old ones back, name their "
-            "folder with data.folder=DIR, or start a new run"
-        )
+    remedy = "put the old ones back, name their folder with data.folder=DIR, or start a new run"
+    _require_same_data(dataset, origin, "than the run began with", remedy)
     return dataset
 
 

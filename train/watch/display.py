@@ -14,6 +14,7 @@ SECONDS_BETWEEN_LINES = 10.0
 WIDTH_IN_A_FILE = 110  # rich would take 80, and wrap the tables
 
 T = TypeVar("T")
+B = TypeVar("B", bound="Bar")
 
 
 class _Output:
@@ -100,19 +101,19 @@ class Bar:
     tokenizing
     """
 
-    def __init__(self, console: Console, *, show: bool = True):
-        self._console, self._show = console, show
+    def __init__(self, console: Console):
+        self._console = console
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.fields[text]}", markup=False),
         )
-        live = show and console.is_terminal
+        live = console.is_terminal and not console.quiet
         self._bar = Progress(*columns, console=console, expand=True) if live else None
         self.begin("")
 
-    def __enter__(self) -> "Bar":
+    def __enter__(self: B) -> B:
         if self._bar:
             self._bar.start()
         return self
@@ -149,8 +150,7 @@ class Bar:
 
     def tell(self, text: str) -> None:
         """Prints a line that stays."""
-        if self._show:
-            self._console.print(text)
+        self._console.print(text)
 
 
 class Display(Bar):
@@ -160,13 +160,9 @@ class Display(Bar):
     """
 
     def __init__(self, steps: int, at: int, *, show: bool = True, peak: float | None = None):
-        super().__init__(console(), show=show)
+        super().__init__(console(quiet=not show))
         self._steps, self._peak = steps, peak
         self.begin("", at / steps)
-
-    def __enter__(self) -> "Display":
-        super().__enter__()
-        return self
 
     def update(self, step: int, loss: float, tokens_per_s: float) -> None:
         """Shows the last loss, the rate since the call before, and its share of the machine's peak."""

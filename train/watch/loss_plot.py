@@ -11,11 +11,13 @@ from delta_trn.train.settings.errors import RunFolderError
 from delta_trn.train.watch import metrics
 from delta_trn.train.watch.figure import BLUE, GRAY, RED, dress, new_figure, save_figure
 
+# what a reader calls the baselines
 BASELINES = {
+    "uniform": "all tokens alike",
     "unigram": "token frequencies",
     "zlib": "zlib",
     "lzma": "lzma",
-    "lzma_primed": "lzma after the training text",
+    "lzma_primed": "lzma, after training text",
 }
 
 
@@ -83,9 +85,8 @@ def _figure(
             label=label,
             clip_on=False,
         )
-    levels = sorted(
-        (costs[name]["nats_per_token"], words) for name, words in BASELINES.items() if name in costs
-    )
+    shown = costs.keys() - {"uniform"}  # far above all others
+    levels = sorted((costs[name]["nats_per_token"], BASELINES[name]) for name in shown)
     lowest = min(losses + [line["loss"] for line in val] + [level for level, _ in levels])
     highest = max(losses + [level for level, _ in levels])
     bottom = max(0.0, lowest - 0.08 * (highest - lowest))

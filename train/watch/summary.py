@@ -21,14 +21,7 @@ from delta_trn.train.run.step import loss_function
 from delta_trn.train.watch import metrics
 from delta_trn.train.watch.display import duration
 from delta_trn.train.watch.flops import flops_per_token
-
-BASELINES = {
-    "lzma_primed": "lzma, after training text",
-    "lzma": "lzma",
-    "zlib": "zlib",
-    "unigram": "token frequencies",
-    "uniform": "all tokens alike",
-}
+from delta_trn.train.watch.loss_plot import BASELINES
 
 
 def opening(run: Run, asked_backend: str) -> list[str]:
