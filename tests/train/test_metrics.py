@@ -125,7 +125,7 @@ class TestDisplay:
 
     def test_the_display_shows_progress_and_messages_on_a_terminal(self, monkeypatch):
         out = Console(force_terminal=True, width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-        monkeypatch.setattr(progress, "console", lambda: out)
+        monkeypatch.setattr(progress, "console", lambda quiet: out)
         with Display(100_000, 40_000, peak=4000) as display:
             display.update(50_000, 3.25, 1234.5)
             display.tell("[a line] that stays")

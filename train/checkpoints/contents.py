@@ -20,7 +20,6 @@ number of processes, divided in any way.
 import contextlib
 import json
 import warnings
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -243,23 +242,17 @@ def require_same_run(saved: RunConfig, now: RunConfig, where: Path) -> None:
 def restore(folder: Path, sharding: Sharding, optimizer: Optimizer) -> None:
     """Puts weights, optimizer and generators into the saved state, however many processes saved it."""
     load_weights(folder, sharding)
-    saved, own = defaultdict(list), dict(named_parameters(optimizer))
+    own, saved = dict(named_parameters(optimizer)), {}
     for key, (size, dtype) in _sizes(folder).items():
-        name, slot, _ = _current_name(key, own).rpartition("/")
-        if slot:
-            saved[name].append((key, size, dtype))
-    slots: dict[str, Tensor] = {}
-    for name, parameter in own.items():
-        for key, size, dtype in saved[name]:
+        name, slash, _ = _current_name(key, own).rpartition("/")
+        if slash and name in own:
             if not size or sharding.saves_whole(name):
-                slots[key] = torch.empty(size, dtype=dtype)
+                saved[key] = torch.empty(size, dtype=dtype)
             else:
-                slots[key] = torch.empty_like(parameter.detach(), dtype=dtype)
-    _read(folder, slots)
-    slots = {_current_name(key, own): tensor for key, tensor in slots.items()}
-    for key, whole in slots.items():
-        if sharding.saves_whole(key):
-            slots[key] = sharding.part(key, whole)
+                saved[key] = torch.empty_like(own[name].detach(), dtype=dtype)
+    _read(folder, saved)
+    slots = {_current_name(key, own): x for key, x in saved.items()}
+    slots |= {key: sharding.part(key, x) for key, x in slots.items() if sharding.saves_whole(key)}
     sharding.load_slots(optimizer, slots)
     set_random_states(load_file(folder / _RANDOM), sharding.model.device)
 

@@ -4,14 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from delta_trn.train.settings.errors import UsageError
 from delta_trn.train.settings.overrides import change, parse, read_arguments
 from delta_trn.train.settings.schema import RunConfig, SampleSection
-
-if TYPE_CHECKING:
-    import torch
 
 # What is drawn unless keys say otherwise, and the keys that have an effect here.
 START = RunConfig(seed=0, sample=SampleSection(tokens=200, top_k=None))
@@ -58,12 +54,17 @@ def main(arguments: Sequence[str]) -> int:
         if not 0 < value < float("inf"):
             raise UsageError(f"{name}={value}: expected more than 0")
 
+    from delta_trn.backends.machine import make_current, platforms
     from delta_trn.train.checkpoints.run_folder import RunFolder
+    from delta_trn.train.run.model import pick_device
     from delta_trn.train.run.sample import continue_text, load_for_generation, read_checkpoint
 
     folder = RunFolder(options.run_dir)
     folder.read()  # it raises where the folder is no run's
-    device = _device(asked.device)
+    # one token after the other in growing shapes is what XLA devices are slowest at
+    automatic = "cuda" if "cuda" in platforms() else "cpu"
+    device = pick_device(automatic if asked.device == "auto" else asked.device)
+    make_current(device)
     model, tokenizer = read_checkpoint(
         folder, options.checkpoint, lambda path: load_for_generation(path, device)
     )
@@ -72,17 +73,6 @@ def main(arguments: Sequence[str]) -> int:
     continue_text(model, tokenizer, options.prompt, asked.sample, **how)
     print()
     return 0
-
-
-def _device(name: str) -> "torch.device":
-    from delta_trn.backends.machine import make_current, platforms
-    from delta_trn.train.run.model import pick_device
-
-    # one token after the other in growing shapes is what XLA devices are slowest at
-    automatic = "cuda" if "cuda" in platforms() else "cpu"
-    device = pick_device(automatic if name == "auto" else name)
-    make_current(device)
-    return device
 
 
 def _write(text: str) -> None:

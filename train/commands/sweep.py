@@ -48,7 +48,16 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     options = parse(asked.options)
     own = {key: options.pop(key, None) for key in ("jobs", "threads", "max_minutes", "out")}
-    return _execute(*_sweep(asked.recipe, options, own.pop("out")), own)
+
+    from delta_trn.train.studies.sweep.grid import define
+
+    announce(asked.recipe)  # every trial begins with it
+    sweep = define(asked.recipe, options)
+    folder = Path(own["out"] or f"runs/sweep-{asked.recipe}")
+    if (folder / "config.json").exists():
+        raise RunFolderError(f"{folder} is a run's folder; choose another out=DIR for the sweep")
+    sweep.require_same(folder)
+    return _execute(sweep, folder, own)
 
 
 def _report(folders: Sequence[Path]) -> str:
@@ -63,19 +72,6 @@ def _report(folders: Sequence[Path]) -> str:
             raise UsageError(f"{folder} has no results of a sweep; give folders that have a sweep.jsonl[.gz]")
         lines = {**found, **lines}
     return table(reports(lines.values()))
-
-
-def _sweep(name: str, options: Mapping[str, str], out: str | None) -> "tuple[Sweep, Path]":
-    """Returns the sweep of a recipe, and its folder."""
-    from delta_trn.train.studies.sweep.grid import define
-
-    announce(name)  # every trial begins with it
-    sweep = define(name, options)
-    folder = Path(out) if out else Path("runs") / f"sweep-{name}"
-    if (folder / "config.json").exists():
-        raise RunFolderError(f"{folder} is a run's folder; choose another out=DIR for the sweep")
-    sweep.require_same(folder)
-    return sweep, folder
 
 
 def _execute(sweep: "Sweep", folder: Path, own: Mapping[str, str | None]) -> int:

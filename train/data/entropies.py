@@ -64,18 +64,10 @@ def baselines(dataset: TokenDataset) -> dict[str, Baseline]:
     return costs
 
 
-def unigram_nats(train: np.ndarray, val: np.ndarray, ids: int) -> float:
-    """Returns nats per token of `val` under `train`'s frequencies plus one; counts by id, [>= ids]."""
-    log_p = np.log(train[:ids] + 1.0) - math.log(train.sum() + ids)
-    return float(-(val[:ids] * log_p).sum() / val.sum())
-
-
 def _measure(dataset: TokenDataset) -> dict[str, Baseline]:
-    ids = dataset.meta.tokenizer.size
-    nats = {
-        "uniform": math.log(ids),
-        "unigram": unigram_nats(_counts(dataset, "train"), _counts(dataset, "val"), ids),
-    }
+    ids, train, val = dataset.meta.tokenizer.size, _counts(dataset, "train"), _counts(dataset, "val")
+    log_p = np.log(train[:ids] + 1.0) - math.log(train.sum() + ids)
+    nats = {"uniform": math.log(ids), "unigram": float(-(val[:ids] * log_p).sum() / val.sum())}
     size = dataset.split("val").bytes
     costs = {name: Baseline(cost, dataset.bits_per_byte(cost), size) for name, cost in nats.items()}
     if not dataset.meta.tokenizer.lossless:

@@ -150,25 +150,28 @@ class _Loop:
         before = steps[0].tokens - self._tokens_in_a_step()
         rate = (steps[-1].tokens - before) / max(time.monotonic() - self.clock, 1e-9)
         self.clock = time.monotonic()
-        good = [self._line(p, *pair, rate) for p, pair in zip(steps, numbers, strict=True) if _finite(pair)]
-        bad = next(((p, pair) for p, pair in zip(steps, numbers, strict=True) if not _finite(pair)), None)
-        if bad is not None:
-            self._report([line for line in good if line["step"] < bad[0].step])
-            raise self._describe_divergence(bad[0], *bad[1])
-        self._report(good)
-        self._attempt("progress line", lambda: self.display.update(steps[-1].step, good[-1]["loss"], rate))
-
-    def _line(self, p: _Pending, loss: float, norm: float, rate: float) -> Line:
-        return {
-            "step": p.step,
-            "split": "train",
-            "loss": loss,
-            "tokens": p.tokens,
-            "seconds": round(self.run.state.seconds, 3),
-            "lr": p.lr,
-            "grad_norm": norm,
-            "tokens_per_s": round(rate, 1),
-        }
+        lines: list[Line] = []
+        for p, (loss, norm) in zip(steps, numbers, strict=True):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                self._report(lines)
+                what = f"loss is {loss}"
+                if math.isfinite(loss):
+                    what = f"gradient norm is {norm} at a loss of {loss:.4f}"
+                raise Diverged(f"{what} at step {p.step} (lr {p.lr:.3g}); {self._way_back()}")
+            lines.append(
+                {
+                    "step": p.step,
+                    "split": "train",
+                    "loss": loss,
+                    "tokens": p.tokens,
+                    "seconds": round(self.run.state.seconds, 3),
+                    "lr": p.lr,
+                    "grad_norm": norm,
+                    "tokens_per_s": round(rate, 1),
+                }
+            )
+        self._report(lines)
+        self._attempt("progress line", lambda: self.display.update(steps[-1].step, lines[-1]["loss"], rate))
 
     def _evaluate(self, stop: StopRequest) -> Evaluation | None:
         """Returns the loss on held-out crops; None where a signal ended it: a resumed run begins with it."""
@@ -248,19 +251,7 @@ class _Loop:
     def _tokens_in_a_step(self) -> int:
         return self.run.config.batch.sequences * self.run.config.batch.length
 
-    def _describe_divergence(self, p: _Pending, loss: float, norm: float) -> Diverged:
-        what = (
-            f"loss is {loss}"
-            if not math.isfinite(loss)
-            else f"gradient norm is {norm} at a loss of {loss:.4f}"
-        )
-        return Diverged(f"{what} at step {p.step} (lr {p.lr:.3g}); {self._way_back()}")
-
     def _way_back(self) -> str:
         steps = [step for step in self.run.folder.checkpoints.steps() if step < self.run.state.step]
         state = f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no checkpoint yet"
         return f"{state}: {REMEDY} in a new run"
-
-
-def _finite(pair: tuple[float, float]) -> bool:
-    return math.isfinite(pair[0]) and math.isfinite(pair[1])

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.settings.errors import RunFolderError
@@ -51,17 +50,7 @@ def plot_loss(folder: RunFolder) -> Path:
         raise RunFolderError(f"{folder.metrics.path} has no training step yet; train first")
     val = [line for line in lines if line["split"] == "val"]
     costs = json.loads(folder.baselines_path.read_text()) if folder.baselines_path.exists() else {}
-    figure = _figure(folder.path.resolve().name, train, val, costs, folder.read_summary())
-    return save_figure(figure, folder.plot_path)
-
-
-def _figure(
-    title: str,
-    train: list[dict],
-    val: list[dict],
-    costs: dict[str, dict[str, float]],
-    summary: dict[str, Any] | None,
-) -> Any:
+    summary = folder.read_summary()
     figure = new_figure(8.4, 4.8)
     axes = figure.add_subplot()
     steps, losses = [line["step"] for line in train], [line["loss"] for line in train]
@@ -102,10 +91,10 @@ def _figure(
             color=GRAY,
             fontsize=8,
         )
-    dress(axes, title)
+    dress(axes, folder.path.resolve().name)
     axes.set_xlabel(f"steps of {train[-1]['tokens'] // end:,} tokens")
     axes.set_ylabel("loss, nats per token")
     axes.set_xlim(0, end)
     axes.set_ylim(bottom, top)
     axes.legend(frameon=False, fontsize=9, loc="upper right")
-    return figure
+    return save_figure(figure, folder.plot_path)

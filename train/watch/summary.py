@@ -35,6 +35,10 @@ def opening(run: Run, asked_backend: str) -> list[str]:
     passes = per_step * c.steps / run.dataset.split("train").tokens
     ratio, parts = c.model.width / c.model.base_width, run.layout.sequences // run.layout.micro
     accumulation = f" in {parts} parts" if parts > 1 else ""
+    device = machine.describe(run.device)
+    device += f", {machine.threads()} threads" if run.device.type == "cpu" else ""
+    dtype = torch.bfloat16 if c.precision == "bf16" else torch.float32
+    kernel = describe_choice(c.backend, dtype, run.device.type)
     lines = [
         f"run        {c.name}, fingerprint {c.fingerprint()}, in {run.folder.path}",
         f"data       {meta.name}: {run.dataset.split('train').tokens:,} training tokens, "
@@ -44,7 +48,7 @@ def opening(run: Run, asked_backend: str) -> list[str]:
         f"training   {c.steps:,} steps of {c.batch.sequences} x {c.batch.length} tokens{accumulation}: "
         f"{per_step * c.steps:,} tokens, {passes:.2g} passes",
         f"optimizer  {o.name}, lr {o.lr:g} to {s.min_lr:g}, warmup {s.warmup}, {c.parametrization}",
-        f"device     {c.device} ({_device(run)}), {c.precision}; delta rule by {_kernel(run)}"
+        f"device     {c.device} ({device}), {c.precision}; delta rule by {kernel}"
         + (", chosen by device" if asked_backend == "auto" else ", as asked"),
     ]
     if run.team.world > 1:
@@ -58,16 +62,6 @@ def opening(run: Run, asked_backend: str) -> list[str]:
     if s.warmup >= c.steps:
         lines.append(f"note       warmup of {s.warmup} steps is not over when the run ends after {c.steps}")
     return lines
-
-
-def _device(run: Run) -> str:
-    name = machine.describe(run.device)
-    return f"{name}, {machine.threads()} threads" if run.device.type == "cpu" else name
-
-
-def _kernel(run: Run) -> str:
-    dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
-    return describe_choice(run.config.backend, dtype, run.device.type)
 
 
 def measure(run: Run) -> dict[str, Any] | None:
@@ -152,7 +146,9 @@ def closing(run: Run, console: Console, found: dict[str, Any] | None, peak: floa
 
 def _next(run: Run) -> list[tuple[str, str]]:
     """Returns what to try after a run, as pairs of a sentence and a command."""
-    c, where, program = run.config, shlex.quote(str(run.folder.path)), _program()
+    c, where = run.config, shlex.quote(str(run.folder.path))
+    # how this package's command is called from this shell
+    program = "delta-trn" if shutil.which("delta-trn") else f"{shlex.quote(sys.executable)} -m delta_trn"
     commands = []
     if run.folder.checkpoints.steps():
         prompt = shlex.quote(c.sample.prompt or "The")
@@ -165,11 +161,6 @@ def _next(run: Run) -> list[tuple[str, str]]:
         wider = f"{program} run {c.name} model.width={2 * c.model.width}"
         commands.append(("train a wider model; muP keeps the learning rate", wider))
     return commands
-
-
-def _program() -> str:
-    """Returns how this package's command is called from this shell."""
-    return "delta-trn" if shutil.which("delta-trn") else f"{shlex.quote(sys.executable)} -m delta_trn"
 
 
 def _table(name: str, found: dict[str, Any]) -> Table:
