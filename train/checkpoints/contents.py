@@ -21,7 +21,7 @@ import contextlib
 import json
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,6 @@ from delta_trn.train.settings.errors import CheckpointError, Diverged
 from delta_trn.train.settings.schema import RunConfig, differences, may_change_on_resume, read_saved
 
 if TYPE_CHECKING:
-    from delta_trn.models import DeltaForCausalLM
     from delta_trn.train.data.tokenizer import TextTokenizer
 
 FORMAT = 1
@@ -152,9 +151,14 @@ def write(
 ) -> list[Path]:
     """Writes the rest, and returns all files of this process. No process waits for another."""
     rank, world, own = sharding.team.rank, sharding.team.world, _own_folder(folder, sharding.team.rank)
+    model = sharding.model
     save_file(snapshot.weights, own / _weights_file(rank, world), metadata={"format": "pt"})
     if sharding.team.leads:
-        _describe(own, sharding.model)
+        # what save_pretrained writes beside weights; FSDP has given the model a class of its own
+        model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        model.config.dtype = torch.float32
+        model.config.save_pretrained(own)
+        model.generation_config.save_pretrained(own)
         if world > 1:
             places = {name: _weights_file(owner, world) for name, owner in snapshot.owners.items()}
             _write_json(own / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
@@ -189,14 +193,6 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _describe(folder: Path, model: "DeltaForCausalLM") -> None:
-    """Writes what save_pretrained writes beside weights. FSDP has given the model a class of its own."""
-    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    model.config.dtype = torch.float32
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-
-
 def _assign(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     """Assigns the largest tensors first, each to the least loaded rank."""
     loads, owners = [0] * world, {}
@@ -216,15 +212,8 @@ def read_state(folder: Path) -> tuple[State, RunConfig]:
     content = json.loads(path.read_bytes())
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {content.get('format')}, this code reads {FORMAT}")
-    best = content["best"]
-    state = State(
-        content["step"],
-        content["tokens"],
-        content["seconds"],
-        content["position"],
-        (best[0], best[1]) if best else None,
-        content.get("owes", False),
-    )
+    state = State(**{f.name: content[f.name] for f in fields(State) if f.name in content})
+    state.best = tuple(content["best"]) if content["best"] else None
     return state, read_saved(content["config"], where=f"{path}: ")
 
 

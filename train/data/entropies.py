@@ -106,13 +106,13 @@ def documents(dataset: TokenDataset, split: Split) -> Iterator[list[int]]:
 
 
 def _counts(dataset: TokenDataset, split: Split) -> np.ndarray:
-    counts = np.zeros(dataset.vocab_size, np.int64)
-    left = UNIGRAM_TOKENS
+    rows, left = dataset.meta.vocab_size, UNIGRAM_TOKENS
+    counts = np.zeros(rows, np.int64)
     for shard, tokens in zip(dataset.split(split).shards, dataset.shards(split), strict=True):
         for start in range(0, min(len(tokens), left), 1 << 22):
             block = tokens[start : min(start + (1 << 22), left)]
-            check_ids(block, dataset.vocab_size, dataset.path / shard.file, start)
-            counts += np.bincount(block, minlength=dataset.vocab_size)
+            check_ids(block, rows, dataset.path / shard.file, start)
+            counts += np.bincount(block, minlength=rows)
         left -= min(len(tokens), left)
     return counts
 

@@ -252,7 +252,7 @@ class _Tokens:
         """Copies tokens [start, start + len(out)) of one shard."""
         tokens = self.shards[shard][start : start + len(out)]
         file = self.dataset.split(self.split).shards[shard].file
-        check_ids(tokens, self.dataset.vocab_size, self.dataset.path / file, start)
+        check_ids(tokens, self.dataset.meta.vocab_size, self.dataset.path / file, start)
         out[:] = tokens
 
     def read_across(self, order: np.ndarray, start: int, out: np.ndarray) -> None:

@@ -1,13 +1,10 @@
 """Where text comes from: files of this machine, those of Python and its packages, or a Hugging Face dataset.
 
-    source          one document is
-    .txt and other  what stands between two <|endoftext|>; where that is long, a piece of it
-    .jsonl          one field of a line
-    .csv, .tsv      one column of a row
-    .parquet        one column of a row
-    dataset         one column of a row
-    python-stdlib   the source of a module
-    site-packages   the source of a module
+    source                          one document is
+    .txt and other                  what stands between two <|endoftext|>; where that is long, a piece of it
+    .jsonl                          one field of a line
+    .csv, .tsv, .parquet, dataset   one column of a row
+    python-stdlib, site-packages    the source of a module
 
 Any but .parquet may be packed: .txt.gz, .jsonl.zst, .csv.xz, .py.bz2 are read like the file in them.
 Documents come in the same order every time.

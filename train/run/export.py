@@ -63,7 +63,9 @@ def export(
             disable_progress_bar()
             save_model(model, beside, dtype=dtype)
             tokenizer.save(beside)
-            measured = _find_loss(folder, state)
+            summary = folder.read_summary()  # of the whole held-out text, if it is of this step
+            in_order = summary is not None and summary["step"] == state.step
+            measured = summary if in_order else folder.evaluation_after(state.step)
             card = model_card(config, origin, state, measured, model, remote_code, dtype, license)
             (beside / CARD).write_text(card, encoding="utf-8")
             describe(beside.iterdir())  # which also sets their modes, and waits for the disk
@@ -73,17 +75,6 @@ def export(
             raise
     sync(to.parent)
     return sorted(to.iterdir())
-
-
-def _find_loss(folder: RunFolder, state: State) -> dict[str, Any] | None:
-    """Returns the held-out loss of a checkpoint: the summary's if it is of this step, else the evaluation's.
-
-    None where neither measured this step.
-    """
-    summary = folder.read_summary()
-    if summary is not None and summary["step"] == state.step:
-        return summary
-    return folder.evaluation_after(state.step)
 
 
 def model_card(
@@ -98,9 +89,12 @@ def model_card(
 ) -> str:
     """Returns the text of README.md, with figures of the run's own files."""
     m, o, b = config.model, config.optimizer, config.batch
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters, attention = sum(p.numel() for p in model.parameters()), len(m.attention_layers)
+    kinds = {"Gated DeltaNet": m.layers - attention, "attention": attention}
+    layers = " and ".join(f"{count} {kind}" for kind, count in kinds.items() if count) + " layers"
+    layers += "" if m.residual == "additive" else f", {m.residual}"
     rows = {
-        "model": f"{_mixers(config)}, width {m.width}, {parameters:,} parameters",
+        "model": f"{layers}, width {m.width}, {parameters:,} parameters",
         "text": f"{Path(config.data.source).name}, {config.data.tokenizer} tokenizer, "
         f"{m.vocab_size or 0:,} rows",
         "training": f"{state.step:,} steps of {b.sequences} x {b.length} tokens, {state.tokens:,} tokens",
@@ -124,13 +118,6 @@ def model_card(
         license="" if license is None else f"license: {license}\n",
         trust=", trust_remote_code=True" if remote_code else "",
     )
-
-
-def _mixers(config: RunConfig) -> str:
-    attention, layers = len(config.model.attention_layers), config.model.layers
-    kinds = [f"{layers - attention} Gated DeltaNet", f"{attention} attention"]
-    mixers = " and ".join(kind for kind in kinds if not kind.startswith("0 "))
-    return f"{mixers} layers" + ("" if config.model.residual == "additive" else f", {config.model.residual}")
 
 
 _NEEDS_PACKAGE = "It needs the package delta-trn."

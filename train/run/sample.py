@@ -38,7 +38,9 @@ def continue_text(
     """
     device = next(model.parameters()).device
     if on_xla := device.type == "xla":  # which would compile a graph for each length
-        model, device = _copy_on_host(model), torch.device("cpu")
+        weights, device = {name: x.cpu() for name, x in model.state_dict().items()}, torch.device("cpu")
+        model = type(model)(model.config)
+        model.load_state_dict(weights)
     ids = torch.tensor([tokenizer.encode(prompt)], device=device)
     options: dict[str, Any] = {"do_sample": how.temperature > 0}
     if how.temperature > 0:
@@ -66,12 +68,6 @@ def continue_text(
     finally:
         model.train(was_training)
     return tokenizer.decode(out[0, ids.shape[1] :])
-
-
-def _copy_on_host(model: "DeltaForCausalLM") -> "DeltaForCausalLM":
-    copy = type(model)(model.config)
-    copy.load_state_dict({name: x.cpu() for name, x in model.state_dict().items()})
-    return copy
 
 
 def _streamer(tokenizer: TextTokenizer, stream: Callable[[str], None]) -> Any:

@@ -344,7 +344,8 @@ def with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:
 
     ConfigError if the model's vocabulary is too small for the data.
     """
-    rows, ids = config.model.vocab_size, dataset.meta.tokenizer.size
+    rows, meta = config.model.vocab_size, dataset.meta
+    ids = meta.tokenizer.size
     if rows is not None and rows < ids:
         raise ConfigError(
             f"model.vocab_size={rows} is below the tokenizer's {ids} ids; give {ids} or more, or leave it out"
@@ -357,7 +358,7 @@ def with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:
         update={
             "steps": steps,
             "epochs": None,
-            "model": config.model.model_copy(update={"vocab_size": rows or dataset.vocab_size}),
+            "model": config.model.model_copy(update={"vocab_size": rows or meta.vocab_size}),
             "data": config.data.model_copy(update={"folder": str(dataset.path.resolve())}),
         }
     )

@@ -93,12 +93,12 @@ def whole_numbers(key: str, text: str, *, least: int = 1, count: int = 1) -> lis
     return numbers
 
 
-def whole_number(key: str, text: str, *, least: int = 1) -> int:
-    """Reads one whole number. Raises UsageError for anything else."""
+def whole_number(key: str, text: str) -> int:
+    """Reads one whole number from 1 on. Raises UsageError for anything else."""
     with contextlib.suppress(ValueError):
-        if (value := int(text)) >= least:
+        if (value := int(text)) >= 1:
             return value
-    raise UsageError(f"{key}={text}: expected one whole number of at least {least}")
+    raise UsageError(f"{key}={text}: expected one whole number of at least 1")
 
 
 def _locate(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:

@@ -59,21 +59,11 @@ def console(*, quiet: bool = False, stderr: bool = False) -> Console:
     return out
 
 
-def attempt(
-    what: str,
-    work: Callable[[], T],
-    tell: Callable[[str], None],
-    agree: Callable[[Exception], None] | None = None,
-) -> T | None:
-    """Returns what work() returns. Where it fails, tells so in one line and returns None: the rest goes on.
-
-    agree   is given the error first, and raises it where this process cannot go on alone
-    """
+def attempt(what: str, work: Callable[[], T], tell: Callable[[str], None]) -> T | None:
+    """Returns what work() returns. Where it fails, tells so in one line and returns None."""
     try:
         return work()
     except Exception as error:
-        if agree is not None:
-            agree(error)
         words = " ".join(str(error).split())
         with contextlib.suppress(Exception):
             tell(f"no {what}: {type(error).__name__}: {words}")
