@@ -122,10 +122,8 @@ class TestDisplay:
             display.tell("[a line] that stays")
         *printed, last = capsys.readouterr().out.splitlines()
         assert len(printed) == 5  # 50 seconds, with ten between lines
-        assert (
-            last == "[a line] that stays"
-            and printed[0] == "step 20/1000  loss 3.2500  1,234 tokens/s  8:10 left"
-        )
+        assert printed[0] == "step 20/1000  loss 3.2500  1,234 tokens/s  8:10 left"
+        assert last == "[a line] that stays"
 
     def test_the_display_shows_progress_and_messages_on_a_terminal(self, monkeypatch):
         nowhere = open("/dev/null", "w")  # noqa: SIM115
