@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -35,13 +35,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from delta_trn.train.data.tokenizer import TextTokenizer
 from delta_trn.train.parallel.sharding import Sharding, named_parameters
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.errors import CheckpointError, Diverged
 from delta_trn.train.settings.schema import RunConfig, differences, may_change_on_resume, read_saved
-
-if TYPE_CHECKING:
-    from delta_trn.train.data.tokenizer import TextTokenizer
 
 FORMAT = 1
 REMEDY = "lower optimizer.lr, or lengthen schedule.warmup"

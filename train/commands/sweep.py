@@ -75,7 +75,10 @@ def _report(folders: Sequence[Path]) -> str:
 
 
 def _execute(sweep: "Sweep", folder: Path, own: Mapping[str, str | None]) -> int:
+    import torch
+
     from delta_trn.train.checkpoints.run_folder import RunFolder
+    from delta_trn.train.run.model import pick_device
     from delta_trn.train.run.setup import load_dataset
     from delta_trn.train.studies.sweep.report import write_report
     from delta_trn.train.studies.sweep.results import SAFE
@@ -83,7 +86,14 @@ def _execute(sweep: "Sweep", folder: Path, own: Mapping[str, str | None]) -> int
     from delta_trn.train.watch.display import console, duration
 
     tell = console().print
-    jobs, devices, threads = _places(sweep, own)
+    # how many trials run at a time, on which GPUs, and with how many CPU threads each
+    asked, devices = sweep.trials[0].config.device, []
+    if pick_device(asked).type == "cuda":
+        every = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        devices = every if asked in ("auto", "cuda") else [asked]
+    cores = len(os.sched_getaffinity(0))
+    jobs = whole_number("jobs", own["jobs"] or str(len(devices) or cores))
+    threads = whole_number("threads", own["threads"] or str(max(cores // jobs, 1)))
     minutes = change(RunConfig(), {"max_minutes": own["max_minutes"] or "none"}).max_minutes
     configs = {t.config.data.model_dump_json(): t.config for t in sweep.trials}
     for config in configs.values():
@@ -102,18 +112,3 @@ def _execute(sweep: "Sweep", folder: Path, own: Mapping[str, str | None]) -> int
     if failed:
         tell(f"{failed} trials failed, see above; the same command tries them again")
     return 128 + stop.signal if stop.signal is not None else 1 if failed else 0
-
-
-def _places(sweep: "Sweep", own: Mapping[str, str | None]) -> tuple[int, list[str], int]:
-    """Returns how many trials run at a time, on which GPUs, and with how many CPU threads each."""
-    import torch
-
-    from delta_trn.train.run.model import pick_device
-
-    asked, devices = sweep.trials[0].config.device, []
-    if pick_device(asked).type == "cuda":
-        every = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        devices = every if asked in ("auto", "cuda") else [asked]
-    cores = len(os.sched_getaffinity(0))
-    jobs = whole_number("jobs", own["jobs"] or str(len(devices) or cores))
-    return jobs, devices, whole_number("threads", own["threads"] or str(max(cores // jobs, 1)))

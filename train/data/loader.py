@@ -159,13 +159,8 @@ class Loader(ABC):
         self._samples = samples
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "dataset": self.dataset.fingerprint,
-            "split": self.split,
-            "sequence": self.sequence,
-            "seed": self.seed,
-        }
+        own = {name: getattr(self, name) for name in ("kind", "split", "sequence", "seed")}
+        return {"dataset": self.dataset.fingerprint, **own}
 
 
 class RandomCrops(Loader):

@@ -47,11 +47,8 @@ def prepare(data: DataSection, *, show: bool = True) -> Path:
         "source": source.settings(),
         "validation": held_out.settings() if held_out else None,
         "val_fraction": None if held_out else data.val_fraction,
-        "seed": data.seed,
         "tokenizer": tokenizer_settings(data.tokenizer, data.vocab_size),
-        "shard_tokens": data.shard_tokens,
-        "max_documents": data.max_documents,
-        "max_tokens": data.max_tokens,
+        **data.model_dump(include={"seed", "shard_tokens", "max_documents", "max_tokens"}),
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     usual = f"data/{source.name}-{Path(data.tokenizer).stem}-{digest}"

@@ -179,14 +179,8 @@ class HubSource:
         return _slug("-".join([self.dataset.rsplit("/", 1)[-1], self.subset or ""]))
 
     def settings(self) -> dict[str, Any]:
-        return {
-            "kind": "dataset",
-            "name": self.dataset,
-            "subset": self.subset,
-            "split": self.split,
-            "text_field": self.text_field,
-            "revision": self.revision,
-        }
+        others = ("subset", "split", "text_field", "revision")
+        return {"kind": "dataset", "name": self.dataset, **{name: getattr(self, name) for name in others}}
 
     def documents(self, skipped: Counter[str]) -> Iterator[str]:
         try:

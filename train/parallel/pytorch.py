@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from delta_trn.models import DeltaForCausalLM
 from delta_trn.models.layers import Linear
 from delta_trn.train.parallel.heads import divide_by_dtensor
 from delta_trn.train.parallel.sequence import pass_states_on
@@ -35,9 +36,6 @@ from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import DistributionSection
-
-if TYPE_CHECKING:
-    from delta_trn.models import DeltaForCausalLM
 
 
 class PyTorchSharding(Sharding):
@@ -75,10 +73,8 @@ class PyTorchSharding(Sharding):
         options: dict[str, Any] = {"mesh": replicas, "reshard_after_forward": not self._keeps_weights}
         for index, block in enumerate(model.model.blocks):
             if bf16:
-                whole = {
-                    f"model.blocks.{index}.{name}": p for name, p in parameters_in_float32(block).items()
-                }
-                self._whole += whole
+                whole = parameters_in_float32(block)
+                self._whole += [f"model.blocks.{index}.{name}" for name in whole]
                 options["ignored_params"] = set(whole.values())
                 options["mp_policy"] = MixedPrecisionPolicy(
                     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False

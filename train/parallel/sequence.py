@@ -9,7 +9,7 @@ nothing waits for the segment before: two scans instead of one, and one gather.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from delta_trn.backends import gated_delta_rule
+from delta_trn.models import DeltaForCausalLM
 from delta_trn.models.cache import LayerCache
 from delta_trn.models.convolution import ShortConvolution
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.sequence import Sequences
-
-if TYPE_CHECKING:
-    from delta_trn.models import DeltaForCausalLM
 
 
 def pass_states_on(model: DeltaForCausalLM, mesh: DeviceMesh) -> None:

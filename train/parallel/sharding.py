@@ -13,18 +13,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from delta_trn.models import DeltaForCausalLM
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from delta_trn.models import DeltaForCausalLM
 
 
 class Sharding:

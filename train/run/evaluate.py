@@ -87,15 +87,8 @@ def held_out_crops(
 ) -> list[Batch]:
     """Returns the fixed crops of an evaluation in batches, or the first `at_most` batches of them."""
     e, size = config.evaluation, crops_at_once(config, layout)
-    batches = evaluation_batches(
-        dataset,
-        batch=size,
-        sequence=config.batch.length,
-        batches=e.sequences // size,
-        seed=e.seed,
-        boundaries=config.data.boundaries,
-    )
-    return batches[:at_most]
+    where = {"sequence": config.batch.length, "seed": e.seed, "boundaries": config.data.boundaries}
+    return evaluation_batches(dataset, batch=size, batches=e.sequences // size, **where)[:at_most]
 
 
 def crops_at_once(config: RunConfig, layout: Layout) -> int:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from delta_trn.models import DeltaForCausalLM
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import ScaledParameter, scaled_parameters
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.model import model_config, vocabulary
 from delta_trn.train.run.muon import Muon
 from delta_trn.train.settings.schema import RunConfig
-
-if TYPE_CHECKING:
-    from delta_trn.models import DeltaForCausalLM
 
 
 def learning_rate(config: RunConfig, finished: int) -> float:
@@ -42,8 +40,6 @@ def learning_rate(config: RunConfig, finished: int) -> float:
 
 def list_scaled(config: RunConfig) -> list[ScaledParameter]:
     """Returns what every parameter of a run gets, from a model without memory."""
-    from delta_trn.models import DeltaForCausalLM
-
     with torch.device("meta"):
         model = DeltaForCausalLM(model_config(config, rows=vocabulary(config)))
     return rows(model, config)

@@ -9,12 +9,12 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
 
 from delta_trn.backends import machine
+from delta_trn.models import DeltaConfig, DeltaForCausalLM
 from delta_trn.train.checkpoints import contents as checkpoint
 from delta_trn.train.checkpoints.contents import State
 from delta_trn.train.checkpoints.run_folder import Origin, RunFolder, new_origin, place_for
@@ -43,9 +43,6 @@ from delta_trn.train.settings.errors import ConfigError, DataError, RunFolderErr
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.settings.schema import DistributionSection, RunConfig, differences, may_change_on_resume
 from delta_trn.train.watch import trackers
-
-if TYPE_CHECKING:
-    from delta_trn.models import DeltaConfig, DeltaForCausalLM
 
 Tell = Callable[[str], None]
 
@@ -296,8 +293,11 @@ def set_up_process(config: RunConfig) -> tuple[RunConfig, torch.device]:
     if device.type == "cpu":
         machine.keep_freed_memory()
     precision = config.precision
-    if precision == "auto":
-        precision = _best_precision(device)
+    if precision == "auto" and device.type == "cpu":
+        # autocast's casts cost a CPU more than they save
+        precision = "bf16_products" if machine.multiplies_bfloat16_faster(device) else "float32"
+    elif precision == "auto":
+        precision = "bf16" if machine.supports_bfloat16(device) else "float32"
     if precision == "bf16_products" and device.type != "cpu":
         raise ConfigError(
             f"precision=bf16_products is for CPUs, and this run is on {device}; give precision=bf16"
@@ -313,13 +313,6 @@ def set_up_process(config: RunConfig) -> tuple[RunConfig, torch.device]:
     named = device.type if machine.processes().world > 1 else str(device)
     changes = {"device": named, "precision": precision, "backend": backend}
     return config.model_copy(update=changes), device
-
-
-def _best_precision(device: torch.device) -> str:
-    """Returns the precision that `auto` stands for: autocast's casts cost a CPU more than they save."""
-    if device.type == "cpu":
-        return "bf16_products" if machine.multiplies_bfloat16_faster(device) else "float32"
-    return "bf16" if machine.supports_bfloat16(device) else "float32"
 
 
 def load_dataset(config: RunConfig) -> TokenDataset:

@@ -1,20 +1,17 @@
 """One optimizer step: micro-batches forward and backward, clipping, update. It never waits for the device."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from delta_trn.backends import machine
+from delta_trn.models import DeltaForCausalLM
 from delta_trn.train.data.loader import Batch
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.optimizer import set_learning_rate
 from delta_trn.train.settings.schema import RunConfig
-
-if TYPE_CHECKING:
-    from delta_trn.models import DeltaForCausalLM
 
 Loss = Callable[..., Tensor]
 

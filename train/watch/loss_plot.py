@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
+
+import numpy as np
 
 from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.settings.errors import RunFolderError
@@ -20,15 +21,13 @@ BASELINES = {
 }
 
 
-def smooth(values: Sequence[float], window: int) -> list[float]:
+def smooth(values: Sequence[float], window: int) -> np.ndarray:
     """Returns the mean over the `window` values around each value; near the ends there are fewer.
 
     An exponential mean would lag, and show a loss that falls fast as higher than it is.
     """
-    sums = [0.0, *accumulate(values)]
-    half, n = window // 2, len(values)
-    edges = [(max(i - half, 0), min(i + half + 1, n)) for i in range(n)]
-    return [(sums[end] - sums[start]) / (end - start) for start, end in edges]
+    box = np.ones(2 * (window // 2) + 1)
+    return np.convolve(values, box, "same") / np.convolve(np.ones(len(values)), box, "same")
 
 
 def spread(levels: Sequence[float], gap: float) -> list[float]:
