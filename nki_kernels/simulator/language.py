@@ -27,11 +27,11 @@ from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS, PSUM_BANK, 
 from delta_trn.nki_kernels.simulator.isa import operators as _operators
 from delta_trn.nki_kernels.simulator.isa.dma import dma_copy
 from delta_trn.nki_kernels.simulator.isa.elementwise import memset, tensor_copy
+from delta_trn.nki_kernels.simulator.isa.generate import dropout as _isa_dropout
 from delta_trn.nki_kernels.simulator.isa.operators import Operator
-from delta_trn.nki_kernels.simulator.isa.randomness import dropout as _isa_dropout
 from delta_trn.nki_kernels.simulator.isa.search import nc_n_gather
 from delta_trn.nki_kernels.simulator.tile_functions import *
-from delta_trn.nki_kernels.simulator.tile_functions import apply, reduce, transpose
+from delta_trn.nki_kernels.simulator.tile_functions import apply, issue, reduce, transpose
 
 sbuf, psum = SBUF, PSUM
 private_hbm = hbm = MemoryRegion.private_hbm
@@ -176,9 +176,7 @@ def load(src: NkiTensor, dtype: Any = None) -> NkiTensor:
             f"{src.size} exceed {PARTITIONS}: give it as (1, {src.size})"
         )
     shape = src.shape if src.ndim > 1 else (1, *src.shape)
-    out = ndarray(shape, dtype or src.dtype, SBUF)
-    dma_copy(dst=out, src=src)
-    return out
+    return issue(dma_copy, shape, dtype or src.dtype, src=src)
 
 
 def store(dst: NkiTensor, value: Any) -> NkiTensor:
@@ -206,16 +204,12 @@ def load_transpose2d(src: NkiTensor, dtype: Any = None) -> NkiTensor:
 def gather_flattened(data: NkiTensor, indices: NkiTensor, axis: int = 0, dtype: Any = None) -> NkiTensor:
     """Return data[p, indices[p, i]] with the free axes of data flattened."""
     require(axis == 0, f"gather_flattened flattens the free axes, axis must be 0, got {axis}")
-    out = ndarray(indices.shape, dtype or data.dtype, SBUF)
-    nc_n_gather(dst=out, data=data, indices=indices)
-    return out
+    return issue(nc_n_gather, indices.shape, dtype or data.dtype, data=data, indices=indices)
 
 
 def dropout(x: NkiTensor, rate: Any, dtype: Any = None) -> NkiTensor:
     """Zero elements with probability rate; the others are not rescaled."""
-    out = ndarray(x.shape, dtype or x.dtype, SBUF)
-    _isa_dropout(dst=out, data=x, prob=rate)
-    return out
+    return issue(_isa_dropout, x.shape, dtype or x.dtype, data=x, prob=rate)
 
 
 def expand_dims(x: NkiTensor, axis: int) -> NkiTensor:

@@ -248,7 +248,7 @@ class Instruction:
 
     def _check_start(self, role: str, tensor: NkiTensor) -> None:
         n, start = tensor.shape[0], tensor.partition
-        legal = (0,) if n > 64 else (0, 64) if n > 32 else (0, 32, 64, 96)
+        legal = list_starts(n)
         self.forbid(
             start not in legal,
             f"{role} `{tensor.name}` starts at partition {start}; {n} partitions may start at "
@@ -286,6 +286,11 @@ class Handle:
 
     def depends_on(self, *producers: object) -> "Handle":
         return self
+
+
+def list_starts(partitions: int) -> tuple[int, ...]:
+    """Return at which partitions an operand of so many may start."""
+    return (0,) if partitions > 64 else (0, 64) if partitions > 32 else (0, 32, 64, 96)
 
 
 HANDLE = Handle()
@@ -327,20 +332,13 @@ def instruction(
 
 def _operand(role: str, tensor: NkiTensor) -> Operand:
     """Describe an operand for the trace; what a gather or scatter touches counts as the whole storage."""
-    array, unit = tensor.array, tensor.array.itemsize
-    shape, number = array.shape, tensor.storage.number
-    start = tensor.offset * unit if tensor.indirection is None else 0
-    first = 1 if tensor.on_chip else 0
-    reach = sum(s * (n - 1) for s, n in zip(array.strides[first:], shape[first:], strict=True)) + unit
-    if tensor.on_chip:
-        low = start % tensor.storage.free_bytes
-        region = Region(number, (tensor.partition, tensor.partition + shape[0]), (low, low + reach))
-    elif tensor.indirection is not None:
-        region = Region(number, (0, 1), (0, tensor.storage.base.nbytes))
-    else:
-        region = Region(number, (0, 1), (start, start + reach))
-    run = unit
-    for axis in range(array.ndim - 1, first - 1, -1):
+    array, shape, chip = tensor.array, tensor.shape, tensor.on_chip
+    gathers = tensor.indirection is not None and not chip
+    span = (0, tensor.storage.base.nbytes) if gathers else tensor.span
+    partitions = (tensor.partition, tensor.partition + shape[0]) if chip else (0, 1)
+    region = Region(tensor.storage.number, partitions, span)
+    run = array.itemsize
+    for axis in range(array.ndim - 1, 0 if chip else -1, -1):
         if shape[axis] > 1 and array.strides[axis] != run:
             break
         run *= shape[axis]

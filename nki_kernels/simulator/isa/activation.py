@@ -9,7 +9,7 @@ from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instru
 from delta_trn.nki_kernels.simulator.core.memory import NkiTensor
 from delta_trn.nki_kernels.simulator.isa.arithmetic import (
     activation_function,
-    check_command,
+    check_member,
     check_range,
     one_of,
     open_registers,
@@ -65,7 +65,8 @@ def _activate(
     run.machine.tables.load_for(function.name)
     result = function.activation(values)
     run.write_like(dst, result, data)
-    check_command(run, reduce_cmd, commands.idle, commands.reset, commands.reduce, commands.reset_reduce)
+    known = (commands.idle, commands.reset, commands.reduce, commands.reset_reduce)
+    check_member(run, "reduce_cmd", reduce_cmd, *known)
     registers = run.machine.scalar_registers
     open_registers(registers, reduce_cmd, 0)
     if reduce_cmd in (commands.reduce, commands.reset_reduce):

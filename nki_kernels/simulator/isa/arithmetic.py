@@ -1,5 +1,6 @@
 """What several instructions do alike: apply and fold an operator, choose an engine, read registers."""
 
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -70,23 +71,19 @@ def fold(op: Operator, values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     return result
 
 
+def check_member(run: Instruction, enumeration: str, member: object, *allowed: Enum) -> None:
+    """Refuse what is no member of an enumeration of nisa, or none that the instruction takes."""
+    if not isinstance(member, type(allowed[0])):
+        raise TypeError(f"{run.op} {enumeration} must be a member of nisa.{enumeration}, got {member!r}")
+    names = ", ".join(m.name for m in allowed)
+    run.require(member in allowed, f"{enumeration} must be one of {names}, got {member.name}")
+
+
 def pick(run: Instruction, engine: engines, *allowed: engines) -> None:
     """Let the engine that the kernel names, if it names one, run the instruction."""
-    if engine is engines.unknown:
-        return
-    if not isinstance(engine, engines):
-        raise TypeError(f"{run.op} engine must be a member of nisa.engine, got {engine!r}")
-    names = ", ".join(e.name for e in allowed)
-    run.require(engine in allowed, f"engine must be one of {names}, got {engine.name}")
-    run.engine = engine
-
-
-def check_command(run: Instruction, command: object, *allowed: commands) -> None:
-    """Refuse what is no command for reduction registers, or none of the instruction's."""
-    if not isinstance(command, commands):
-        raise TypeError(f"{run.op} reduce_cmd must be a member of nisa.reduce_cmd, got {command!r}")
-    names = ", ".join(c.name for c in allowed)
-    run.require(command in allowed, f"reduce_cmd must be one of {names}, got {command.name}")
+    if engine is not engines.unknown:
+        check_member(run, "engine", engine, *allowed)
+        run.engine = engine
 
 
 def open_registers(registers: np.ndarray, command: commands, identity: Any, initial: Any = None) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from delta_trn.nki_kernels.simulator.core.dtypes import to_float32
-from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction
+from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction, list_starts
 from delta_trn.nki_kernels.simulator.core.memory import ON_CHIP, PSUM, NkiTensor
 from delta_trn.nki_kernels.simulator.isa.arithmetic import alu_operator, bits, check_range, combine, pick
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
@@ -177,8 +177,7 @@ def nc_stream_shuffle(run: Instruction, dst: NkiTensor, src: NkiTensor, shuffle_
         out.size // out.shape[0] == src.size // src.shape[0],
         f"needs equal elements per partition, got {out.shape} and {src.shape}",
     )
-    active = -(-max(out.shape[0], src.shape[0]) // 32) * 32
-    legal = (0,) if active > 64 else (0, 64) if active == 64 else (0, 32, 64, 96)
+    legal = list_starts(max(out.shape[0], src.shape[0]))
     for role, t in (("src", src), ("dst", out)):
         run.forbid(t.partition not in legal, f"{role} starts at partition {t.partition}, legal are {legal}")
     result = out.array.copy()

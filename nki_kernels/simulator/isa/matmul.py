@@ -153,12 +153,8 @@ def _check_output(out: NkiTensor, product: np.ndarray) -> None:
 def _check_bank(run: Instruction, out: NkiTensor) -> None:
     if run.target.generation >= 4 or out.storage.free_bytes <= PSUM_BANK:
         return
-    start = (out.array.__array_interface__["data"][0] - out.storage.pointer) % out.storage.free_bytes
-    reach = (
-        sum(s * (n - 1) for s, n in zip(out.array.strides[1:], out.shape[1:], strict=True))
-        + out.dtype.itemsize
-    )
-    first, last = start // PSUM_BANK, (start + reach - 1) // PSUM_BANK
+    begin, end = out.span
+    first, last = begin // PSUM_BANK, (end - 1) // PSUM_BANK
     run.forbid(
         first != last,
         f"dst `{out.name}` spans psum banks {first} to {last}; one output must fit one bank of "

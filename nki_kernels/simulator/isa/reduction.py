@@ -8,7 +8,7 @@ from delta_trn.nki_kernels.simulator.core.memory import SBUF, NkiTensor
 from delta_trn.nki_kernels.simulator.isa.arithmetic import (
     alu_operator,
     bits,
-    check_command,
+    check_member,
     combine,
     fold,
     one_of,
@@ -127,7 +127,7 @@ def _registers(
     run: Instruction, op: Operator, P: int, init: object, command: object, role: str
 ) -> np.ndarray:
     """Reset or load the Vector engine's registers as the command says, and return those of P partitions."""
-    check_command(run, command, commands.reset_reduce, commands.reduce, commands.load_reduce)
+    check_member(run, "reduce_cmd", command, commands.reset_reduce, commands.reduce, commands.load_reduce)
     assert isinstance(command, commands)
     initial = None
     if command is commands.load_reduce:
@@ -179,7 +179,7 @@ def select_reduce(
     result = np.where(~mask if reverse_pred else mask, values, other)
     run.write_like(dst, result, on_true)
     if reduce_cmd is not commands.idle:
-        check_command(run, reduce_cmd, commands.reset, commands.reduce, commands.reset_reduce)
+        check_member(run, "reduce_cmd", reduce_cmd, commands.reset, commands.reduce, commands.reset_reduce)
         if reduce_op is not None:
             one_of(run, "reduce_op", reduce_op, ("maximum",))
         registers = run.machine.vector_registers
