@@ -12,12 +12,7 @@ the rule, and dq, dk and dv leave PSUM as du = dq SiLU'(u).
 from delta_trn.nki_kernels.chunk import load_chunk
 from delta_trn.nki_kernels.chunk_gradients import compute_writes
 from delta_trn.nki_kernels.chunk_tiles import Chunk
-from delta_trn.nki_kernels.gated_delta_layer.bwd_chunk import (
-    compute_slopes,
-    differentiate_rows,
-    load_u,
-    multiply_slopes,
-)
+from delta_trn.nki_kernels.gated_delta_layer.bwd_chunk import differentiate_rows
 from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     AT_ONCE,
     build_counts,
@@ -118,10 +113,6 @@ def run_stage(stage, share, shares, stream, index, call):
         own.kept = load_kept_state(
             call["initial_state"], call["states"], index, bundle, parts, call["V"], call["has_state"]
         )
-    elif stage == "load u":
-        load_u(own, stream, call)
-    elif stage == "slope of u":
-        compute_slopes(own, stream, call)
     elif stage == "gates":
         chunk.do = own.do
         scale_again(chunk, (own.r,), bundle, call["scale"])
@@ -131,10 +122,8 @@ def run_stage(stage, share, shares, stream, index, call):
         solve_residual(chunk, own.kept, bundle)
     elif stage == "U":
         compute_writes(chunk, call["constants"])
-    elif stage == "du":
-        multiply_slopes(chunk, own, stream, call)
     else:
-        differentiate_rows(stage, own, stream, call)
+        differentiate_rows(stage, chunk, own, stream, call)
         prepare_again(stage, chunk, stream, call)
         differentiate_chunk(stage, chunk, stream, call)
 

@@ -33,9 +33,7 @@ from delta_trn.nki_kernels.simulator.isa.search import nc_n_gather
 from delta_trn.nki_kernels.simulator.tile_functions import *
 from delta_trn.nki_kernels.simulator.tile_functions import apply, issue, reduce, transpose
 
-sbuf, psum = SBUF, PSUM
-private_hbm = hbm = MemoryRegion.private_hbm
-shared_hbm = MemoryRegion.shared_hbm
+globals().update(MemoryRegion.__members__)  # sbuf, psum, hbm, private_hbm, shared_hbm
 
 
 class TileOperator(Operator):

@@ -26,6 +26,7 @@ class MemoryRegion(Enum):
     sbuf = "sbuf"
     psum = "psum"
     private_hbm = "private_hbm"
+    hbm = private_hbm  # another name of it
     shared_hbm = "shared_hbm"
 
 
@@ -38,21 +39,19 @@ def region_of(buffer: object) -> MemoryRegion:
     """Return the memory that a kernel names by a constant or by a string."""
     if isinstance(buffer, MemoryRegion):
         return buffer
-    if isinstance(buffer, str):
-        name = "private_hbm" if buffer == "hbm" else buffer
-        if name in MemoryRegion.__members__:
-            return MemoryRegion[name]
+    if isinstance(buffer, str) and buffer in MemoryRegion.__members__:
+        return MemoryRegion[buffer]
     raise TypeError(
         f"buffer {buffer!r} is not one of nl.sbuf, nl.psum, nl.hbm, nl.private_hbm, nl.shared_hbm"
     )
 
 
+@dataclass(frozen=True)
 class DynamicSlice:
     """A slice that is given by its start and its size: nl.ds(start, size)."""
 
-    def __init__(self, start: int, size: int) -> None:
-        self.start = start
-        self.size = size
+    start: int
+    size: int
 
 
 @dataclass(slots=True)

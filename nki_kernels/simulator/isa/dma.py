@@ -27,7 +27,8 @@ def dma_copy(
     """Copy src to dst between HBM and SBUF; different dtypes are cast through float32."""
     if priority is not None:
         run.needs_generation(4, "dma_copy priority")
-    _check_mode(run, dge_mode)
+    if dge_mode is dge_modes.hwdge:
+        run.needs_generation(3, "dma_copy dge_mode.hwdge")
     out = run.dst("dst", dst, DMA_MEMORY)
     keep = None
     if isinstance(src, NkiTensor) and src.indirection is not None:
@@ -50,11 +51,6 @@ def dma_copy(
         run.write(out, np.where(keep.reshape(out.shape), values.reshape(out.shape), out.array))
     else:
         run.write(out, values)
-
-
-def _check_mode(run: Instruction, dge_mode: dge_modes) -> None:
-    if dge_mode is dge_modes.hwdge:
-        run.needs_generation(3, f"{run.op} dge_mode.hwdge")
 
 
 def _in_bounds(run: Instruction, tensor: NkiTensor, oob_mode: oob_modes) -> np.ndarray:
@@ -91,7 +87,8 @@ def dma_transpose(
     oob_mode: oob_modes = oob_modes.error,
 ):  # fmt: skip
     """Copy src with its axes permuted to dst, which must have the permuted shape; None swaps two axes."""
-    _check_mode(run, dge_mode)
+    if dge_mode is dge_modes.hwdge:
+        run.needs_generation(3, "dma_transpose dge_mode.hwdge")
     values = run.read("src", src, DMA_MEMORY)
     default = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
     order = tuple(axes) if axes is not None else default.get(src.ndim, ())
