@@ -63,6 +63,11 @@ def multiply_on_gpsimd(dst, x, y):
     nisa.tensor_tensor(dst=dst, data1=x, data2=y, op=nl.multiply, engine=nisa.engine.gpsimd)
 
 
+def scale_twice(dst, src, x, y):
+    """Sets dst = x y src on the Vector engine; x and y are numbers or tiles [P, 1]."""
+    nisa.tensor_scalar(dst=dst, data=src, op0=nl.multiply, operand0=x, op1=nl.multiply, operand1=y)
+
+
 def scale_and_add(dst, x, factor, y):
     """Sets dst = factor x + y on the Vector engine; factor is a number or a tile [P, 1]."""
     nisa.scalar_tensor_tensor(dst=dst, data=x, op0=nl.multiply, operand0=factor, op1=nl.add, operand1=y)

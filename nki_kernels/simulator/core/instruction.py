@@ -102,10 +102,23 @@ class Instruction:
         life.last = self.index
         storage.mark(dst.array, code)
 
-    def write_like(self, tensor: object, values: np.ndarray, source: NkiTensor) -> None:
-        """Check that `dst` has the shape of the operand `source`, and write values there."""
-        out = self.dst("dst", tensor)
+    def write_like(
+        self, tensor: object, values: np.ndarray, source: NkiTensor,
+        regions: tuple[MemoryRegion, ...] = ON_CHIP, dtype: str | None = None,
+    ) -> None:  # fmt: skip
+        """Check that `dst` has the shape of the operand `source`, and `dtype` if given, and write values."""
+        out = self.dst("dst", tensor, regions)
+        if dtype is not None:
+            self.has_dtype("dst", out, dtype)
         self.same_elements(out, source)
+        self.write(out, values)
+
+    def write_columns(
+        self, role: str, tensor: object, values: np.ndarray, regions: tuple[MemoryRegion, ...] = ON_CHIP
+    ) -> None:
+        """Check that an output operand has the shape of `values`, [partitions, columns], and write them."""
+        out = self.dst(role, tensor, regions)
+        self.has_columns(role, out, *values.shape)
         self.write(out, values)
 
     def done(self, flags: dict[str, Any]) -> "Handle":

@@ -97,9 +97,7 @@ def open_registers(registers: np.ndarray, command: commands, identity: Any, init
 def read_registers(run: Instruction, reduce_res: NkiTensor | None, registers: np.ndarray) -> dict[str, Any]:
     """Write an engine's (P, 1) reduction registers to `reduce_res`, if the kernel wants them."""
     if reduce_res is not None:
-        out = run.dst("reduce_res", reduce_res)
-        run.has_columns("reduce_res", out, len(registers))
-        run.write(out, registers)
+        run.write_columns("reduce_res", reduce_res, registers)
     return {"reduces": reduce_res is not None}
 
 

@@ -83,11 +83,9 @@ def dropout(run: Instruction, dst: NkiTensor, data: NkiTensor, prob: object):
     values = run.read("data", data)
     P = data.shape[0]
     rate = run.scalar_operand("prob", prob, P)
-    out = run.dst("dst", dst)
-    run.same_elements(out, data)
-    run.has_dtype("dst", out, data.dtype)
     drawn = run.machine.rng.random((P, data.size // P), dtype=np.float32)
-    run.write(out, np.where((drawn < rate).reshape(values.shape), np.zeros((), values.dtype), values))
+    kept = np.where((drawn < rate).reshape(values.shape), np.zeros((), values.dtype), values)
+    run.write_like(dst, kept, data, dtype=data.dtype)
 
 
 @instruction(engines.vector)

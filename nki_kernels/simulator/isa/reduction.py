@@ -70,9 +70,7 @@ def tensor_partition_reduce(run: Instruction, dst: NkiTensor, op: Operator, data
         wide = to_float32(values)
         result = wide.max(axis=0) if op.name.startswith("max") else wide.sum(axis=0, dtype=np.float32)
         result = result / np.float32(values.shape[0]) if op.name == "average" else result
-    out = run.dst("dst", dst, (SBUF,))
-    run.has_columns("dst", out, 1, result.size)
-    run.write(out, result)
+    run.write_columns("dst", dst, result.reshape(1, -1), (SBUF,))
 
 
 @instruction(engines.vector)
@@ -197,15 +195,13 @@ def bn_stats(run: Instruction, dst: NkiTensor, data: NkiTensor):
     values = run.rows("data", data)
     count = values.shape[1]
     run.require(count <= BN_STATS_FMAX, f"takes up to {BN_STATS_FMAX} elements per partition, got {count}")
-    out = run.dst("dst", dst)
-    run.has_columns("dst", out, P, 6)
     columns = []
     for part in (values[:, 0::2], values[:, 1::2]):
         n = part.shape[1]
         mean = part.mean(axis=1) if n else np.zeros(P, np.float32)
         variance = part.var(axis=1) if n else np.zeros(P, np.float32)
         columns += [np.full(P, n, np.float32), mean, variance * n]
-    run.write(out, np.stack(columns, axis=1).astype(np.float32))
+    run.write_columns("dst", dst, np.stack(columns, axis=1).astype(np.float32))
 
 
 @instruction(engines.vector)
@@ -214,9 +210,7 @@ def bn_aggr(run: Instruction, dst: NkiTensor, data: NkiTensor):
     P = data.shape[0]
     triples = run.rows("data", data).reshape(P, -1, 3)
     count, mean, spread = triples[..., 0], triples[..., 1], triples[..., 2]
-    out = run.dst("dst", dst)
-    run.has_columns("dst", out, P, 2)
     total = count.sum(axis=1)
     center = (count * mean).sum(axis=1) / total
     variance = (spread + count * (mean - center[:, None]) ** 2).sum(axis=1) / total
-    run.write(out, np.stack([center, variance], axis=1))
+    run.write_columns("dst", dst, np.stack([center, variance], axis=1))
