@@ -151,9 +151,9 @@ def shared_identity_matrix(n: int, dtype: Any = "uint8", dst: NkiTensor | None =
     return out
 
 
-def _assign(tensor: NkiTensor, key: object, value: Any) -> None:
+def _assign(self: NkiTensor, key: object, value: Any) -> None:
     """Write a tensor, or a number, to a part of a tensor by the instruction that can: tensor[key] = value."""
-    dst = tensor[key]
+    dst = self[key]
     if not isinstance(value, NkiTensor):
         memset(dst=dst, value=value)
     elif dst.on_chip and value.on_chip:
