@@ -123,11 +123,6 @@ class Estimate:
         return max(times, key=lambda name: times[name])
 
     @property
-    def throughput(self) -> float:
-        """The lower bound without dependencies: the time of the busiest engine or port, or of DMA."""
-        return max([*self.engines.values(), *self.ports.values(), self.dma])
-
-    @property
     def tensor_share(self) -> float:
         """The share of the lower bound in which the Tensor engine is busy."""
         return self.engines.get("tensor", 0.0) / self.lower if self.lower else 0.0

@@ -258,11 +258,7 @@ def affine_range(start: int, stop: int | None = None, step: int = 1) -> range:
 
 
 sequential_range = static_range = affine_range
-
-
-def dynamic_range(start: int, stop: int | None = None, step: int = 1) -> range:
-    """Return the range of a hardware loop of NKI 0.3 to 0.6; it is gone in 0.7."""
-    return affine_range(int(start), None if stop is None else int(stop), int(step))
+dynamic_range = affine_range  # a hardware loop of NKI 0.3 to 0.6, also over registers; it is gone in 0.7
 
 
 def fori_loop(lower: Any, upper: Any, body_fun: Callable[[int], None], step: int = 1) -> None:

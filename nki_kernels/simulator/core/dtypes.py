@@ -8,8 +8,6 @@ with its mantissa rounded to 10 bits.
 import ml_dtypes
 import numpy as np
 
-POISON_INTEGER = 4
-
 
 class DType(str):
     """An NKI dtype. It equals its name and carries what NumPy needs."""
@@ -34,7 +32,7 @@ class DType(str):
     @property
     def poison(self) -> float:
         """What memory holds before anything is written: NaN, or 4 for integers."""
-        return POISON_INTEGER if self.integer else float("nan")
+        return 4 if self.integer else float("nan")
 
 
 uint8 = DType("uint8", np.uint8)
