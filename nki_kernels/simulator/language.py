@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from delta_trn.nki_kernels.simulator.core import dtypes as _dtypes
+from delta_trn.nki_kernels.simulator.core import operators as _operators
 from delta_trn.nki_kernels.simulator.core.dtypes import DType, dtype_of
 from delta_trn.nki_kernels.simulator.core.errors import StrictError, require
 from delta_trn.nki_kernels.simulator.core.machine import current
@@ -23,12 +24,11 @@ from delta_trn.nki_kernels.simulator.core.memory import (
     NkiTensor,
     region_of,
 )
+from delta_trn.nki_kernels.simulator.core.operators import Operator
 from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS, PSUM_BANK, PSUM_BANKS
-from delta_trn.nki_kernels.simulator.isa import operators as _operators
 from delta_trn.nki_kernels.simulator.isa.dma import dma_copy
 from delta_trn.nki_kernels.simulator.isa.elementwise import memset, tensor_copy
 from delta_trn.nki_kernels.simulator.isa.generate import dropout as _isa_dropout
-from delta_trn.nki_kernels.simulator.isa.operators import Operator
 from delta_trn.nki_kernels.simulator.isa.search import nc_n_gather
 from delta_trn.nki_kernels.simulator.tile_functions import *
 from delta_trn.nki_kernels.simulator.tile_functions import apply, issue, reduce, transpose

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from delta_trn.nki_kernels.simulator.core import operators as ops
 from delta_trn.nki_kernels.simulator.core.dtypes import DType, dtype_of, float32
 from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, require
 from delta_trn.nki_kernels.simulator.core.machine import current
 from delta_trn.nki_kernels.simulator.core.memory import PSUM, SBUF, NkiTensor
-from delta_trn.nki_kernels.simulator.isa import operators as ops
+from delta_trn.nki_kernels.simulator.core.operators import Operator
 from delta_trn.nki_kernels.simulator.isa.activation import activation
 from delta_trn.nki_kernels.simulator.isa.elementwise import (
     memset,
@@ -24,7 +25,6 @@ from delta_trn.nki_kernels.simulator.isa.elementwise import (
     tensor_tensor,
 )
 from delta_trn.nki_kernels.simulator.isa.matmul import nc_matmul, nc_transpose
-from delta_trn.nki_kernels.simulator.isa.operators import Operator
 from delta_trn.nki_kernels.simulator.isa.reduction import tensor_reduce
 
 __all__ = [

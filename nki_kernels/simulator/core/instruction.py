@@ -15,6 +15,7 @@ the trace behind its last line.
 import functools
 import inspect
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
@@ -30,6 +31,7 @@ from delta_trn.nki_kernels.simulator.core.memory import (
     MemoryRegion,
     NkiTensor,
 )
+from delta_trn.nki_kernels.simulator.core.operators import Operator
 from delta_trn.nki_kernels.simulator.core.precedents import OPTIONS
 from delta_trn.nki_kernels.simulator.core.releases import orders_of
 from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS
@@ -219,6 +221,65 @@ class Instruction:
             not bitvec and value.dtype != "float32", f"{role} dtype must be float32, got {value.dtype}"
         )
         return values.reshape(partitions, 1)
+
+    # Checks of operators, members and ranges
+
+    def alu_operator(self, op: object, role: str = "op") -> Operator:
+        """Return `op` if it is an ALU operator; raise TypeError otherwise."""
+        if not isinstance(op, Operator):
+            raise TypeError(f"{self.op} {role} must be an nl operator such as nl.add, got {op!r}")
+        if op.alu is None:
+            raise TypeError(f"{self.op} {role} must be an ALU operator, which {op!r} is not")
+        return op
+
+    def activation_function(self, op: object) -> Operator:
+        """Return `op` if one Scalar instruction computes it; raise TypeError otherwise."""
+        if not isinstance(op, Operator) or op.activation is None or op.composed:
+            raise TypeError(f"{self.op} op must be an activation function such as nl.exp, got {op!r}")
+        return op
+
+    def one_of(self, role: str, op: object, names: tuple[str, ...]) -> Operator:
+        """Return `op` if it is an operator of one of these names; refuse others."""
+        listed = " or ".join(f"nl.{name}" for name in names)
+        self.require(isinstance(op, Operator) and op.name in names, f"{role} must be {listed}, got {op!r}")
+        assert isinstance(op, Operator)
+        return op
+
+    def has_integers(self, op: Operator, *tensors: NkiTensor) -> None:
+        """Require integer tensors: bitwise operators cast nothing."""
+        for t in tensors:
+            if isinstance(t, NkiTensor):
+                self.require(t.dtype.integer, f"with {op!r} needs integer tensors, got {t.dtype}")
+
+    def check_member(self, enumeration: str, member: object, *allowed: Enum) -> None:
+        """Refuse what is no member of an enumeration of nisa, or none that the instruction takes."""
+        if not isinstance(member, type(allowed[0])):
+            raise TypeError(f"{self.op} {enumeration} must be a member of nisa.{enumeration}, got {member!r}")
+        names = ", ".join(m.name for m in allowed)
+        self.require(member in allowed, f"{enumeration} must be one of {names}, got {member.name}")
+
+    def pick(self, engine: Engine, *allowed: Engine) -> None:
+        """Let the engine that the kernel names, if it names one, run the instruction."""
+        if engine is not Engine.unknown:
+            self.check_member("engine", engine, *allowed)
+            self.engine = engine
+
+    def check_range(self, function: Operator, values: np.ndarray) -> None:
+        """Refuse inputs outside the only range that is documented for a function, the Scalar engine's."""
+        if function.valid is None or not self.strict:
+            return
+        low, high = function.valid
+        magnitude = np.abs(values) if function.name == "reciprocal" else values
+        outside = (magnitude < np.float32(low)) | (magnitude > np.float32(high))
+        if outside.any():
+            where = [int(i) for i in np.argwhere(outside)[0]]
+            what = f"no other range is documented for the {self.engine.name} engine"
+            if self.engine is Engine.scalar:
+                what = "the Scalar engine returns wrong values outside it"
+            raise StrictError(
+                f"{self.op} {function!r} is valid for inputs in [{low:.3g}, {high:.3g}], got "
+                f"{values[tuple(where)]:.6g} at {where}; {what}: scale the input into that range"
+            )
 
     def _operand(self, role: str, tensor: object, regions: tuple[MemoryRegion, ...]) -> NkiTensor:
         if not isinstance(tensor, NkiTensor):

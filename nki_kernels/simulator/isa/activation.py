@@ -7,17 +7,10 @@ import numpy as np
 from delta_trn.nki_kernels.simulator.core.dtypes import to_float32
 from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction
 from delta_trn.nki_kernels.simulator.core.memory import NkiTensor
-from delta_trn.nki_kernels.simulator.isa.arithmetic import (
-    activation_function,
-    check_member,
-    check_range,
-    one_of,
-    open_registers,
-    read_registers,
-)
+from delta_trn.nki_kernels.simulator.core.operators import Operator
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
-from delta_trn.nki_kernels.simulator.isa.operators import Operator
+from delta_trn.nki_kernels.simulator.isa.reduction import open_registers, read_registers
 
 __all__ = ["activation", "activation_reduce"]
 
@@ -51,7 +44,7 @@ def activation_reduce(
 def _activate(
     run: Instruction, dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd
 ) -> dict[str, Any]:
-    function = activation_function(run, op)
+    function = run.activation_function(op)
     values = run.rows("data", data)
     P = data.shape[0]
     if isinstance(scale, NkiTensor) or scale != 1.0:
@@ -60,17 +53,17 @@ def _activate(
         values = values + _bias(run, bias, P)
         no_bias = run.target.generation == 2 and function.name == "reciprocal"
         run.forbid(no_bias, "reciprocal takes no bias on gen2")
-    check_range(run, function, values)
+    run.check_range(function, values)
     assert function.activation is not None
     run.machine.tables.load_for(function.name)
     result = function.activation(values)
     run.write_like(dst, result, data)
     known = (commands.idle, commands.reset, commands.reduce, commands.reset_reduce)
-    check_member(run, "reduce_cmd", reduce_cmd, *known)
+    run.check_member("reduce_cmd", reduce_cmd, *known)
     registers = run.machine.scalar_registers
     open_registers(registers, reduce_cmd, 0)
     if reduce_cmd in (commands.reduce, commands.reset_reduce):
-        one_of(run, "reduce_op", reduce_op, ("add",))
+        run.one_of("reduce_op", reduce_op, ("add",))
         registers[:P] += result.sum(axis=1, keepdims=True, dtype=np.float32)
     return {**read_registers(run, reduce_res, registers[:P]), "function": function.name}
 

@@ -7,11 +7,10 @@ import numpy as np
 from delta_trn.nki_kernels.simulator.core.dtypes import store, to_float32
 from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction
 from delta_trn.nki_kernels.simulator.core.memory import BY_OTHER, HBM, SBUF, UNWRITTEN, NkiTensor
-from delta_trn.nki_kernels.simulator.isa.arithmetic import one_of
+from delta_trn.nki_kernels.simulator.core.operators import Operator
 from delta_trn.nki_kernels.simulator.isa.enums import dge_mode as dge_modes
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import oob_mode as oob_modes
-from delta_trn.nki_kernels.simulator.isa.operators import Operator
 
 __all__ = ["dma_compute", "dma_copy", "dma_transpose"]
 
@@ -106,7 +105,7 @@ def dma_compute(
     scales: list[float] | None = None, unique_indices: bool = True, oob_mode: oob_modes = oob_modes.error,
 ):  # fmt: skip
     """Reduce the scaled srcs to dst, computed in float32 by the DMA engines."""
-    op = one_of(run, "reduce_op", reduce_op, ("add", "multiply", "maximum", "minimum"))
+    op = run.one_of("reduce_op", reduce_op, ("add", "multiply", "maximum", "minimum"))
     factors = [1.0] * len(srcs) if scales is None else scales
     out = run.dst("dst", dst, DMA_MEMORY)
     terms = []

@@ -11,9 +11,8 @@ import numpy as np
 from delta_trn.nki_kernels.simulator.core.dtypes import to_float32
 from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction
 from delta_trn.nki_kernels.simulator.core.memory import SBUF, NkiTensor
-from delta_trn.nki_kernels.simulator.isa.arithmetic import one_of
+from delta_trn.nki_kernels.simulator.core.operators import Operator, equal
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
-from delta_trn.nki_kernels.simulator.isa.operators import Operator, equal
 
 __all__ = [
     "affine_select", "dropout", "iota", "rand2", "rand_get_state", "rand_set_state", "rng", "set_rng_seed",
@@ -52,7 +51,7 @@ def affine_select(
 
     n = offset + p * channel_multiplier + sum(step_d * i_d)
     """
-    op = one_of(run, "cmp_op", cmp_op, COMPARISONS)
+    op = run.one_of("cmp_op", cmp_op, COMPARISONS)
     if not isinstance(on_false_value, (int, float, np.number)):
         raise TypeError(f"affine_select on_false_value must be a number, got {type(on_false_value).__name__}")
     values = run.read("on_true_tile", on_true_tile, (SBUF,))

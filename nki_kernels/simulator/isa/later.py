@@ -11,17 +11,10 @@ import numpy as np
 
 from delta_trn.nki_kernels.simulator.core.instruction import Handle, Instruction, instruction
 from delta_trn.nki_kernels.simulator.core.memory import NkiTensor
-from delta_trn.nki_kernels.simulator.isa.arithmetic import (
-    activation_function,
-    alu_operator,
-    combine,
-    one_of,
-    open_registers,
-    read_registers,
-)
+from delta_trn.nki_kernels.simulator.core.operators import Operator, add, combine, maximum
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
-from delta_trn.nki_kernels.simulator.isa.operators import Operator, add, maximum
+from delta_trn.nki_kernels.simulator.isa.reduction import open_registers, read_registers
 
 __all__ = ["activate2", "exponential", "nc_matmul_mx", "quantize_mx", "range_select", "topk"]
 
@@ -58,9 +51,9 @@ def range_select(
     Elsewhere dst = on_false_value, the least float32 unless the kernel says otherwise.
     """
     run.needs_generation(3, "range_select")
-    first = one_of(run, "comp_op0", comp_op0, RANGE_COMPARISONS)
-    second = one_of(run, "comp_op1", comp_op1, RANGE_COMPARISONS)
-    one_of(run, "reduce_op", reduce_op, ("maximum",))
+    first = run.one_of("comp_op0", comp_op0, RANGE_COMPARISONS)
+    second = run.one_of("comp_op1", comp_op1, RANGE_COMPARISONS)
+    run.one_of("reduce_op", reduce_op, ("maximum",))
     P = on_true_tile.shape[0]
     values = run.rows("on_true_tile", on_true_tile)
     index = range_start + np.arange(values.shape[1], dtype=np.float32)[None, :]
@@ -95,8 +88,8 @@ def activate2(
 ):  # fmt: skip
     """Compute dst = op((data op0 imm0) op1 imm1) on the Scalar engine."""
     run.needs_generation(4, "activate2")
-    function = activation_function(run, op)
-    first, second = alu_operator(run, op0, "op0"), alu_operator(run, op1, "op1")
+    function = run.activation_function(op)
+    first, second = run.alu_operator(op0, "op0"), run.alu_operator(op1, "op1")
     known = (first.name, second.name) in PIPELINES
     run.require(known, f"does not support op0 {first!r} with op1 {second!r}")
     P = data.shape[0]

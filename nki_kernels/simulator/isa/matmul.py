@@ -15,7 +15,6 @@ from delta_trn.nki_kernels.simulator.core.memory import (
     NkiTensor,
 )
 from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS, PSUM_BANK
-from delta_trn.nki_kernels.simulator.isa.arithmetic import pick
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import matmul_perf_mode
 
@@ -204,7 +203,7 @@ def nc_transpose(run: Instruction, dst: NkiTensor, data: NkiTensor, engine: engi
     from_sbuf = isinstance(data, NkiTensor) and data.buffer is SBUF
     if shape[0] <= 32 and F <= 32 and not (in_psum and from_sbuf):
         run.engine = engines.vector
-    pick(run, engine, engines.tensor, engines.vector)
+    run.pick(engine, engines.tensor, engines.vector)
     tensor = run.engine is engines.tensor
     values = run.read("data", data, (SBUF,) if tensor else ON_CHIP)
     out = run.dst("dst", dst, (PSUM,) if tensor else ON_CHIP)

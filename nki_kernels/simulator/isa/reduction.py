@@ -1,23 +1,15 @@
 """Vector and GpSimd instructions that reduce or scan along an axis."""
 
+from typing import Any
+
 import numpy as np
 
 from delta_trn.nki_kernels.simulator.core.dtypes import to_float32
 from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction
 from delta_trn.nki_kernels.simulator.core.memory import SBUF, NkiTensor
-from delta_trn.nki_kernels.simulator.isa.arithmetic import (
-    alu_operator,
-    bits,
-    check_member,
-    combine,
-    fold,
-    one_of,
-    open_registers,
-    read_registers,
-)
+from delta_trn.nki_kernels.simulator.core.operators import Operator, combine, fold
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
-from delta_trn.nki_kernels.simulator.isa.operators import Operator
 
 __all__ = [
     "bn_aggr", "bn_stats", "select_reduce", "tensor_partition_reduce", "tensor_reduce",
@@ -28,13 +20,28 @@ ACCUMULATING = ("add", "multiply", "maximum", "minimum")
 BN_STATS_FMAX = 512
 
 
+def open_registers(registers: np.ndarray, command: commands, identity: Any, initial: Any = None) -> None:
+    """Reset or load an engine's reduction registers, if the command says so."""
+    if command is commands.load_reduce:
+        registers[:] = initial
+    elif command in (commands.reset, commands.reset_reduce):
+        registers[:] = identity
+
+
+def read_registers(run: Instruction, reduce_res: NkiTensor | None, registers: np.ndarray) -> dict[str, Any]:
+    """Write an engine's (P, 1) reduction registers to `reduce_res`, if the kernel wants them."""
+    if reduce_res is not None:
+        run.write_columns("reduce_res", reduce_res, registers)
+    return {"reduces": reduce_res is not None}
+
+
 @instruction(engines.vector)
 def tensor_reduce(
     run: Instruction, dst: NkiTensor, op: Operator, data: NkiTensor, axis, negate: bool = False,
     keepdims: bool = False,
 ):  # fmt: skip
     """Reduce data over its trailing free axes by arithmetic, logical or bitwise operators."""
-    alu = alu_operator(run, op)
+    alu = run.alu_operator(op)
     run.require(alu.reduce, f"op {alu!r} is not a legal reduction operator")
     values = run.read("data", data)
     axes = sorted(a + data.ndim if a < 0 else a for a in ([axis] if isinstance(axis, int) else axis))
@@ -44,7 +51,7 @@ def tensor_reduce(
         f"axis must be the last contiguous free axes of {data.shape}, got {axis}",
     )
     if alu.bitvec:
-        bits(run, alu, dst, data)
+        run.has_integers(alu, dst, data)
         run.require(not negate, "negate needs an arithmetic operator")
     else:
         values = to_float32(values)
@@ -61,10 +68,10 @@ def tensor_reduce(
 @instruction(engines.gpsimd)
 def tensor_partition_reduce(run: Instruction, dst: NkiTensor, op: Operator, data: NkiTensor):
     """Reduce data over its partitions to dst[1, F], on the slow GpSimd engine."""
-    one_of(run, "op", op, ("add", "average", "maximum", "max", "bitwise_or", "bitwise_and"))
+    run.one_of("op", op, ("add", "average", "maximum", "max", "bitwise_or", "bitwise_and"))
     values = run.read("data", data, (SBUF,))
     if op.bitvec:
-        bits(run, op, data, dst)
+        run.has_integers(op, data, dst)
         result = fold(op, values.T, (values.ndim - 1,)).T
     else:
         wide = to_float32(values)
@@ -79,7 +86,7 @@ def tensor_tensor_scan(
     op1: Operator, reverse0: bool = False, reverse1: bool = False,
 ):  # fmt: skip
     """Scan the free axis in float32: r[i] = (data0[i] op0 r[i-1]) op1 data1[i], with r[-1] = initial."""
-    first, second = alu_operator(run, op0, "op0"), alu_operator(run, op1, "op1")
+    first, second = run.alu_operator(op0, "op0"), run.alu_operator(op1, "op1")
     run.require(
         not (first.bitvec or second.bitvec) and first.arity == second.arity == 2,
         f"takes binary arithmetic operators, got {first!r} and {second!r}",
@@ -103,8 +110,8 @@ def tensor_scalar_cumulative(
     imm1: object = None, reduce_cmd: commands = commands.reset_reduce,
 ):  # fmt: skip
     """Scan the free axis: reg = op1(op0(src[i], imm0), reg), written for every element."""
-    first = alu_operator(run, op0, "op0")
-    second = one_of(run, "op1", op1, (*ACCUMULATING, "subtract"))
+    first = run.alu_operator(op0, "op0")
+    second = run.one_of("op1", op1, (*ACCUMULATING, "subtract"))
     for role, t in (("src", src), ("dst", dst)):
         if isinstance(t, NkiTensor):
             run.require(t.dtype not in ("int32", "uint32"), f"{role} dtype cannot be {t.dtype}")
@@ -125,7 +132,7 @@ def _registers(
     run: Instruction, op: Operator, P: int, init: object, command: object, role: str
 ) -> np.ndarray:
     """Reset or load the Vector engine's registers as the command says, and return those of P partitions."""
-    check_member(run, "reduce_cmd", command, commands.reset_reduce, commands.reduce, commands.load_reduce)
+    run.check_member("reduce_cmd", command, commands.reset_reduce, commands.reduce, commands.load_reduce)
     assert isinstance(command, commands)
     initial = None
     if command is commands.load_reduce:
@@ -143,8 +150,8 @@ def tensor_scalar_reduce(
     reduce_init: object = None, reduce_res_negate: bool = False,
 ):  # fmt: skip
     """Compute dst = data op0 operand0, and reduce_res[P, 1] = reduce_op of dst along the free axes."""
-    first = alu_operator(run, op0, "op0")
-    second = one_of(run, "reduce_op", reduce_op, ACCUMULATING)
+    first = run.alu_operator(op0, "op0")
+    second = run.one_of("reduce_op", reduce_op, ACCUMULATING)
     run.require(not first.bitvec, f"takes an arithmetic op0, got {first!r}")
     run.forbid(reverse0, "reverse0 is not supported by the compiler")
     P = data.shape[0]
@@ -177,9 +184,9 @@ def select_reduce(
     result = np.where(~mask if reverse_pred else mask, values, other)
     run.write_like(dst, result, on_true)
     if reduce_cmd is not commands.idle:
-        check_member(run, "reduce_cmd", reduce_cmd, commands.reset, commands.reduce, commands.reset_reduce)
+        run.check_member("reduce_cmd", reduce_cmd, commands.reset, commands.reduce, commands.reset_reduce)
         if reduce_op is not None:
-            one_of(run, "reduce_op", reduce_op, ("maximum",))
+            run.one_of("reduce_op", reduce_op, ("maximum",))
         registers = run.machine.vector_registers
         open_registers(registers, reduce_cmd, -np.inf)
         if reduce_cmd is not commands.reset:

@@ -10,9 +10,9 @@ import pytest
 from delta_trn.nki_kernels.simulator import TARGETS, nisa, nl, record
 from delta_trn.nki_kernels.simulator.__main__ import main
 from delta_trn.nki_kernels.simulator.core.errors import StrictError
+from delta_trn.nki_kernels.simulator.core.operators import OPERATORS
 from delta_trn.nki_kernels.simulator.core.tables import EVERYWHERE, LOAD_US, owners
 from delta_trn.nki_kernels.simulator.cost import ISSUE, RATE, estimate, estimates, instruction_cost
-from delta_trn.nki_kernels.simulator.isa.operators import OPERATORS
 from tests.support.simulator_harness import F32, ones
 
 TRN1 = TARGETS["trn1"]

@@ -156,3 +156,30 @@ prelu = Operator("prelu", arity=1)  # activate2 alone knows its slope, relu_para
 # fmt: on
 
 OPERATORS = tuple(value for value in vars().values() if isinstance(value, Operator))
+
+
+def number(values: np.ndarray) -> np.ndarray:
+    """Turn NumPy's booleans into what comparisons give on the engines, 1.0 and 0.0."""
+    return values.astype(np.float32) if values.dtype == np.bool_ else values
+
+
+def combine(op: Operator, a: Any, b: Any, reverse: bool = False) -> np.ndarray:
+    """Return a op b, or b op a if reversed; unary operators ignore b."""
+    assert op.alu is not None
+    if op.arity == 1:
+        return number(op.alu(a))
+    return number(op.alu(b, a) if reverse else op.alu(a, b))
+
+
+def fold(op: Operator, values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """Fold `op` over trailing axes. Differences subtract every later element from the first."""
+    assert op.alu is not None
+    if op.name == "add":
+        return values.sum(axis=axes, dtype=values.dtype)
+    if op.name in ("maximum", "minimum", "multiply", "bitwise_and", "bitwise_or", "bitwise_xor"):
+        return op.alu.reduce(values, axis=axes)  # pyright: ignore[reportFunctionMemberAccess]
+    flat = values.reshape(*values.shape[: values.ndim - len(axes)], -1)
+    result = flat[..., 0]
+    for i in range(1, flat.shape[-1]):
+        result = number(op.alu(result, flat[..., i]))
+    return result
