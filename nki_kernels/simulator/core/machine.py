@@ -226,9 +226,7 @@ class Machine:
 
 
 class _Running(threading.local):
-    """Holds the machine of each thread that runs a kernel."""
-
-    machine: Machine | None = None
+    machine: Machine | None = None  # that of the kernel that runs in this thread
 
 
 running = _Running()
