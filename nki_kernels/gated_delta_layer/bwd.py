@@ -42,8 +42,7 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     solve_residual,
 )
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
-from delta_trn.nki_kernels.gated_rms_norm import check as check_eps
-from delta_trn.nki_kernels.gated_rms_norm import load_everywhere
+from delta_trn.nki_kernels.gated_rms_norm import check_eps, load_everywhere
 from delta_trn.nki_kernels.language import nki, nl
 from delta_trn.nki_kernels.orders import LAYER_BACKWARD
 from delta_trn.nki_kernels.plan import (
