@@ -404,6 +404,16 @@ def instruction(
     return decorate
 
 
+def lack(name: str, generation: int, instead: str) -> Callable[..., Handle]:
+    """Return an instruction that the simulator lacks: it says what to do instead, where the target has it."""
+
+    def refuse(run: Instruction, **options: object) -> None:
+        run.needs_generation(generation, name)
+        raise NotImplementedError(f"{name} is not simulated; {instead}")
+
+    return instruction(Engine.unknown)(refuse)
+
+
 def _operand(role: str, tensor: NkiTensor) -> Operand:
     """Describe an operand for the trace; what a gather or scatter touches counts as the whole storage."""
     array, shape, chip = tensor.array, tensor.shape, tensor.on_chip

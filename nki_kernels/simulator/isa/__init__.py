@@ -13,7 +13,6 @@ from delta_trn.nki_kernels.simulator.isa.elementwise import *
 from delta_trn.nki_kernels.simulator.isa.enums import *
 from delta_trn.nki_kernels.simulator.isa.enums import nc_version
 from delta_trn.nki_kernels.simulator.isa.generate import *
-from delta_trn.nki_kernels.simulator.isa.later import *
 from delta_trn.nki_kernels.simulator.isa.matmul import *
 from delta_trn.nki_kernels.simulator.isa.reduction import *
 from delta_trn.nki_kernels.simulator.isa.search import *

@@ -4,7 +4,7 @@ import numpy as np
 
 from delta_trn.nki_kernels.simulator.core.dtypes import FLOAT8, MATMUL, round_to, to_float32
 from delta_trn.nki_kernels.simulator.core.errors import StrictError
-from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction
+from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction, lack
 from delta_trn.nki_kernels.simulator.core.memory import (
     BY_MATMUL,
     BY_OTHER,
@@ -18,7 +18,7 @@ from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS, PSUM_BANK
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import matmul_perf_mode
 
-__all__ = ["nc_matmul", "nc_transpose"]
+__all__ = ["nc_matmul", "nc_matmul_mx", "nc_transpose", "quantize_mx"]
 
 WIDE = ("float32", "tfloat32")
 
@@ -236,3 +236,8 @@ def _check_tensor_transpose(run: Instruction, out: NkiTensor, data: NkiTensor, v
             f"nc_transpose data `{data.name}` holds {values[tuple(where)]} at {where}; on gen2 the Tensor "
             "engine multiplies by an identity, and NaN or Inf poison whole rows"
         )
+
+
+# gen4's products of packed tiles, 4 and 8 bits, which have no dtype here
+nc_matmul_mx = lack("nc_matmul_mx", 4, "multiply bfloat16 tiles with nc_matmul")
+quantize_mx = lack("quantize_mx", 4, "keep bfloat16 tiles")

@@ -7,17 +7,19 @@ import numpy as np
 from delta_trn.nki_kernels.simulator.core.dtypes import to_float32
 from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction
 from delta_trn.nki_kernels.simulator.core.memory import SBUF, NkiTensor
-from delta_trn.nki_kernels.simulator.core.operators import Operator, combine, fold
+from delta_trn.nki_kernels.simulator.core.operators import Operator, combine, fold, maximum
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
 
 __all__ = [
-    "bn_aggr", "bn_stats", "select_reduce", "tensor_partition_reduce", "tensor_reduce",
+    "bn_aggr", "bn_stats", "range_select", "select_reduce", "tensor_partition_reduce", "tensor_reduce",
     "tensor_scalar_cumulative", "tensor_scalar_reduce", "tensor_tensor_scan",
 ]  # fmt: skip
 
 ACCUMULATING = ("add", "multiply", "maximum", "minimum")
 BN_STATS_FMAX = 512
+FP32_MIN = float(np.finfo(np.float32).min)
+RANGE_COMPARISONS = ("equal", "less", "less_equal", "greater", "greater_equal")
 
 
 def open_registers(registers: np.ndarray, command: commands, identity: Any, initial: Any = None) -> None:
@@ -33,6 +35,19 @@ def read_registers(run: Instruction, reduce_res: NkiTensor | None, registers: np
     if reduce_res is not None:
         run.write_columns("reduce_res", reduce_res, registers)
     return {"reduces": reduce_res is not None}
+
+
+def accumulate(
+    run: Instruction, registers, op: Operator, result, command, reduce_res, initial=None
+) -> dict[str, Any]:
+    """Fold result along the free axis into the engine's registers, and read them out."""
+    open_registers(registers, command, op.identity, initial)
+    if command not in (commands.idle, commands.reset):
+        folded = result[:, :1]
+        for i in range(1, result.shape[1]):
+            folded = combine(op, folded, result[:, i : i + 1])
+        registers[:] = combine(op, registers, folded)
+    return read_registers(run, reduce_res, registers)
 
 
 @instruction(engines.vector)
@@ -193,6 +208,31 @@ def select_reduce(
             registers[:P] = np.maximum(registers[:P], result.max(axis=1, keepdims=True))
         read_registers(run, reduce_res, registers[:P])
     return {"reduces": reduce_res is not None}
+
+
+@instruction(engines.vector)
+def range_select(
+    run: Instruction, dst: NkiTensor, on_true_tile: NkiTensor, comp_op0: Operator, comp_op1: Operator,
+    bound0: NkiTensor, bound1: NkiTensor, reduce_cmd: commands = commands.reset_reduce,
+    reduce_res: NkiTensor | None = None, reduce_op: Operator = maximum, range_start: int = 0,
+    on_false_value: float = FP32_MIN,
+):  # fmt: skip
+    """Keep on_true_tile where index comp_op0 bound0 and index comp_op1 bound1; reduce to the row maximum.
+
+    Elsewhere dst = on_false_value, the least float32 unless the kernel says otherwise.
+    """
+    run.needs_generation(3, "range_select")
+    first = run.one_of("comp_op0", comp_op0, RANGE_COMPARISONS)
+    second = run.one_of("comp_op1", comp_op1, RANGE_COMPARISONS)
+    run.one_of("reduce_op", reduce_op, ("maximum",))
+    P = on_true_tile.shape[0]
+    values = run.rows("on_true_tile", on_true_tile)
+    index = range_start + np.arange(values.shape[1], dtype=np.float32)[None, :]
+    low, high = run.scalar_operand("bound0", bound0, P), run.scalar_operand("bound1", bound1, P)
+    keep = combine(first, index, low) * combine(second, index, high)
+    result = np.where(keep != 0, values, np.float32(on_false_value))
+    run.write_like(dst, result, on_true_tile)
+    return accumulate(run, run.machine.vector_registers[:P], reduce_op, result, reduce_cmd, reduce_res)
 
 
 @instruction(engines.vector)

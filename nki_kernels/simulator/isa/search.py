@@ -3,13 +3,13 @@
 import numpy as np
 
 from delta_trn.nki_kernels.simulator.core.errors import StrictError
-from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction
+from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction, lack
 from delta_trn.nki_kernels.simulator.core.memory import SBUF, NkiTensor
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 
 __all__ = [
     "local_gather", "max8", "nc_find_index8", "nc_match_replace8", "nc_n_gather", "nonzero_with_count",
-    "sequence_bounds",
+    "sequence_bounds", "topk",
 ]  # fmt: skip
 
 LEAST, MOST = 8, 16384
@@ -171,3 +171,7 @@ def nonzero_with_count(
         result[p, : len(hits)] = hits + index_offset
         result[p, n] = len(hits)
     run.write(out, result)
+
+
+# the documentation does not say which partitions hold its result
+topk = lack("topk", 2, "take max8 and nc_match_replace8 in turn")
