@@ -24,7 +24,7 @@ from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     load_weights,
     multiply_taps,
     outline,
-    store_dx,
+    store_channels,
     store_prefix,
     store_sums,
     sum_taps,
@@ -147,7 +147,7 @@ def run_convolution(stage, share, shares, stream, own, call):
         elif stage == "sum taps":
             sum_taps(own, stream, c, taps, own.products[step], call)
         else:
-            store_dx(own, stream, c, call["dx"])
+            store_channels(call["dx"], own.dx_sums[c], stream, c, own.start)
 
 
 def open_stream(bundle, largest, call):

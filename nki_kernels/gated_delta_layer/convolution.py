@@ -257,18 +257,12 @@ def sum_taps(own, stream, c, taps, products, call):
         add_selected(own.dx_sums[c], call["shifts"]["crossing"], arriving[0])
 
 
-def store_dx(own, stream, c, dx):
-    """Stores dx of a cell, of which all taps have been summed."""
-    low, high = stream.plan["cells"][c]
-    dx_sb = sbuf((own.tokens, high - low), dx.dtype)
-    copy_scaled(dx_sb, own.dx_sums[c])
-    store_channels(dx, dx_sb, stream, c, own.start)
-
-
-def store_channels(dst, x_sb, stream, c, start):
-    """Stores a cell [tokens, width] as tokens of dst [N, T, channels], from start on."""
-    plan, n, tokens = stream.plan, stream.bundle["n"], x_sb.shape[0]
+def store_channels(dst, x_ps, stream, c, start):
+    """Stores a cell [tokens, width], rounded, as tokens of dst [N, T, channels], from start on."""
+    plan, n, tokens = stream.plan, stream.bundle["n"], x_ps.shape[0]
     low, high = plan["cells"][c]
+    x_sb = sbuf(x_ps.shape, dst.dtype)
+    copy_scaled(x_sb, x_ps)
     for span in find_channels(plan, low, high):
         first, last, channel = span
         nisa.dma_copy(
@@ -284,12 +278,9 @@ def store_prefix(dprefix, stream, call):
     cells = stream.plan["cells"]
     for c in range(len(cells)):
         low, high = cells[c]
-        out_ps, out_sb = psum((rows, high - low)), sbuf((rows, high - low), dprefix.dtype)
-        add_selected(
-            out_ps, crossing_sb[:, C - rows : C], load_leaving(call["leaving"], stream, 0, low, high)
-        )
-        copy_scaled(out_sb, out_ps)
-        store_channels(dprefix, out_sb, stream, c, 0)
+        out_ps, leaving_sb = psum((rows, high - low)), load_leaving(call["leaving"], stream, 0, low, high)
+        add_selected(out_ps, crossing_sb[:, C - rows : C], leaving_sb)
+        store_channels(dprefix, out_ps, stream, c, 0)
 
 
 def sum_gain(mh_sb, stream):
