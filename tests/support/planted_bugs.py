@@ -355,7 +355,7 @@ BUGS = (
     Bug("nki: a projection sums over the last block alone", "nki_kernels.delta_residual:add_projection",
         "if d0 > 0:", "if d0 < 0:", "nki's residual"),
     Bug("nki: X s is added to dk", "nki_kernels.delta_residual:build_diagonal",
-        "operand1=sign", "operand1=1.0", "nki's residual"),
+        "x_sb, sign)", "x_sb, 1.0)", "nki's residual"),
     Bug("nki: dk keeps its part along k", "nki_kernels.delta_residual:delta_residual_bwd",
         "data=k_sb[:, d0 + low : d0 + high], op0=nl.multiply, operand0=along_sb",
         "data=k_sb[:, d0 + low : d0 + high], op0=nl.multiply, operand0=0.0", "nki's residual"),
