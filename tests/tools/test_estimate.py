@@ -265,7 +265,7 @@ def test_a_wrong_machine_misses_the_published_times(monkeypatch, name, value):
 
 
 def test_the_factor_of_a_chain_grows_with_the_memory_it_uses():
-    simulation = simulate.Simulation(1e-3, 1, "", 0, 0, 0, 0.0, {})
+    simulation = simulate.Simulation(1e-3, 1, "", 0.0, {})
     assert factor(simulation, serial=True) == SERIAL
     assert factor(replace(simulation, memory=1.0), serial=True) == PARALLEL
     assert factor(simulation, serial=False) == PARALLEL

@@ -1,4 +1,4 @@
-"""Runs a kernel's machine code on a model of one SM: `run` returns cycles, waits and how busy the units were.
+"""Runs a kernel's machine code on a model of one SM: `run` returns seconds, waits and use of the memory.
 
 The model is simulate.cpp, which `backends.compiler` compiles on first use.
 """
@@ -45,17 +45,13 @@ class Simulation:
     """What the busiest SM does.
 
     resident    programs at once, and `limit`, what keeps more from running
-    issue, tensor, shared, memory   how busy the schedulers, tensor cores, shared memory and the SM's part of
-                the memory's bandwidth were, each at most 1
+    memory      how busy the SM's part of the memory's bandwidth was, at most 1
     waits       cause -> share of the cycles in which warps waited
     """
 
     seconds: float
     resident: int
     limit: str
-    issue: float
-    tensor: float
-    shared: float
     memory: float
     waits: dict[str, float]
 
@@ -97,9 +93,6 @@ def run(code: Code, work: Work) -> Simulation:
         answer["cycles"] / machine.CLOCK * here / simulated,
         residence.programs,
         residence.limit,
-        answer["issue"],
-        answer["tensor"],
-        answer["shared"],
         answer["memory"],
         {cause: cycles / waited for cause, cycles in zip(machine.CAUSES, answer["waits"], strict=True)},
     )
