@@ -18,7 +18,7 @@ roundings add in squares; the floor allows u / 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -47,13 +47,6 @@ GRADIENTS: Mapping[str, str] = {
     "ddt_bias": "dt_bias",
 }
 TENSORS = ("o", "final_state", *GRADIENTS)
-
-
-@dataclass(frozen=True)
-class RuleReference(Reference):
-    """Holds what a case of the rule is judged by, with the inputs for which that is so."""
-
-    inputs: Inputs | None = None
 
 
 def terms(case: Case) -> int:
@@ -196,7 +189,7 @@ def parts(case: Case, name: str) -> Tensor:
     return part[..., None] * case.K + torch.arange(case.K) if name == "dg" and case.has_channels else part
 
 
-def reference_for(x: Inputs) -> RuleReference:
+def reference_for(x: Inputs) -> Reference:
     """Computes what any inputs are judged by, on a device that has float64."""
     case, dtype = x.case, x.q.dtype
     judge = judge_outcome(x)
@@ -217,11 +210,11 @@ def reference_for(x: Inputs) -> RuleReference:
             spread.add(sample[name])
     for name, spread in spreads.items():
         assert spread.count, f"no sample of the baseline is finite in {name} of case {case.name}"
-    return RuleReference(case.op, case.name, dtype, judge, spreads, terms(case), dtype, inputs=x)
+    return Reference(case.op, case.name, dtype, judge, spreads, terms(case), dtype, x)
 
 
 @lru_cache(maxsize=4)
-def reference(case: Case, dtype: torch.dtype, device: str = "cpu") -> RuleReference:
+def reference(case: Case, dtype: torch.dtype, device: str = "cpu") -> Reference:
     """Computes what a case is judged by, on a `device` that has float64."""
     x = inputs(case, dtype).to(device)
     if "bench" in case.tags and case.B > 2:
@@ -234,7 +227,6 @@ def verdicts(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") 
     """Runs a backend on a case and judges every tensor. Raises BackendRefusal where it refuses."""
     expected = reference(case, dtype, "cuda" if device.startswith("cuda") else "cpu")
     results = outcome(inputs(case, dtype).to(device), backend)
-    assert expected.inputs is not None
     if expected.inputs.q.shape[0] != case.B:
         rows = [0, case.B - 1]
         shared = {f"d{name}" for name in PER_HEAD} & set(results)
