@@ -190,8 +190,7 @@ def test_warps_wait_for_the_last_one_at_a_barrier():
     ],
 )
 def test_programs_on_an_sm_are_limited_by_the_scarcest(code, expected):
-    residence = machine.residence(code)
-    assert (residence.programs, residence.limit) == expected
+    assert machine.residence(code) == expected
 
 
 def test_a_program_that_no_sm_holds_is_an_error():
