@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import triton
@@ -135,12 +135,7 @@ class Row:
 def variants(*, quick: bool = False, architecture: int = 90) -> Iterator[tuple[int, int, str, Variant]]:
     """Yields K, V, dtype and variant; quick: few sizes, and the options that training uses."""
     with assume(Card(architecture // 10)):
-        yield from _variants(quick, architecture)
-
-
-def _variants(quick: bool, architecture: int) -> Iterator[tuple[int, int, str, Variant]]:
-    for dtype in ("bf16", "fp32") if quick else ITEMSIZE:
-        for modules, everything, few in SIZES:
+        for dtype, (modules, everything, few) in product(("bf16", "fp32") if quick else ITEMSIZE, SIZES):
             if modules is RULE and architecture != 90:
                 few = [*few, *OTHERS_SIZES]
             if modules is CHANNELS and dtype == "fp16":
@@ -148,10 +143,9 @@ def _variants(quick: bool, architecture: int) -> Iterator[tuple[int, int, str, V
             sizes = few if quick else everything
             if quick and dtype == "fp32":
                 sizes = few if modules is RULE else []
-            for K, V in sizes:
-                for module in modules:
-                    for variant in module.variants(K, V, ITEMSIZE[dtype], quick):
-                        yield K, V, dtype, variant
+            for (K, V), module in product(sizes, modules):
+                for variant in module.variants(K, V, ITEMSIZE[dtype], quick):
+                    yield K, V, dtype, variant
 
 
 def source(dtype: str, variant: Variant) -> ASTSource:
