@@ -1,9 +1,5 @@
 """Kimi Delta Attention: the gated delta rule with a decay for each channel of a key (arXiv:2510.26692).
 
-Per value head, with state S [K, V] and decays exp(g_t) [K]:
-
-    S <- Diag(exp(g_t)) S ;  u = beta_t (v_t - S^T k_t) ;  S <- S + k_t u^T ;  o_t = scale S^T q_t
-
 Contract, judge and the chunked backend are those of `backends.gated_delta_rule`, by the dimensions of g.
 Triton's kernels compute float32 and bfloat16; nothing computes it on Trainium.
 """

@@ -56,7 +56,7 @@ def terms(case: Case) -> int:
 
 def outcome(x: Inputs, backend: str, operation: Callable[..., Any] | None = None) -> dict[str, Tensor]:
     """Computes o, final_state and every gradient by the public operation, or one like it, on a backend."""
-    leaves = _leaves(x)
+    leaves = make_leaves(x)
     if operation is None:
         operation = kimi_delta_attention if x.case.has_channels else gated_delta_rule
     o, final_state = operation(
@@ -147,7 +147,7 @@ def samples(x: Inputs) -> Iterator[dict[str, Tensor]]:
 
 def _by_formula(x: Inputs, rounding: Rounding, chunk: int | None, n: int = 0) -> dict[str, Tensor]:
     """Computes n samples by the formula, with an axis of samples; 0: one without it."""
-    leaves = _leaves(x)
+    leaves = make_leaves(x)
     if n:
         leaves = {name: y.detach().expand(n, *y.shape).clone().requires_grad_() for name, y in leaves.items()}
     packed = {} if x.cu_seqlens is None else {"cu_seqlens": x.cu_seqlens}
@@ -155,7 +155,8 @@ def _by_formula(x: Inputs, rounding: Rounding, chunk: int | None, n: int = 0) ->
     return _with_gradients(x, leaves, outputs["o"], outputs["final_state"])
 
 
-def _leaves(x: Inputs) -> dict[str, Tensor]:
+def make_leaves(x: Inputs) -> dict[str, Tensor]:
+    """Returns the tensors that get gradients, by name, each a leaf of a graph of its own."""
     tensors = x.tensors()
     return {name: tensors[name].detach().requires_grad_() for name in GRADIENTS.values() if name in tensors}
 
