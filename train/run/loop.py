@@ -89,6 +89,7 @@ class _Loop:
 
     def until_the_end(self, stop: StopRequest) -> Outcome:
         c, state = self.run.config, self.run.state
+        machine.spare_host(self.run.device)
         last, reason = state.step == c.steps, None
         while state.step < c.steps or state.owes:
             if not state.owes:
