@@ -77,7 +77,7 @@ BUGS = (
     Bug("gates: sigmoid of beta in bfloat16", f"{RULE}.contract:write_strength",
         "_full(z).sigmoid()", "z.bfloat16().sigmoid().to(_full(z).dtype)", "gates"),
     Bug("gates: no bias", f"{RULE}.contract:log_decay",
-        "x = a if dt_bias is None else a + dt_bias.to(a.dtype)", "x = a", "gates"),
+        "x = a if bias is None else a + bias", "x = a", "gates"),
     Bug("gates: a tensor's last tokens are computed one by one", f"{RULE}.contract:_in_whole_vectors",
         "-len(rows) % VECTORS", "0", "gates' bits"),
     Bug("gates: threads divide what is left of a vector", f"{RULE}.contract:_in_whole_vectors",
