@@ -11,8 +11,8 @@ MADE = {
     "RULE_BACKWARD": (504.35, 503.83, 306.94),
     "LAYER_FORWARD": (357.98, 344.11, 214.23),
     "LAYER_BACKWARD": (818.60, 718.27, 474.04),
-    "CHANNELS_FORWARD": (308.65, 300.42),
-    "CHANNELS_BACKWARD": (720.90, 620.20),
+    "CHANNELS_FORWARD": (277.36, 262.47),
+    "CHANNELS_BACKWARD": (648.93, 558.23),
 }
 
 RULE_FORWARD = read_order("""
@@ -98,34 +98,34 @@ LAYER_BACKWARD = read_order("""
 """)
 
 CHANNELS_FORWARD = read_order("""
-    load even 0; W odd 3; scale keys odd 1; merge all 2; merge all 2; normalize even 0; merge all 2; sum
-    channels even 0; R odd 3; list columns even 1; load odd 0; factors odd 1; transpose q, k even 0; O even 3;
-    merge all 2; P T odd 3; pairs odd 1; weigh pairs odd 1; S odd 3; merge all 2; scale keys even 0; list
-    columns odd 1; factors even 0; merge all 2; strengths even 0; spread columns all 1; merge all 2; sum
-    channels odd 0; normalize odd 0; substitute all 1; O odd 3; substitute all 1; pairs even 0; transpose q, k
-    odd 0; merge all 2; weigh pairs even 0; R even 2; merge all 2; W even 2; substitute all 1; S even 2;
-    strengths odd 0; P T even 2
+    load odd 0; load even 0; O odd 4; W even 3; merge all 2; pairs even 1; normalize even 0; S odd 4; merge
+    all 2; S even 3; R odd 3; merge all 2; merge all 2; sum channels odd 1; weigh pairs even 1; merge all 2;
+    list columns even 1; pairs odd 1; R even 2; merge all 2; weigh pairs odd 1; merge all 2; sum channels even
+    0; list columns odd 1; merge all 2; normalize odd 0; merge all 2; spread columns all 1; P T even 2; scale
+    keys odd 1; transpose q, k even 0; scale keys even 0; substitute all 1; W odd 3; transpose q, k odd 0;
+    substitute all 1; substitute all 1; factors even 0; factors odd 0; P T odd 2; strengths odd 0; O even 2;
+    strengths even 0
 """)
 
 CHANNELS_BACKWARD = read_order("""
-    load even 0; levels 3 even 1; R odd 1; normalize even 0; levels 3 even 1; U odd 1; load odd 0; transpose
-    q, k even 0; levels 4 even 1; dR by channel odd 1; sum channels even 0; dS odd 1; scale keys even 0; dR by
-    channel odd 1; levels 4 even 1; dS odd 1; sum along even 1; factors even 0; transpose gradients odd 1;
-    pairs even 0; strengths even 0; weigh pairs even 0; transpose gradients odd 1; list columns even 0; norms
-    even 1; transpose states odd 1; sum along even 1; spread columns even 0; multiply pairs odd 1; transpose
-    states odd 1; substitute even 0; multiply pairs odd 1; store keys even 1; norms even 1; merge even 0;
-    round pairs odd 1; merge even 0; round pairs odd 1; sum rows even 1; merge even 0; mask pairs odd 1; mask
-    pairs odd 1; store keys even 1; merge even 0; read channels odd 1; merge even 0; sum rows even 1; merge
-    even 0; read channels odd 1; merge even 0; begin dg odd 1; merge even 0; merge even 0; levels 1 odd 1;
-    apply T even 0; begin dg odd 1; levels 1 odd 1; apply T even 0; levels 2 odd 1; R even 0; levels 2 odd 1;
-    U even 0; levels 3 odd 1; R even 0; normalize odd 0; levels 3 odd 1; U even 0; transpose q, k odd 0; dR by
-    channel even 0; levels 4 odd 1; sum channels odd 0; dS even 0; levels 4 odd 1; dR by channel even 0; scale
-    keys odd 0; transpose gradients even 0; sum along odd 1; strengths odd 0; dS even 0; sum along odd 1;
-    factors odd 0; transpose gradients even 0; norms odd 1; store keys odd 1; pairs odd 0; norms odd 1; weigh
-    pairs odd 0; transpose states even 0; list columns odd 0; store keys odd 1; multiply pairs even 0; spread
-    columns odd 0; sum rows odd 1; multiply pairs even 0; sum rows odd 1; substitute odd 0; round pairs even
-    0; merge odd 0; round pairs even 0; merge odd 0; merge odd 0; mask pairs even 0; merge odd 0; read
-    channels even 0; transpose states even 0; mask pairs even 0; merge odd 0; read channels even 0; merge odd
-    0; merge odd 0; begin dg even 0; merge odd 0; begin dg even 0; merge odd 0; levels 1 even 0; apply T odd
-    0; levels 1 even 0; apply T odd 0; levels 2 even 0; R odd 0; levels 2 even 0; U odd 0
+    R odd 1; merge odd 1; merge odd 1; load even 0; begin dg even 1; merge odd 1; normalize even 0; merge odd
+    1; levels 2 even 1; levels 1 even 1; transpose q, k even 0; sum channels even 0; strengths even 0; dS even
+    1; apply T odd 1; levels 3 even 1; levels 2 even 1; U odd 1; levels 4 even 1; R odd 1; norms odd 2; levels
+    3 even 1; factors even 0; apply T odd 1; pairs even 0; weigh pairs even 0; U odd 1; dR by channel odd 1;
+    list columns even 0; transpose gradients odd 1; levels 4 even 1; sum along even 1; dS odd 1; multiply
+    pairs odd 1; spread columns even 0; scale keys even 0; dR by channel odd 1; round pairs odd 1; substitute
+    even 0; mask pairs odd 1; transpose states odd 1; read channels odd 1; transpose gradients odd 1; store
+    keys odd 2; transpose states odd 1; merge even 0; multiply pairs odd 1; norms even 1; begin dg odd 1; sum
+    rows odd 2; round pairs odd 1; merge even 0; load odd 0; levels 1 odd 1; merge even 0; levels 2 odd 1;
+    merge even 0; merge even 0; R even 0; sum rows even 1; merge even 0; levels 3 odd 1; read channels odd 1;
+    merge even 0; merge even 0; normalize odd 0; merge even 0; begin dg odd 1; strengths odd 0; mask pairs odd
+    1; levels 1 odd 1; apply T even 0; apply T even 0; levels 2 odd 1; U even 0; levels 4 odd 1; sum along odd
+    1; levels 3 odd 1; norms odd 1; R even 0; dR by channel even 0; levels 4 odd 1; store keys even 1; sum
+    along odd 1; dS odd 1; transpose q, k odd 0; sum channels odd 0; sum rows even 1; dS even 0; factors odd
+    0; U even 0; transpose gradients even 0; pairs odd 0; weigh pairs odd 0; list columns odd 0; sum along
+    even 1; multiply pairs even 0; spread columns odd 0; transpose states even 0; store keys odd 1; dR by
+    channel even 0; scale keys odd 0; round pairs even 0; transpose gradients even 0; substitute odd 0; mask
+    pairs even 0; norms even 1; read channels even 0; merge odd 0; multiply pairs even 0; transpose states
+    even 0; merge odd 0; begin dg even 0; round pairs even 0; sum rows odd 1; merge odd 0; mask pairs even 0;
+    store keys even 1; read channels even 0; merge odd 0; levels 1 even 0; merge odd 0
 """)
