@@ -53,6 +53,8 @@ class GatedDeltaNet(Float32Numbers):
             between processes. A single token that continues a cache goes through `gated_delta_rule_step`.
     """
 
+    rule, step = staticmethod(gated_delta_rule), staticmethod(gated_delta_rule_step)
+
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__()
         d, H, HV = config.hidden_size, config.num_heads, config.num_v_heads
@@ -60,21 +62,30 @@ class GatedDeltaNet(Float32Numbers):
         self.K, self.V, self.sizes = K, V, (H * K, H * K, HV * V)
         self.beta_max = 2.0 if config.allow_neg_eigval else 1.0
         self.scale = K**0.5 if config.readout == "sqrt_k" else K**-0.5
-        self.scan: Callable[..., tuple[Tensor, Tensor | None]] = gated_delta_rule
+        self.scan: Callable[..., tuple[Tensor, Tensor | None]] = self.rule
         self.q_proj, self.k_proj = Linear(d, H * K, heads=H), Linear(d, H * K, stored=True, heads=H)
-        self.v_proj, self.g_proj = Linear(d, HV * V, stored=True, heads=HV), Linear(d, HV * V, heads=HV)
+        self.v_proj = Linear(d, HV * V, stored=True, heads=HV)
         self.o_proj = Linear(HV * V, d, scale=config.mixer_output_scale, heads=HV, of_columns=True)
-        self.a_proj, self.b_proj = (Linear(d, HV, Role.GATE, stored=True) for _ in range(2))
+        self.b_proj = Linear(d, HV, Role.GATE, stored=True)
+        decays = self._make_gates(config)
         tap = Tag(Role.VECTOR, law=taps, stored=True)
         self.conv = ShortConvolution(sum(self.sizes), config.conv_size, tap)
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        self.A_log, self.dt_bias = (nn.Parameter(torch.empty(HV, dtype=wide)) for _ in range(2))
+        self.A_log, self.dt_bias = (nn.Parameter(torch.empty(n, dtype=wide)) for n in (HV, decays))
         rates = partial(decay_rates, factor=config.forgetting)
+        role = Role.SCALAR if decays == HV else Role.VECTOR
         self.tags = {
             "A_log": Tag(Role.SCALAR, law=rates, stored=True),
-            "dt_bias": Tag(Role.SCALAR, law=time_steps, stored=True),
+            "dt_bias": Tag(role, law=time_steps, stored=True),
         }
         self.o_norm = RMSNorm(V, config.rms_norm_eps)
+
+    def _make_gates(self, config: DeltaConfig) -> int:
+        """Makes the projections of decay and output gate; returns how many decays a token has."""
+        d, HV = config.hidden_size, config.num_v_heads
+        self.a_proj = Linear(d, HV, Role.GATE, stored=True)
+        self.g_proj = Linear(d, HV * self.V, heads=HV)
+        return HV
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d], zero at padding, to [B, T, d]."""
@@ -119,18 +130,22 @@ class GatedDeltaNet(Float32Numbers):
         q, k, v = consecutive_parts(qkv, self.sizes)
         q, k = q.unflatten(-1, (-1, self.K)), k.unflatten(-1, (-1, self.K))
         v = v.unflatten(-1, (-1, self.V))
-        inputs = (q, k, v, *self._gate_inputs(x, sequences))
+        gates, options = self._rule_inputs(x, sequences)
+        inputs = (q, k, v, *gates)
         if cache is not None and cache.state is not None and x.shape[1] == 1:
             token = (y[:, 0] for y in inputs)
-            o, cache.state = gated_delta_rule_step(*token, state=cache.state, **self._options())
+            o, cache.state = self.step(*token, state=cache.state, **options)
             o = o[:, None]
         else:
             state = None if cache is None else cache.state
-            options = {"output_final_state": cache is not None, **self._options()}
-            o, state = self.scan(*inputs, initial_state=state, **options)
+            options |= {"initial_state": state, "output_final_state": cache is not None}
+            o, state = self.scan(*inputs, **options)
             if cache is not None:
                 cache.state = state
-        return self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, self.V)))
+        return self._gate_output(o, self.g_proj(x).unflatten(-1, (-1, self.V)))
+
+    def _gate_output(self, o: Tensor, z: Tensor) -> Tensor:
+        return self.o_norm(o, z)
 
     def gates(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Returns g and beta [B, T, HV] in float32, under autocast too: in bfloat16 a decay of 0.999 is 1."""
@@ -144,14 +159,24 @@ class GatedDeltaNet(Float32Numbers):
         The first token of a sequence gets a value that forgets all, which is exact: exp(g) is 0, and so is
         every gradient that would pass.
         """
+        a, z = self.project_gates(x)
+        if sequences.real is not None:
+            a, z = (y.masked_fill(~sequences.real, CLOSED) for y in (a, z))
+        if sequences.begins is not None:
+            # float16 has no number that large
+            a = a.to(torch.promote_types(a.dtype, torch.bfloat16)).masked_fill(sequences.begins, FORGET)
+        return a, z
+
+    def project_gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what the projections make of x for decay and beta, in the dtype of their weights."""
         with torch.autocast(x.device.type, enabled=False):
             both = joint(x.to(self.a_proj.weight.dtype), self.a_proj, self.b_proj)
-        if sequences.real is not None:
-            both = both.masked_fill(~sequences.real, CLOSED)
         a, z = consecutive_parts(both, [both.shape[-1] // 2] * 2)
-        if sequences.begins is not None:
-            a = a.masked_fill(sequences.begins, min(FORGET, torch.finfo(a.dtype).max))
         return a, z
+
+    def _rule_inputs(self, x: Tensor, sequences: Sequences) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+        """Returns what the rule takes for g and beta, and its options."""
+        return self._gate_inputs(x, sequences), self._options()
 
     def _options(self) -> dict[str, Any]:
         """Returns the options of the delta rule, which makes g and beta from the projections."""

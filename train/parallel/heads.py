@@ -51,7 +51,7 @@ def divide_heads(
 
 def _dimension(name: str) -> int | None:
     """Returns the dimension in which a layer's parameter is divided; None: it is on every process."""
-    if name.startswith(("o_norm", "q_norm", "k_norm")):
+    if name.startswith(("o_norm", "q_norm", "k_norm", "f_proj.0", "g_proj.0")):
         return None
     return 1 if name.startswith(("o_proj", "down_proj")) else 0
 

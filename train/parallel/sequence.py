@@ -8,6 +8,7 @@ nothing waits for the segment before: two scans instead of one, and one gather.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from delta_trn.backends import gated_delta_rule
 from delta_trn.models.cache import LayerCache
 from delta_trn.models.convolution import ShortConvolution
 from delta_trn.models.gated_deltanet import GatedDeltaNet
@@ -26,12 +26,14 @@ from delta_trn.models.sequence import Sequences
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
 
+Rule = Callable[..., tuple[Tensor, Tensor | None]]
+
 
 def pass_states_on(model: DeltaForCausalLM, mesh: DeviceMesh) -> None:
     """Makes every layer continue from the segment before. With a cache, layers work as they did."""
     for module in model.modules():
         if isinstance(module, GatedDeltaNet):
-            module.scan = _Scan(mesh)
+            module.scan = _Scan(module.rule, mesh)
         elif isinstance(module, ShortConvolution):
             module.forward = _Convolution(module, mesh)  # type: ignore[method-assign]
 
@@ -43,20 +45,18 @@ def gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def segment_map(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+    rule: Rule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Returns A [B, HV, K, K] and B [B, HV, K, V]: a segment that starts with the state S ends with A S + B.
 
-    Arguments and options are those of `gated_delta_rule`. One scan with values [v, 0] from the state [0, I]
+    Arguments and options are those of the rule. One scan with values [v, 0] from the state [0, I]
     computes both: the two do not meet, because the columns of a state do not.
     """
     K, V = q.shape[-1], v.shape[-1]
     wide = F.pad(v, (0, K))
     full = torch.float64 if v.dtype == torch.float64 else torch.float32
     begin = F.pad(torch.eye(K, dtype=full, device=v.device), (V, 0)).expand(v.shape[0], v.shape[2], K, V + K)
-    _, end = gated_delta_rule(
-        q, k, wide, g, beta, initial_state=begin.contiguous(), output_final_state=True, **options
-    )
+    _, end = rule(q, k, wide, g, beta, initial_state=begin.contiguous(), output_final_state=True, **options)
     assert end is not None
     return end[..., V:], end[..., :V]
 
@@ -81,10 +81,10 @@ def _zero_of(x: Tensor) -> Tensor:
 
 
 class _Scan:
-    """Computes `gated_delta_rule` of this process's segment; stands in a layer's `scan`."""
+    """Computes a layer's rule of this process's segment; stands in its `scan`."""
 
-    def __init__(self, mesh: DeviceMesh):
-        self.mesh = mesh
+    def __init__(self, rule: Rule, mesh: DeviceMesh):
+        self.rule, self.mesh = rule, mesh
 
     def __call__(
         self,
@@ -100,10 +100,10 @@ class _Scan:
     ) -> tuple[Tensor, Tensor | None]:
         if output_final_state:  # a cache is filled: every process has the whole text
             options |= {"initial_state": initial_state, "output_final_state": True}
-            return gated_delta_rule(q, k, v, g, beta, **options)
+            return self.rule(q, k, v, g, beta, **options)
         with torch.autocast(v.device.type, enabled=False):
-            S = state_before(*segment_map(q, k, v, g, beta, **options), self.mesh)
-        return gated_delta_rule(q, k, v, g, beta, initial_state=S, **options)
+            S = state_before(*segment_map(self.rule, q, k, v, g, beta, **options), self.mesh)
+        return self.rule(q, k, v, g, beta, initial_state=S, **options)
 
 
 class _Convolution:
