@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from delta_trn.models.config import DeltaConfig
 from delta_trn.models.convolution import ShortConvolution
 from delta_trn.models.head_numbers import Float32Numbers
 from delta_trn.models.initialization import decay_rates, taps, time_steps
-from delta_trn.models.layers import Linear, RMSNorm, consecutive_parts, joint
+from delta_trn.models.layers import Linear, RMSNorm, consecutive_parts, like_rows, project, token_rows
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag
 from delta_trn.models.sequence import Sequences
@@ -32,6 +32,7 @@ CLOSED = -1e4
 # What the decay's projection is set to at a sequence's first token: exp(g) is 0 for any A_log from -40 to 40,
 # which erases the state.
 FORGET = 1e20
+Projected = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k and v side by side, the output's gate, a, b
 
 
 class GatedDeltaNet(Float32Numbers):
@@ -54,6 +55,7 @@ class GatedDeltaNet(Float32Numbers):
     """
 
     rule, step = staticmethod(gated_delta_rule), staticmethod(gated_delta_rule_step)
+    decays = 1  # of a token and head
 
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__()
@@ -66,36 +68,41 @@ class GatedDeltaNet(Float32Numbers):
         self.q_proj, self.k_proj = Linear(d, H * K, heads=H), Linear(d, H * K, stored=True, heads=H)
         self.v_proj = Linear(d, HV * V, stored=True, heads=HV)
         self.o_proj = Linear(HV * V, d, scale=config.mixer_output_scale, heads=HV, of_columns=True)
+        self._make_gates(config)
         self.b_proj = Linear(d, HV, Role.GATE, stored=True)
-        decays = self._make_gates(config)
         tap = Tag(Role.VECTOR, law=taps, stored=True)
         self.conv = ShortConvolution(sum(self.sizes), config.conv_size, tap)
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        self.A_log, self.dt_bias = (nn.Parameter(torch.empty(n, dtype=wide)) for n in (HV, decays))
+        self.A_log = nn.Parameter(torch.empty(HV, dtype=wide))
+        self.dt_bias = nn.Parameter(torch.empty(HV * self.decays, dtype=wide))
         rates = partial(decay_rates, factor=config.forgetting)
-        role = Role.SCALAR if decays == HV else Role.VECTOR
         self.tags = {
             "A_log": Tag(Role.SCALAR, law=rates, stored=True),
-            "dt_bias": Tag(role, law=time_steps, stored=True),
+            "dt_bias": Tag(Role.SCALAR if self.decays == 1 else Role.VECTOR, law=time_steps, stored=True),
         }
         self.o_norm = RMSNorm(V, config.rms_norm_eps)
 
-    def _make_gates(self, config: DeltaConfig) -> int:
-        """Makes the projections of decay and output gate; returns how many decays a token has."""
+    def _make_gates(self, config: DeltaConfig) -> None:
+        """Makes the projections of the decays and of the output's gate."""
         d, HV = config.hidden_size, config.num_v_heads
-        self.a_proj = Linear(d, HV, Role.GATE, stored=True)
-        self.g_proj = Linear(d, HV * self.V, heads=HV)
-        return HV
+        self.a_proj, self.g_proj = Linear(d, HV, Role.GATE, stored=True), Linear(d, HV * self.V, heads=HV)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d], zero at padding, to [B, T, d]."""
-        qkv = joint(x, self.q_proj, self.k_proj, self.v_proj)
+        rows = token_rows(x)
+        qkv, gate = self._project(rows)
+        qkv, gate = like_rows(x, qkv), gate.view(*x.shape[:2], -1, self.V)
+        a, b = self._gate_inputs(x, rows, sequences)
         backend = self._find_kernel(qkv, sequences, cache)
         if backend is None:
-            y = self._mix(x, self.conv(qkv, sequences, cache), sequences, cache)
+            y = self._mix((self.conv(qkv, sequences, cache), gate, a, b), sequences, cache)
         else:
-            y = self._mix_in_one_kernel(x, qkv, sequences, cache, backend)
-        return self.o_proj(y.flatten(-2))
+            y = self._mix_in_one_kernel((qkv, gate, a, b), sequences, cache, backend)
+        return like_rows(x, self.o_proj(y.reshape(*rows.shape[:-1], -1)))
+
+    def _project(self, rows: Tensor) -> Sequence[Tensor]:
+        """Returns q, k and v side by side, and the output's gate."""
+        return project(rows, (self.q_proj, self.k_proj, self.v_proj), (self.g_proj,))
 
     def _find_kernel(self, qkv: Tensor, sequences: Sequences, cache: LayerCache | None) -> str | None:
         """Returns the backend that computes all between the projections in one kernel; None: `_mix` does."""
@@ -108,11 +115,10 @@ class GatedDeltaNet(Float32Numbers):
         return find_layer_backend(qkv, self.conv.weight, HV, self.K, self.V, packed=sequences.is_packed)
 
     def _mix_in_one_kernel(
-        self, x: Tensor, qkv: Tensor, sequences: Sequences, cache: LayerCache | None, backend: str
+        self, parts: Projected, sequences: Sequences, cache: LayerCache | None, backend: str
     ) -> Tensor:
         """Returns y [B, T, HV, V] of what was projected."""
-        a, b = self._gate_inputs(x, sequences)
-        gate = self.g_proj(x).unflatten(-1, (-1, self.V))
+        qkv, gate, a, b = parts
         state = None if cache is None else cache.state
         qkv, prefix = self.conv.take(qkv, sequences, cache)
         y, state = gated_delta_layer(
@@ -125,60 +131,54 @@ class GatedDeltaNet(Float32Numbers):
             cache.state = state
         return y
 
-    def _mix(self, x: Tensor, qkv: Tensor, sequences: Sequences, cache: LayerCache | None) -> Tensor:
+    def _mix(self, parts: Projected, sequences: Sequences, cache: LayerCache | None) -> Tensor:
         """Returns the same of what was convolved: the rule, then the norm, each on its own backend."""
+        qkv, gate, a, b = parts
         q, k, v = consecutive_parts(qkv, self.sizes)
         q, k = q.unflatten(-1, (-1, self.K)), k.unflatten(-1, (-1, self.K))
         v = v.unflatten(-1, (-1, self.V))
-        gates, options = self._rule_inputs(x, sequences)
-        inputs = (q, k, v, *gates)
-        if cache is not None and cache.state is not None and x.shape[1] == 1:
-            token = (y[:, 0] for y in inputs)
-            o, cache.state = self.step(*token, state=cache.state, **options)
+        if cache is not None and cache.state is not None and qkv.shape[1] == 1:
+            token = (y[:, 0] for y in (q, k, v, a, b))
+            o, cache.state = self.step(*token, state=cache.state, **self._options(sequences))
             o = o[:, None]
         else:
             state = None if cache is None else cache.state
-            options |= {"initial_state": state, "output_final_state": cache is not None}
-            o, state = self.scan(*inputs, **options)
+            options = {"output_final_state": cache is not None, **self._options(sequences)}
+            o, state = self.scan(q, k, v, a, b, initial_state=state, **options)
             if cache is not None:
                 cache.state = state
-        return self._gate_output(o, self.g_proj(x).unflatten(-1, (-1, self.V)))
+        return self._gate_output(o, gate)
 
-    def _gate_output(self, o: Tensor, z: Tensor) -> Tensor:
-        return self.o_norm(o, z)
+    def _gate_output(self, o: Tensor, gate: Tensor) -> Tensor:
+        return self.o_norm(o, gate)
 
     def gates(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Returns g and beta [B, T, HV] in float32, under autocast too: in bfloat16 a decay of 0.999 is 1."""
-        a, z = self._gate_inputs(x, sequences)
+        a, z = self._gate_inputs(x, x, sequences)
         with torch.autocast(x.device.type, enabled=False):
             return log_decay(a, self.A_log, self.dt_bias), write_strength(z, self.beta_max)
 
-    def _gate_inputs(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    def _gate_inputs(self, x: Tensor, rows: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Returns W_a x and W_b x [B, T, HV]; padding gets values that neither forget nor write.
 
         The first token of a sequence gets a value that forgets all, which is exact: exp(g) is 0, and so is
         every gradient that would pass.
         """
-        a, z = self.project_gates(x)
+        both = like_rows(x, self._project_gates(rows))
         if sequences.real is not None:
-            a, z = (y.masked_fill(~sequences.real, CLOSED) for y in (a, z))
+            both = both.masked_fill(~sequences.real, CLOSED)
+        HV = both.shape[-1] // (self.decays + 1)
+        a, z = consecutive_parts(both, [self.decays * HV, HV])
         if sequences.begins is not None:
-            # float16 has no number that large
-            a = a.to(torch.promote_types(a.dtype, torch.bfloat16)).masked_fill(sequences.begins, FORGET)
+            a = a.masked_fill(sequences.begins, min(FORGET, torch.finfo(a.dtype).max))
         return a, z
 
-    def project_gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what the projections make of x for decay and beta, in the dtype of their weights."""
-        with torch.autocast(x.device.type, enabled=False):
-            both = joint(x.to(self.a_proj.weight.dtype), self.a_proj, self.b_proj)
-        a, z = consecutive_parts(both, [both.shape[-1] // 2] * 2)
-        return a, z
+    def _project_gates(self, rows: Tensor) -> Tensor:
+        """Returns W_a x and W_b x side by side, in the dtype of their weights."""
+        with torch.autocast(rows.device.type, enabled=False):
+            return project(rows.to(self.a_proj.weight.dtype), (self.a_proj, self.b_proj))[0]
 
-    def _rule_inputs(self, x: Tensor, sequences: Sequences) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-        """Returns what the rule takes for g and beta, and its options."""
-        return self._gate_inputs(x, sequences), self._options()
-
-    def _options(self) -> dict[str, Any]:
+    def _options(self, sequences: Sequences) -> dict[str, Any]:
         """Returns the options of the delta rule, which makes g and beta from the projections."""
         return {
             "scale": self.scale,

@@ -59,7 +59,8 @@ SHAPES = {
 class Launch:
     """A kernel of a call.
 
-    variant None: `count` kernels of PyTorch's or of another project's, of which only the bytes count.
+    variant     None: `count` kernels of PyTorch's or of another project's, of which only the bytes count
+    written     bytes that it writes, where `layers` asks what its bytes alone take
     """
 
     name: str
@@ -67,6 +68,7 @@ class Launch:
     variant: Variant | None
     work: Work
     count: int = 1
+    written: float = 0.0
 
 
 def keeps_states(shape: Shape) -> bool:
