@@ -42,7 +42,7 @@ from delta_trn.nki_kernels.tiles import (
     add_selected,
     add_transposed,
     copy_scaled,
-    keep_upper,
+    keep_triangle,
     multiply,
     multiply_on_gpsimd,
     psum,
@@ -200,10 +200,8 @@ def begin_solution(chunk, blocks):
     C, lanes, _ = chunk.minus_L_t.shape
     n, place_sb = min(BLOCK, C), blocks["place"]
     chunk.solution = sbuf((C, lanes, n))
-    nisa.tensor_copy(
-        dst=chunk.solution, engine=nisa.engine.gpsimd,
-        src=place_sb.ap(pattern=[[place_sb.shape[1], C], [0, lanes], [1, n]], offset=0),
-    )  # fmt: skip
+    places = place_sb.ap(pattern=[[place_sb.shape[1], C], [0, lanes], [1, n]], offset=0)
+    multiply_on_gpsimd(chunk.solution, places, places)  # copies zeros and ones
 
 
 def substitute(chunks, start, stop):
@@ -349,10 +347,10 @@ def refine(chunks, both):
     """
     residuals = []
     for chunk in chunks:
-        keep_upper(chunk.minus_L_t, nl.greater)
+        keep_triangle(chunk.minus_L_t, 1, 1)
         E_sb = sbuf(chunk.T.shape)
         multiply_and_add(E_sb, chunk.minus_L_t, chunk.T, chunk.T, nl.subtract)
-        keep_upper(E_sb, nl.less)
+        keep_triangle(E_sb, -1, 1)
         residuals.append(E_sb)
     for b in range(len(chunks)):
         chunk, E_sb = chunks[b], residuals[b]
