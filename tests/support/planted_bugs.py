@@ -212,6 +212,8 @@ BUGS = (
     Bug("patch: compiled flash attention takes several rows for one sequence each",
         "models.ecosystem.patching:_keep_apart", '"flash" in str(self.config._attn_implementation)', "False",
         "compiled flash attention"),
+    Bug("patch: indexed attention reads packed sequences as one", "models.ecosystem.patching:_keep_apart",
+        "refusal = NO_BOUNDS if indexed else", "refusal =", "indexed attention"),
     Bug("models: separate numbers have other names in files", "models.head_numbers:_name_as_before",
         'state[f"{prefix}{name}"] = state.pop(key)', "pass", "separate numbers"),
     Bug("models: a constant value does not grow with width", "models.residual:Value.forward",
