@@ -439,6 +439,7 @@ CHECKS = {
         test_packing.test_packed_sequences_cannot_fill_or_continue_a_cache, families.make("qwen3_next"), 2
     ),
     "compiled flash attention": flash_attention_passes,
+    "indexed attention": lambda: holds(test_packing.test_indexed_attention_refuses_packed_sequences),
     "rates": rates_pass,
     "decay steps": lambda: holds(
         test_optimizers.TestSchedule().test_decay_steps_replaces_steps_as_the_end_of_the_cosine
