@@ -336,7 +336,7 @@ BUGS = (
     Bug("nki: dk without what goes through the norm", f"{NKI_BACK}:differentiate_norm",
         "for side in range(2):", "for side in range(1):", "nki"),
     Bug("nki: a token erases itself", f"{NKI_BACK}:compute_pair_gradients",
-        "nl.greater)", "nl.greater_equal)", "nki, ragged"),
+        "weighted_Z_t, 1, 1)", "weighted_Z_t, 1, 0)", "nki, ragged"),
     Bug("nki: every decoded value head reads the first key", f"{NKI_STEP}:load_key_rows",
         "row = (start + i) // shared", "row = 0", "nki, decoding"),
     Bug("nki: decoded keys are as long as rsqrt's scale leaves them", f"{NKI_STEP}:normalize",
