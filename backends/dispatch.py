@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -167,16 +168,13 @@ class default_backend:
         _select(self.previous[-1])
 
 
-def choose(call: Call, name: str | None = None) -> Backend:
+def choose(call: Call, name: str | None = None, default: Selection | None = None) -> Backend:
     """Returns the backend that runs `call`. Raises BackendRefusal with every reason of every candidate.
 
-    A name in the call is strict. Else the default backend is asked, or without one the device's automatic
-    backends in the order of registration; last the backends that the default allows.
+    A name in the call is strict. Else the default backend is asked (None: the process's), or without one the
+    device's automatic backends in the order of registration; last the backends that the default allows.
     """
-    return _choose(call, name, selection())
-
-
-def _choose(call: Call, name: str | None, default: Selection) -> Backend:
+    default = default or selection()
     candidates = _candidates(call, name, default)
     for backend in candidates:
         if not backend.refusals(call):
@@ -190,12 +188,9 @@ def _candidates(call: Call, name: str | None, default: Selection) -> list[Backen
     allowed = [_find(wanted) for wanted in default.allow]
     if default.name is not None:
         return [_find(default.name), *allowed]
-    return [*(backend for backend in BACKENDS.values() if _is_automatic(backend, call)), *allowed]
-
-
-def _is_automatic(backend: Backend, call: Call) -> bool:
-    row = backend.rows.get(call.op)
-    return row is not None and row.is_automatic_on(call.device)
+    rows = ((backend, backend.rows.get(call.op)) for backend in BACKENDS.values())
+    automatic = [backend for backend, row in rows if row is not None and row.is_automatic_on(call.device)]
+    return [*automatic, *allowed]
 
 
 def _explain(call: Call, name: str | None, default: Selection, candidates: list[Backend]) -> str:
@@ -241,7 +236,7 @@ def choose_name(
     capability = machine.compute_capability(device, place)
     call = Call(op, device, dtype, dict(sizes), options, gradients, capability)
     if required:
-        return _choose(call, name, Selection(default, allow)).name
+        return choose(call, name, Selection(default, allow)).name
     candidates = _candidates(call, name, Selection(default))
     return next((backend.name for backend in candidates if not backend.refusals(call)), None)
 
@@ -336,10 +331,8 @@ def _nki(devices: frozenset[str], automatic: frozenset[str]) -> dict[str, Row]:
     def row(folder: str, limits: str) -> Row:
         return Row(_at(f"{folder}.nki_adapter"), NEURON_FLOATS, devices, automatic, _limits(limits))
 
-    rule = row("gated_delta_rule", "rule_nki")
     return {
-        "gated_delta_rule": rule,
-        "gated_delta_rule_step": rule,
+        **dict.fromkeys(_RULES, row("gated_delta_rule", "rule_nki")),
         "delta_residual": row("delta_residual", "residual_nki"),
         "short_convolution": row("layers", "nki_convolution"),
         "gated_rms_norm": row("layers", "nki_norm"),
@@ -353,19 +346,15 @@ _TRITON_CHANNELS = replace(
     _triton("kimi_delta_attention.triton_adapter", _limits("rule_triton")), dtypes=NEURON_FLOATS
 )
 _TRITON_NORM = _triton("layers.triton_adapter", _limits("triton_norm"))
-_CHUNKED = Row(_at("gated_delta_rule.chunked"), FLOATS, automatic=CPU)
-# what Triton's kernels of it do not take on a GPU, PyTorch's form does, and says so (`kimi_delta_attention`)
-_CHANNELS = Row(_at("gated_delta_rule.chunked"), FLOATS, automatic=CPU | CUDA)
-_RECURRENT = Row(_at("gated_delta_rule.recurrent"), FLOATS)
-_LAYERS = Row(_at("layers.pytorch"), FLOATS, automatic=None)  # PyTorch's form is every device's
+_RULES = ("gated_delta_rule", "gated_delta_rule_step")
+_KIMI = ("kimi_delta_attention", "kimi_delta_attention_step")
+_LAYERS = ("short_convolution", "gated_rms_norm", "add_rms_norm", "linear_cross_entropy")
 
 # The first automatic backend that takes a call is chosen, so those with kernels come first.
 TABLE: Mapping[str, Mapping[str, Row]] = {
     "triton": {
-        "gated_delta_rule": _TRITON_RULE,
-        "gated_delta_rule_step": _TRITON_RULE,
-        "kimi_delta_attention": _TRITON_CHANNELS,
-        "kimi_delta_attention_step": _TRITON_CHANNELS,
+        **dict.fromkeys(_RULES, _TRITON_RULE),
+        **dict.fromkeys(_KIMI, _TRITON_CHANNELS),
         "delta_residual": _triton("delta_residual.triton_adapter"),
         "short_convolution": _triton("layers.triton_adapter", _limits("triton_convolution")),
         "gated_rms_norm": _TRITON_NORM,
@@ -374,23 +363,17 @@ TABLE: Mapping[str, Mapping[str, Row]] = {
     },
     "nki": _nki(NEURON, automatic=NEURON),
     "chunked": {
-        "gated_delta_rule": _CHUNKED,
-        "gated_delta_rule_step": _CHUNKED,
-        "kimi_delta_attention": _CHANNELS,
-        "kimi_delta_attention_step": _CHANNELS,
+        **dict.fromkeys(_RULES, Row(_at("gated_delta_rule.chunked"), FLOATS, automatic=CPU)),
+        # what Triton's kernels of it do not take on a GPU, PyTorch's form does, and says so
+        **dict.fromkeys(_KIMI, Row(_at("gated_delta_rule.chunked"), FLOATS, automatic=CPU | CUDA)),
         "delta_residual": Row(_at("delta_residual.pytorch"), FLOATS, automatic=CPU),
-        "short_convolution": _LAYERS,
-        "gated_rms_norm": _LAYERS,
-        "add_rms_norm": _LAYERS,
-        "linear_cross_entropy": _LAYERS,
+        # PyTorch's form is every device's
+        **dict.fromkeys(_LAYERS, Row(_at("layers.pytorch"), FLOATS, automatic=None)),
     },
     "nki-simulator": _nki(CPU, automatic=frozenset()),
     # T steps one after the other: exact, and slow on purpose, so only by name
     "recurrent": {
-        "gated_delta_rule": _RECURRENT,
-        "gated_delta_rule_step": _RECURRENT,
-        "kimi_delta_attention": _RECURRENT,
-        "kimi_delta_attention_step": _RECURRENT,
+        **dict.fromkeys((*_RULES, *_KIMI), Row(_at("gated_delta_rule.recurrent"), FLOATS)),
         "delta_residual": Row(_at("delta_residual.pytorch"), FLOATS),
     },
 }
@@ -472,7 +455,9 @@ def _placeholder() -> str | None:
     That package has no modules, and importing it raises. So its files are looked at, and it is not imported.
     """
     spec = find_spec("nki")
-    if spec is None or PathFinder.find_spec("nki.isa", spec.submodule_search_locations) is not None:
+    if spec is None or "nki.isa" in sys.modules:  # before the disk, which takes 50 us a call
+        return None
+    if PathFinder.find_spec("nki.isa", spec.submodule_search_locations) is not None:
         return None
     return (
         "the package nki that is installed is a placeholder from the public index, without nki.isa: "

@@ -1,8 +1,8 @@
-"""Says in sentences which calls the kernels of a backend do not take: a function for each of its limits."""
+"""Says in sentences which calls the kernels of a backend do not take: functions that `dispatch` names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from delta_trn.backends.checks import is_checking
 from delta_trn.backends.dispatch import Call
@@ -12,60 +12,36 @@ NKI_MOST_V = 512
 CHUNK = 128  # tokens of a chunk of the layer's kernels
 
 
-def rule_triton(call: Call) -> Iterator[str]:
-    """Yields why Triton's kernels do not take a call."""
-    if call["K"] > MOST_K:
-        yield f"K={call['K']} is above {MOST_K}"
+def _at_most(**sizes: tuple[int, str]) -> Callable[[Call], Iterator[str]]:
+    """Returns a function that yields a sentence for each size that is above the most that kernels take."""
+
+    def refuse(call: Call) -> Iterator[str]:
+        for name, (most, why) in sizes.items():
+            if call[name] > most:
+                yield f"{name}={call[name]} is above {most}" + (f": {why}" if why else "")
+
+    return refuse
 
 
-def rule_nki(call: Call) -> Iterator[str]:
-    """Yields why the NKI kernels do not take a call."""
-    for name, most in (("K", MOST_K), ("V", NKI_MOST_V)):
-        if call[name] > most:
-            yield (
-                f"{name}={call[name]} is above {most}: 2 K or V float32 columns must fit one bank of 2 KiB "
-                "of trn1's PSUM"
-            )
-
-
-def residual_nki(call: Call) -> Iterator[str]:
-    """Yields why the NKI kernels do not take a call."""
-    if call["D"] > 12288:
-        yield f"D={call['D']} is above 12288: the keys of 128 tokens stay on chip whole"
-
-
-def triton_convolution(call: Call) -> Iterator[str]:
-    """Yields why Triton's convolution does not take a call."""
-    if call["W"] > 8:
-        yield f"W={call['W']} is above 8"
-
-
-def triton_norm(call: Call) -> Iterator[str]:
-    """Yields why Triton's norms do not take a call."""
-    if call["N"] > 8192:
-        yield f"N={call['N']} is above 8192: a program holds whole rows in registers, or spills"
+_BANK = "2 K or V float32 columns must fit one bank of 2 KiB of trn1's PSUM"
+rule_triton = _at_most(K=(MOST_K, ""))
+rule_nki = _at_most(K=(MOST_K, _BANK), V=(NKI_MOST_V, _BANK))
+residual_nki = _at_most(D=(12288, "the keys of 128 tokens stay on chip whole"))
+triton_convolution = _at_most(W=(8, ""))
+triton_norm = _at_most(N=(8192, "a program holds whole rows in registers, or spills"))
+nki_taps = _at_most(W=(32, "a diagonal and a mask per tap lie in SBUF"))
+nki_norm = _at_most(N=(4096, "the sums of dweight fill the 8 banks of PSUM"))
+nki_readout = _at_most(
+    d=(1024, "dweight of 256 words fills four banks of PSUM"),
+    vocabulary=(2**24, "a target is compared as a float32"),
+)
 
 
 def nki_convolution(call: Call) -> Iterator[str]:
     """Yields why the NKI convolution does not take a call."""
-    if call["W"] > 32:
-        yield f"W={call['W']} is above 32: a diagonal and a mask per tap lie in SBUF"
+    yield from nki_taps(call)
     if "linear" in call.options:
         yield "computes silu; this call is linear"
-
-
-def nki_norm(call: Call) -> Iterator[str]:
-    """Yields why the NKI norm does not take a call."""
-    if call["N"] > 4096:
-        yield f"N={call['N']} is above 4096: the sums of dweight fill the 8 banks of PSUM"
-
-
-def nki_readout(call: Call) -> Iterator[str]:
-    """Yields why the NKI cross-entropy does not take a call."""
-    if call["d"] > 1024:
-        yield f"d={call['d']} is above 1024: dweight of 256 words fills four banks of PSUM"
-    if call["vocabulary"] > 2**24:
-        yield f"vocabulary={call['vocabulary']} is above {2**24}: a target is compared as a float32"
 
 
 def layer_nki(call: Call) -> Iterator[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import platform
 import resource
@@ -236,6 +237,13 @@ def keep_freed_memory() -> None:
         library = ctypes.CDLL(None)
         for option, size in ((-3, 2**25), (-1, 2**30)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
             library.mallopt(option, size)
+
+
+def spare_host(device: torch.device) -> None:
+    """Lets Python's garbage collector pass over all objects of now, on XLA, whose host records every step."""
+    if device.type == "xla":
+        gc.collect()
+        gc.freeze()
 
 
 def return_freed_memory() -> None:

@@ -48,9 +48,7 @@ SCHEMA_TYPES = {
 def gradients_wanted(*tensors: Tensor | None) -> bool:
     """Returns whether autograd records a call of these tensors."""
     if _is_tracing():
-        return (
-            True  # torch.jit.trace looks twice, once under no_grad, and the graph may be differentiated later
-        )
+        return True  # torch.jit.trace looks twice, once under no_grad; its graph may be differentiated later
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -119,25 +117,22 @@ class Operator:
         Device and dtype are those of the first tensor. Meta tensors have the backend that CPU tensors have.
         Raises TypeError inside torch.func's transforms.
         """
-        name = self._choose(tensors, sizes, backend, options, required=True)
+        name = self.find(tensors, sizes, backend, *options, required=True)
         assert name is not None
         return name, gradients_wanted(*tensors)
 
     def find(
-        self, tensors: Sequence[Tensor | None], sizes: Mapping[str, int], backend: str | None, *options: str
-    ) -> str | None:
-        """Returns what `choose` does; None where no backend runs the call, or only one that is allowed to."""
-        return self._choose(tensors, sizes, backend, options, required=False)
-
-    def _choose(
         self,
         tensors: Sequence[Tensor | None],
         sizes: Mapping[str, int],
         backend: str | None,
-        options: tuple[str, ...],
-        *,
-        required: bool,
+        *options: str,
+        required: bool = False,
     ) -> str | None:
+        """Returns the name of the backend for a call.
+
+        Unless one is `required`, None where no backend runs the call, or only one that is allowed to.
+        """
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             raise TypeError(
                 f"{self.name} was called inside torch.vmap or another transform of torch.func, which do not "
@@ -182,17 +177,13 @@ class Operator:
 
     def compute(self, call: Any, save: bool, backend: str) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
         """Returns the outputs and what the adapter saves for backward."""
-        function = self.find_function(call, backend)
+        self.values(call)  # in check mode
+        function = getattr(adapter(backend, self.name), self.forward_name)
         with self.settings(self.first(call)):
             if not self.gradients:
                 return function(call), []
             *outputs, saved = function(call, save=save)
         return tuple(outputs), saved
-
-    def find_function(self, call: Any, backend: str) -> Callable[..., Any]:
-        """Returns the adapter's forward; in check mode looks at the call's data first."""
-        self.values(call)
-        return getattr(adapter(backend, self.name), self.forward_name)
 
     @contextlib.contextmanager
     def settings(self, x: Tensor) -> Iterator[None]:
@@ -341,16 +332,13 @@ def _present(x: Tensor | None, like: Tensor) -> Tensor:
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator, backend: str, *flat: Any) -> tuple[Tensor | None, ...]:
-        call = operator.call(*flat)
-        function = operator.find_function(call, backend)
-        with operator.settings(operator.first(call)):
-            *outputs, saved = function(call, save=True)
+        outputs, saved = operator.compute(operator.call(*flat), True, backend)
         ctx.operator, ctx.backend, ctx.options = operator, backend, flat[len(operator.tensors) :]
         # autograd may run backward in a thread of its own, where no context variable is set
         ctx.context = copy_context()
         ctx.save_for_backward(*operator.list_kept(flat, outputs, saved))
         ctx.set_materialize_grads(operator.complete)
-        return tuple(outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor | None) -> Any:  # type: ignore[override]

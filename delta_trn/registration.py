@@ -18,14 +18,10 @@ NAMES = "transformers.models.auto.configuration_auto"
 
 def register() -> None:
     """Registers the models now if transformers' names are loaded, otherwise as soon as they are."""
-    if NAMES in sys.modules:
-        _register_models()
-    elif not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Waiting())
-
-
-def _register_models() -> None:
-    """Tells the Auto classes of transformers which of our classes they make from our configuration."""
+    if NAMES not in sys.modules:
+        if not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Waiting())
+        return
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from delta_trn.models import DeltaConfig, DeltaForCausalLM, DeltaForSequenceClassification, DeltaModel

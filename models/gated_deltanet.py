@@ -22,7 +22,7 @@ from delta_trn.models.config import DeltaConfig
 from delta_trn.models.convolution import ShortConvolution
 from delta_trn.models.head_numbers import Float32Numbers
 from delta_trn.models.initialization import decay_rates, taps, time_steps
-from delta_trn.models.layers import Linear, RMSNorm, consecutive_parts, joint
+from delta_trn.models.layers import Linear, RMSNorm, consecutive_parts, like_rows, project, token_rows
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag
 from delta_trn.models.sequence import Sequences
@@ -32,6 +32,7 @@ CLOSED = -1e4
 # What the decay's projection is set to at a sequence's first token: exp(g) is 0 for any A_log from -40 to 40,
 # which erases the state.
 FORGET = 1e20
+Projected = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k and v side by side, the output's gate, a, b
 
 
 class GatedDeltaNet(Float32Numbers):
@@ -78,13 +79,16 @@ class GatedDeltaNet(Float32Numbers):
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d], zero at padding, to [B, T, d]."""
-        qkv = joint(x, self.q_proj, self.k_proj, self.v_proj)
+        rows = token_rows(x)
+        qkv, gate = project(rows, (self.q_proj, self.k_proj, self.v_proj), (self.g_proj,))
+        qkv, gate = like_rows(x, qkv), gate.view(*x.shape[:2], -1, self.V)
+        a, b = self._gate_inputs(x, rows, sequences)
         backend = self._find_kernel(qkv, sequences, cache)
         if backend is None:
-            y = self._mix(x, self.conv(qkv, sequences, cache), sequences, cache)
+            y = self._mix((self.conv(qkv, sequences, cache), gate, a, b), sequences, cache)
         else:
-            y = self._mix_in_one_kernel(x, qkv, sequences, cache, backend)
-        return self.o_proj(y.flatten(-2))
+            y = self._mix_in_one_kernel((qkv, gate, a, b), sequences, cache, backend)
+        return like_rows(x, self.o_proj(y.reshape(*rows.shape[:-1], -1)))
 
     def _find_kernel(self, qkv: Tensor, sequences: Sequences, cache: LayerCache | None) -> str | None:
         """Returns the backend that computes all between the projections in one kernel; None: `_mix` does."""
@@ -97,11 +101,10 @@ class GatedDeltaNet(Float32Numbers):
         return find_layer_backend(qkv, self.conv.weight, HV, self.K, self.V, packed=sequences.is_packed)
 
     def _mix_in_one_kernel(
-        self, x: Tensor, qkv: Tensor, sequences: Sequences, cache: LayerCache | None, backend: str
+        self, parts: Projected, sequences: Sequences, cache: LayerCache | None, backend: str
     ) -> Tensor:
         """Returns y [B, T, HV, V] of what was projected."""
-        a, b = self._gate_inputs(x, sequences)
-        gate = self.g_proj(x).unflatten(-1, (-1, self.V))
+        qkv, gate, a, b = parts
         state = None if cache is None else cache.state
         qkv, prefix = self.conv.take(qkv, sequences, cache)
         y, state = gated_delta_layer(
@@ -114,38 +117,39 @@ class GatedDeltaNet(Float32Numbers):
             cache.state = state
         return y
 
-    def _mix(self, x: Tensor, qkv: Tensor, sequences: Sequences, cache: LayerCache | None) -> Tensor:
+    def _mix(self, parts: Projected, sequences: Sequences, cache: LayerCache | None) -> Tensor:
         """Returns the same of what was convolved: the rule, then the norm, each on its own backend."""
+        qkv, gate, a, b = parts
         q, k, v = consecutive_parts(qkv, self.sizes)
         q, k = q.unflatten(-1, (-1, self.K)), k.unflatten(-1, (-1, self.K))
         v = v.unflatten(-1, (-1, self.V))
-        inputs = (q, k, v, *self._gate_inputs(x, sequences))
-        if cache is not None and cache.state is not None and x.shape[1] == 1:
-            token = (y[:, 0] for y in inputs)
+        if cache is not None and cache.state is not None and qkv.shape[1] == 1:
+            token = (y[:, 0] for y in (q, k, v, a, b))
             o, cache.state = gated_delta_rule_step(*token, state=cache.state, **self._options())
             o = o[:, None]
         else:
             state = None if cache is None else cache.state
             options = {"output_final_state": cache is not None, **self._options()}
-            o, state = self.scan(*inputs, initial_state=state, **options)
+            o, state = self.scan(q, k, v, a, b, initial_state=state, **options)
             if cache is not None:
                 cache.state = state
-        return self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, self.V)))
+        return self.o_norm(o, gate)
 
     def gates(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Returns g and beta [B, T, HV] in float32, under autocast too: in bfloat16 a decay of 0.999 is 1."""
-        a, z = self._gate_inputs(x, sequences)
+        a, z = self._gate_inputs(x, x, sequences)
         with torch.autocast(x.device.type, enabled=False):
             return log_decay(a, self.A_log, self.dt_bias), write_strength(z, self.beta_max)
 
-    def _gate_inputs(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    def _gate_inputs(self, x: Tensor, rows: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Returns W_a x and W_b x [B, T, HV]; padding gets values that neither forget nor write.
 
         The first token of a sequence gets a value that forgets all, which is exact: exp(g) is 0, and so is
         every gradient that would pass.
         """
         with torch.autocast(x.device.type, enabled=False):
-            both = joint(x.to(self.a_proj.weight.dtype), self.a_proj, self.b_proj)
+            (both,) = project(rows.to(self.a_proj.weight.dtype), (self.a_proj, self.b_proj))
+        both = like_rows(x, both)
         if sequences.real is not None:
             both = both.masked_fill(~sequences.real, CLOSED)
         a, z = consecutive_parts(both, [both.shape[-1] // 2] * 2)

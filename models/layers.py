@@ -41,7 +41,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps input [..., inputs] to [..., outputs]."""
-        return multiply(input, self.weight)
+        return multiply(input, self.weight)[0]
 
     def reset_parameters(self) -> None:
         """Leaves the weight as it is: `initialize` fills the whole model."""
@@ -58,44 +58,61 @@ class Embedding(nn.Embedding):
         """Leaves the weight as it is: `initialize` fills the whole model."""
 
 
-def joint(x: Tensor, *maps: Linear) -> Tensor:
-    """Returns the maps' outputs side by side, [B, T, sum of outputs].
+def project(x: Tensor, *groups: Sequence[Linear]) -> Sequence[Tensor]:
+    """Returns the outputs of each group of maps side by side, [..., sum of outputs], of x [..., T, inputs].
 
-    This is one product, unless sequences are short, as in decoding: then putting the weights side by side
+    A group is one product, unless sequences are short, as in decoding: then putting the weights side by side
     would cost more than it saves. How many there are does not count, since one product ends in other bits
     than three, and a row must not depend on its batch. A map that PEFT has wrapped computes more than its
     weight says, and one that has hooks must be called.
     """
-    plain = all(isinstance(m, nn.Linear) and not m._forward_hooks for m in maps)
-    if x.shape[1] < SHORT or not plain:
-        return torch.cat([m(x) for m in maps], dim=-1)
-    return multiply(x, torch.cat([m.weight for m in maps]))
+    if not all(_can_join(x, maps) for maps in groups):
+        return [torch.cat([m(x) for m in maps], dim=-1) if maps[1:] else maps[0](x) for maps in groups]
+    weights = [torch.cat([m.weight for m in maps]) if maps[1:] else maps[0].weight for maps in groups]
+    return multiply(x, *weights)
 
 
-def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns weight x, as F.linear does; on XLA by fewer operations, each of which the host records."""
+def _can_join(x: Tensor, maps: Sequence[Linear]) -> bool:
+    watched = any(m._forward_hooks or m._forward_pre_hooks for m in maps)
+    return x.shape[-2] >= SHORT and all(isinstance(m, nn.Linear) for m in maps) and not watched
+
+
+def multiply(x: Tensor, *weights: Tensor) -> Sequence[Tensor]:
+    """Returns W x of each weight, as F.linear does; on XLA by fewer operations: the host records each."""
     if x.device.type != "xla":
-        return F.linear(x, weight)
+        return [F.linear(x, weight) for weight in weights]
     dtype = torch.get_autocast_dtype("xla") if torch.is_autocast_enabled("xla") else x.dtype
-    return LazyProduct.apply(x, weight, dtype)  # type: ignore[return-value]
+    return LazyProducts.apply(x, dtype, *weights)  # type: ignore[return-value]
 
 
-class LazyProduct(torch.autograd.Function):
-    """Computes y = W x of x [..., inputs] in a dtype. Autograd would transpose what is transposed already."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        rows, W = x.to(dtype).reshape(-1, x.shape[-1]), weight.to(dtype)
-        ctx.save_for_backward(rows, W)
-        ctx.dtypes = x.dtype, weight.dtype
-        return torch.mm(rows, W.t()).view(*x.shape[:-1], -1)
+class LazyProducts(torch.autograd.Function):
+    """Computes y = W x of x [..., inputs] in a dtype, for each weight W. Autograd would cast x for each."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        (rows, W), (dtype, weight_dtype) = ctx.saved_tensors, ctx.dtypes
-        dy_rows = dy.reshape(-1, dy.shape[-1])
-        dx = torch.mm(dy_rows, W).view(*dy.shape[:-1], -1)
-        return dx.to(dtype), torch.mm(dy_rows.t(), rows).to(weight_dtype), None
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        rows, cast = x.to(dtype).flatten(0, -2), [weight.to(dtype) for weight in weights]
+        ctx.save_for_backward(rows, *cast)
+        ctx.shape, ctx.dtypes = x.shape, [y.dtype for y in (x, *weights)]
+        return tuple(like_rows(x, torch.mm(rows, W.t())) for W in cast)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> Any:  # type: ignore[override]
+        (rows, *cast), (dtype, *dtypes) = ctx.saved_tensors, ctx.dtypes
+        dys = tuple(dy.flatten(0, -2) for dy in dys)
+        first, *others = (torch.mm(dy, W) for dy, W in zip(dys, cast, strict=True))
+        dx = sum(others, first.to(dtype))
+        dweights = (torch.mm(dy.t(), rows).to(wide) for dy, wide in zip(dys, dtypes, strict=True))
+        return dx if len(ctx.shape) == 2 else dx.view(ctx.shape), None, *dweights
+
+
+def token_rows(x: Tensor) -> Tensor:
+    """Returns x [..., d] as rows [tokens, d] on XLA, so that products make no views; elsewhere x."""
+    return x.flatten(0, -2) if x.device.type == "xla" else x
+
+
+def like_rows(x: Tensor, y: Tensor) -> Tensor:
+    """Returns y, [tokens, n] or [..., n], in the shape [..., n] of x [..., d]."""
+    return y if y.dim() == x.dim() else y.view(*x.shape[:-1], -1)
 
 
 def consecutive_parts(x: Tensor, sizes: Sequence[int], dim: int = -1) -> tuple[Tensor, ...]:
@@ -186,7 +203,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., width] to the same shape."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = project(token_rows(x), (self.gate_proj,), (self.up_proj,))
+        return like_rows(x, self.down_proj(F.silu(gate) * up))
 
 
 class GeluMLP(nn.Module):

@@ -28,31 +28,28 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from delta_trn.backends import delta_residual
-from delta_trn.models.cache import LayerCache
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.convolution import TokenConvolution
 from delta_trn.models.initialization import constant, identity_tap, uniform
 from delta_trn.models.layers import Linear, at_least_float32
 from delta_trn.models.mup import TABLES, Role
 from delta_trn.models.parameters import Tag
-from delta_trn.models.sequence import Sequences
 
 
 class Whole(nn.Module):
-    """Reads, or starts, a stream of one value per feature: x itself."""
+    """Reads, or starts, a stream of one value per feature: x itself.
 
-    def __init__(self, config: DeltaConfig | None = None) -> None:
-        super().__init__()
+    `rest` is here and below what `TokenConvolution.forward` takes besides x.
+    """
 
-    def forward(
-        self, x: Tensor, sequences: Sequences, cache: LayerCache | None, slot: str = "convolution"
-    ) -> Tensor:
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
         return x
 
 
@@ -64,10 +61,8 @@ class Repeat(nn.Module):
         self.DV, W = config.ddl_value_channels, config.input_embed_shortconv_kernel_size
         self.conv = _identity_convolution(config, W) if W else Whole()
 
-    def forward(
-        self, x: Tensor, sequences: Sequences, cache: LayerCache | None, slot: str = "convolution"
-    ) -> Tensor:
-        return self.conv(x.repeat_interleave(self.DV, dim=-1), sequences, cache, slot)
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        return self.conv(x.repeat_interleave(self.DV, dim=-1), *rest)
 
 
 class TokenRead(nn.Module):
@@ -78,10 +73,8 @@ class TokenRead(nn.Module):
         self.conv = _identity_convolution(config, config.ddl_state_shortconv_kernel_size)
         self.read, self.tags = _reading_weights(config)
 
-    def forward(
-        self, x: Tensor, sequences: Sequences, cache: LayerCache | None, slot: str = "convolution"
-    ) -> Tensor:
-        z = self.conv(x, sequences, cache, slot)
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        z = self.conv(x, *rest)
         return z.unflatten(-1, (-1, self.read.shape[0])) @ self.read.to(z.dtype)
 
 
@@ -96,9 +89,7 @@ class ChannelRead(nn.Module):
         self.read, tags = _reading_weights(config)
         self.tags = {"weight": Tag(Role.VECTOR, law=partial(identity_tap, at=self.left)), **tags}
 
-    def forward(
-        self, x: Tensor, sequences: Sequences, cache: LayerCache | None, slot: str = "convolution"
-    ) -> Tensor:
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
         return (x.unflatten(-1, (-1, self.read.shape[0])) * self.weights().to(x.dtype)).sum(-1)
 
     def weights(self) -> Tensor:
@@ -112,9 +103,6 @@ class ChannelRead(nn.Module):
 
 class Additive(nn.Module):
     """Writes x + y."""
-
-    def __init__(self, config: DeltaConfig) -> None:
-        super().__init__()
 
     def forward(self, x: Tensor, read: Tensor, context: Tensor, y: Tensor) -> Tensor:
         """Returns the stream [B, T, d DV] after a sublayer.
@@ -243,13 +231,8 @@ class LatentUpdate(DeepDelta):
         return x[..., None], k.to(x.dtype), v.to(x.dtype), self.gate(x)
 
 
-READS: dict[str, type[nn.Module]] = {"none": Whole, "token": TokenRead, "channel": ChannelRead}
-WRITES: dict[str, type[nn.Module]] = {
-    "additive": Additive,
-    "ddl": DeepDelta,
-    "write_only": WriteOnly,
-    "ddl_lm": LatentUpdate,
-}
+READS = {"token": TokenRead, "channel": ChannelRead}
+WRITES = {"ddl": DeepDelta, "write_only": WriteOnly, "ddl_lm": LatentUpdate}
 
 
 def make_expansion(config: DeltaConfig) -> nn.Module:
@@ -260,12 +243,12 @@ def make_expansion(config: DeltaConfig) -> nn.Module:
 
 def make_read(config: DeltaConfig) -> nn.Module:
     """Returns a module that reads the stream: one for both sublayers of a block, one for the readout."""
-    return READS[config.ddl_compressor](config)
+    return Whole() if config.ddl_compressor == "none" else READS[config.ddl_compressor](config)
 
 
 def make_write(config: DeltaConfig) -> nn.Module:
     """Returns the module that writes one sublayer's output."""
-    return WRITES[config.residual](config)
+    return Additive() if config.residual == "additive" else WRITES[config.residual](config)
 
 
 def _identity_convolution(config: DeltaConfig, W: int) -> TokenConvolution:

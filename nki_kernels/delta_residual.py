@@ -37,6 +37,7 @@ from delta_trn.nki_kernels.tiles import (
     psum,
     sbuf,
     scale_and_add,
+    scale_twice,
     sum_rows,
     uniforms,
 )
@@ -73,9 +74,7 @@ def delta_residual_fwd(x, k, v, beta, k_eps):
         nisa.scalar_tensor_tensor(
             dst=w_sb, data=p_sb, op0=nl.multiply, operand0=r_sb, op1=nl.subtract, operand1=v_sb, reverse1=True
         )
-        nisa.tensor_scalar(
-            dst=w_sb, data=w_sb, op0=nl.multiply, operand0=beta_sb, op1=nl.multiply, operand1=r_sb
-        )
+        scale_twice(w_sb, w_sb, beta_sb, r_sb)
         for block in blocks:
             d0, d1 = block
             x_sb = resident[0]
@@ -122,9 +121,7 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
         dbeta_sb = multiply_rows(s_sb, e_sb)
         along_sb = sbuf((count, 1))  # -r^2 beta (s . e - p . s): what dk has along k
         nisa.tensor_tensor(dst=along_sb, data1=multiply_rows(p_sb, s_sb), data2=dbeta_sb, op=nl.subtract)
-        nisa.tensor_scalar(
-            dst=along_sb, data=along_sb, op0=nl.multiply, operand0=beta_r_sb, op1=nl.multiply, operand1=r_sb
-        )
+        scale_twice(along_sb, along_sb, beta_r_sb, r_sb)
         if k_eps == 0:
             nisa.memset(dst=along_sb, value=0.0)
         dv_sb, rounded_sb = sbuf((count, DV), v.dtype), sbuf((count, 1), beta.dtype)
@@ -134,9 +131,7 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
         nisa.dma_copy(dst=dbeta_rows[start:stop, :], src=rounded_sb)
 
         # w = -beta r s, so that dX = dX' + k w^T
-        nisa.tensor_scalar(
-            dst=w_sb, data=s_sb, op0=nl.multiply, operand0=beta_r_sb, op1=nl.multiply, operand1=-1.0
-        )
+        scale_twice(w_sb, s_sb, beta_r_sb, -1.0)
         for block in blocks:
             d0, d1 = block
             x_sb, dout_sb = resident[0]
@@ -223,10 +218,7 @@ def build_diagonal(x_sb, eye_sb, sign):
     """Builds diag(sign x) [P, P] from x [P, 1]."""
     count = x_sb.shape[0]
     out_sb = sbuf((count, count))
-    nisa.tensor_scalar(
-        dst=out_sb, data=eye_sb[0:count, 0:count], op0=nl.multiply, operand0=x_sb, op1=nl.multiply,
-        operand1=sign,
-    )  # fmt: skip
+    scale_twice(out_sb, eye_sb[0:count, 0:count], x_sb, sign)
     return out_sb
 
 

@@ -42,7 +42,7 @@ def gated_rms_norm_fwd(x, z, weight, eps, gated):
         The sums of a tile's squares are one tile ahead of the rest, so that an engine, which runs its
         instructions in order, does not wait for the others.
     """
-    check(eps)
+    check_eps(eps)
     out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
     x, y = flatten(x), flatten(out)
     if gated:
@@ -86,7 +86,7 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
             SUMS        n - h mean(n h)
             RESULTS     dx
     """
-    check(eps)
+    check_eps(eps)
     V = x.shape[len(x.shape) - 1]
     assert V <= MOST_V, f"V={V} exceeds {MOST_V}: dweight is summed in PSUM, one bank per {BANK}"
     dx_out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
@@ -180,7 +180,7 @@ def load_inputs(x, dy, z, gated, cut, norm, x_sb, dy_sb, r, m, slope):
     slope.append(slope_sb)
 
 
-def check(eps):
+def check_eps(eps):
     """Refuses an epsilon that rsqrt would get wrong."""
     assert eps >= LEAST_RSQRT, f"eps={eps} is below {LEAST_RSQRT}, where rsqrt is wrong"
 

@@ -260,14 +260,8 @@ def load_window(x_sb, prefix, continued, cell, windows, W, eye):
     C, count = cell["a1"] - cell["a0"], cell["t1"] - cell["t0"]
     window_sb = sbuf((C, W - 1 + count), x_sb.dtype)
     copy_scaled(window_sb[:, W - 1 : W - 1 + count], transpose_tokens(x_sb, cell, eye))
-    if W > 1:
-        begin_window(window_sb, prefix, continued, cell, windows, W, eye)
-    return window_sb
-
-
-def begin_window(window_sb, prefix, continued, cell, windows, W, eye):
-    """Sets the first W - 1 columns of a cell's window to x of the tokens before it."""
-    C = window_sb.shape[0]
+    if W == 1:
+        return window_sb
     if cell["t0"] > 0:
         copy_tail(window_sb, windows[len(windows) - cell["parts"]], W - 1)
     elif continued:
@@ -278,6 +272,7 @@ def begin_window(window_sb, prefix, continued, cell, windows, W, eye):
         nisa.tensor_copy(dst=window_sb[:, 0 : W - 1], src=prefix_ps)
     else:
         nisa.memset(dst=window_sb[:, 0 : W - 1], value=0.0)
+    return window_sb
 
 
 def copy_tail(dst, before, count):
@@ -293,16 +288,11 @@ def slice_window(window_sb, masks, W):
     for j in range(W):
         if j < len(masks):
             masked_sb = sbuf((window_sb.shape[0], count), window_sb.dtype)
-            mask_columns(masked_sb, window_sb[:, j : j + count], masks[j])
+            multiply_on_gpsimd(masked_sb, window_sb[:, j : j + count], masks[j][0 : window_sb.shape[0], :])
             slices.append(masked_sb)
         else:
             slices.append(window_sb[:, j : j + count])
     return slices
-
-
-def mask_columns(dst, src, keep_sb):
-    """Sets dst = src, 0 where a tap leaves the token's sequence."""
-    multiply_on_gpsimd(dst, src, keep_sb[0 : src.shape[0], :])
 
 
 def collect_returns(dz_sb, masks, cell, returns, W, dtype):
@@ -318,7 +308,7 @@ def collect_returns(dz_sb, masks, cell, returns, W, dtype):
         seen_sb = dz_sb
         if j < len(masks):
             seen_sb = sbuf((C, count))
-            mask_columns(seen_sb, dz_sb, masks[j])
+            multiply_on_gpsimd(seen_sb, dz_sb, masks[j][0:C, :])
         for k in range(len(parts)):
             if j > len(masks):
                 parts[k].append(parts[k][j - 1])  # what no mask changes is the same for all of them
@@ -367,23 +357,17 @@ def sum_taps(dst, slices, taps, on_vector, parts):
     """
     W = len(slices[0])
     on_tensor = max(1, W - on_vector)
-    total = multiply_taps(slices, taps, on_tensor, parts)
+    total = psum(slices[0][0].shape)
+    for j in range(on_tensor):
+        for k in range(len(slices)):
+            for m in range(min(parts - k, len(taps["diagonals"]))):
+                add_product(total, taps["diagonals"][m][:, j, :], slices[k][j])
     for j in range(on_tensor, W):
         out_sb = dst if j == W - 1 else sbuf(dst.shape)
         scale_and_add(out_sb, slices[0][j], taps["w"][:, j : j + 1], total)
         total = out_sb
     if on_tensor == W:
         copy_scaled(dst, total)
-
-
-def multiply_taps(slices, taps, on_tensor, parts):
-    """Sums the first `on_tensor` taps as `sum_taps` does, in PSUM."""
-    total = psum(slices[0][0].shape)
-    for j in range(on_tensor):
-        for k in range(len(slices)):
-            for m in range(min(parts - k, len(taps["diagonals"]))):
-                add_product(total, taps["diagonals"][m][:, j, :], slices[k][j])
-    return total
 
 
 def multiply_slices(slices, dz_sb):

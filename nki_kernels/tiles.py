@@ -63,6 +63,11 @@ def multiply_on_gpsimd(dst, x, y):
     nisa.tensor_tensor(dst=dst, data1=x, data2=y, op=nl.multiply, engine=nisa.engine.gpsimd)
 
 
+def scale_twice(dst, src, x, y):
+    """Sets dst = x y src on the Vector engine; x and y are numbers or tiles [P, 1]."""
+    nisa.tensor_scalar(dst=dst, data=src, op0=nl.multiply, operand0=x, op1=nl.multiply, operand1=y)
+
+
 def scale_and_add(dst, x, factor, y):
     """Sets dst = factor x + y on the Vector engine; factor is a number or a tile [P, 1]."""
     nisa.scalar_tensor_tensor(dst=dst, data=x, op0=nl.multiply, operand0=factor, op1=nl.add, operand1=y)
@@ -79,18 +84,23 @@ def add_selected(dst, ones, y):
 
 
 def add_transposed(dst, x, ones):
-    """Adds x^T ones, x's transpose where ones is an identity; ones holds only 0 and 1."""
+    """Adds x^T ones, of 0 and 1: where that is an identity, half the price of nc_transpose in float32."""
     nisa.nc_matmul(dst=dst, stationary=x, moving=ones, is_moving_onezero=True)
+
+
+def select_affine(dst, src, step, pattern, compare, offset=0):
+    """Sets dst = src where compare(n, 0) holds, else 0; n = offset + step row + what the pattern counts."""
+    nisa.affine_select(
+        dst=dst, pattern=pattern, offset=offset, channel_multiplier=step, on_true_tile=src,
+        on_false_value=0.0, cmp_op=compare,
+    )  # fmt: skip
 
 
 def build_identity(n, dtype):
     """Builds the identity matrix [n, n]."""
     out_sb = sbuf((n, n), dtype)
     nisa.memset(dst=out_sb, value=1.0)
-    nisa.affine_select(
-        dst=out_sb, pattern=[[-1, n]], offset=0, channel_multiplier=1, on_true_tile=out_sb,
-        on_false_value=0.0, cmp_op=nl.equal,
-    )  # fmt: skip
+    select_affine(out_sb, out_sb, 1, [[-1, n]], nl.equal)
     return out_sb
 
 
@@ -98,10 +108,7 @@ def select_triangle(ones_sb, sign, compare, dtype=nl.float32):
     """Builds a matrix like ones_sb: 1 where compare(sign (row - column), 0) holds, else 0."""
     n = ones_sb.shape[0]
     out_sb = sbuf((n, n), dtype)
-    nisa.affine_select(
-        dst=out_sb, pattern=[[-sign, n]], offset=0, channel_multiplier=sign, on_true_tile=ones_sb,
-        on_false_value=0.0, cmp_op=compare,
-    )  # fmt: skip
+    select_affine(out_sb, ones_sb, sign, [[-sign, n]], compare)
     return out_sb
 
 
@@ -154,11 +161,7 @@ def repeat_over_lanes(table, name, lanes):
 
 
 def transpose(x_sb, parts, table):
-    """Transposes [rows, lanes, free], of dtype `products`: a tile [f, lanes, rows] per part of free.
-
-    The transposition is a product with the identity, which is half the price of nc_transpose in float32, as
-    one operand is 0 and 1.
-    """
+    """Transposes [rows, lanes, free], of dtype `products`: a tile [f, lanes, rows] per part of free."""
     rows, lanes = x_sb.shape[0], x_sb.shape[1]
     tiles = []
     for span in parts:
@@ -183,10 +186,7 @@ def sum_rows(dst, data, op):
 
 def keep_upper(x_sb, compare):
     """Sets x [rows, lanes, columns] to 0 unless compare(column - row, 0), on the GpSimd engine."""
-    nisa.affine_select(
-        dst=x_sb, pattern=[[0, x_sb.shape[1]], [1, x_sb.shape[2]]], offset=0, channel_multiplier=-1,
-        on_true_tile=x_sb, on_false_value=0.0, cmp_op=compare,
-    )  # fmt: skip
+    select_affine(x_sb, x_sb, -1, [[0, x_sb.shape[1]], [1, x_sb.shape[2]]], compare)
 
 
 def multiply_elements(x, y, dtype=nl.float32):
@@ -204,11 +204,7 @@ def multiply_rows(x, y):
 
 
 def build_norm(eps):
-    """Returns what inverting norms takes, a dict of two numbers.
-
-    scale       s: what `plan.choose_square_scale` returns
-    epsilon     s^2 eps
-    """
+    """Returns what inverting norms takes: the scale s of `plan.choose_square_scale`, and s^2 eps."""
     s = choose_square_scale(eps)
     return {"scale": s, "epsilon": s * s * eps}
 
@@ -274,7 +270,7 @@ def cut_cells(B, T, C, W):
     """Cuts x [B, T, C] into cells of up to 128 channels and 512 tokens, dicts of these numbers:
 
     b, t0, t1, final    the row, the first token, the end, and whether the row ends there
-    bank, c0, c1        the bank of 512 channels
+    c0, c1              the bank of 512 channels
     unit                counts the banks and stretches of tokens; the bank's parts follow each other
     part, a0, a1        the cell's channels in the bank
     group               counts the groups of up to 128 channels
@@ -297,7 +293,7 @@ def cut_cells(B, T, C, W):
                 a0, a1 = parts[part]
                 cells.append(
                     {
-                        "b": row // len(stretches), "t0": t0, "t1": t1, "final": t1 == T, "bank": bank,
+                        "b": row // len(stretches), "t0": t0, "t1": t1, "final": t1 == T,
                         "c0": c0, "c1": c1, "unit": bank * B * len(stretches) + row, "part": part, "a0": a0,
                         "a1": a1, "parts": len(parts), "latest": row == B * len(stretches) - 1,
                         "group": bank * (width // PARTITIONS) + part,

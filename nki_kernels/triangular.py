@@ -48,6 +48,7 @@ from delta_trn.nki_kernels.tiles import (
     psum,
     sbuf,
     scale_and_add,
+    select_affine,
 )
 
 BLOCK = 16  # rows of a block that is solved by substitution
@@ -69,14 +70,8 @@ def select_range(ones_sb, low, high, pattern):
     for span in pattern:
         above.append([-span[0], span[1]])
         below.append([span[0], span[1]])
-    nisa.affine_select(
-        dst=out_sb, pattern=above, offset=-low, channel_multiplier=1, on_true_tile=ones_sb,
-        on_false_value=0.0, cmp_op=nl.greater_equal,
-    )  # fmt: skip
-    nisa.affine_select(
-        dst=out_sb, pattern=below, offset=high - 1, channel_multiplier=-1, on_true_tile=out_sb,
-        on_false_value=0.0, cmp_op=nl.greater_equal,
-    )  # fmt: skip
+    select_affine(out_sb, ones_sb, 1, above, nl.greater_equal, -low)
+    select_affine(out_sb, out_sb, -1, below, nl.greater_equal, high - 1)
     return out_sb
 
 
@@ -106,32 +101,30 @@ def build_block_constants(C):
     )  # fmt: skip
     nisa.tensor_scalar(dst=odd_sb, data=even_sb, op0=nl.multiply, operand0=-1.0, op1=nl.add, operand1=1.0)
     corners, even_columns = [], []
-    s = n
-    while s < C:
+    for s in list_sizes(C):
         pairs = C // (2 * s)
         corners.append(select_range(half_ones_sb, s, 2 * s, [[2 * s, pairs], [0, s]]))
         even_columns.append(select_range(half_ones_sb, 0, 1, [[2 * s, pairs], [1, s]]))
-        s = 2 * s
     return {
         "shared": shared_sb, "place": place_sb, "even": even_sb, "odd": odd_sb, "corners": corners,
         "even_columns": even_columns,
     }  # fmt: skip
 
 
-def count_levels(C):
-    """Returns the levels of merging for C rows: log2(C / 16), and 0 up to 16."""
-    count = 0
+def list_sizes(C):
+    """Lists the sizes of the blocks that merge to C rows, one per level: 16, 32 .. C / 2; none up to 16."""
+    sizes = []
     s = BLOCK
     while s < C:
+        sizes.append(s)
         s = 2 * s
-        count = count + 1
-    return count
+    return sizes
 
 
 def allocate_workspace(C, lanes):
     """Allocates a tile [C, lanes, C] per level for M T; its odd blocks of columns are 0 and stay 0."""
     tiles = []
-    for _ in range(count_levels(C)):
+    for _ in list_sizes(C):
         tile_sb = sbuf((C, lanes, C))
         nisa.memset(dst=tile_sb, value=0.0)
         tiles.append(tile_sb)
@@ -193,17 +186,6 @@ def spread_blocks(chunk, blocks):
         out_sb = sbuf((C, stop - start, lanes, n))
         copy_scaled(out_sb, out_ps)
         chunk.columns.append(out_sb)
-
-
-def begin_solution(chunk, blocks):
-    """Starts the substitution: x = e_p on every partition, a tile [C, lanes, n]."""
-    C, lanes, _ = chunk.minus_L_t.shape
-    n, place_sb = min(BLOCK, C), blocks["place"]
-    chunk.solution = sbuf((C, lanes, n))
-    nisa.tensor_copy(
-        dst=chunk.solution, engine=nisa.engine.gpsimd,
-        src=place_sb.ap(pattern=[[place_sb.shape[1], C], [0, lanes], [1, n]], offset=0),
-    )  # fmt: skip
 
 
 def substitute(chunks, start, stop):
@@ -273,14 +255,6 @@ def list_odd_columns(x_sb, s):
     return views
 
 
-def find_size(level):
-    """Returns the size of the blocks that a level merges: 16 times 2^level."""
-    s = BLOCK
-    for _ in range(level):
-        s = 2 * s
-    return s
-
-
 def is_refined(table):
     """Returns whether `refine` follows the last merge: where products are float32."""
     return table["products"] == nl.float32
@@ -293,8 +267,9 @@ def keeps_transpose(last, table, both):
 
 def transpose_blocks(chunks, blocks, level, both):
     """Makes the even columns of T, and all of them at the last level: the first third of a merge."""
-    table, s = chunks[0].table, find_size(level)
+    table = chunks[0].table
     C = table["rows"]
+    s = list_sizes(C)[level]
     last = 2 * s == C
     corners = table["identity"] if last else blocks["even_columns"][level][0:C, 0 : C // 2]
     for chunk in chunks:
@@ -306,7 +281,7 @@ def transpose_blocks(chunks, blocks, level, both):
 def multiply_corners(chunk, space_sb, blocks, level):
     """Makes M T in the even columns of a level's space: the second third of a merge."""
     C, lanes, _ = chunk.minus_L_t.shape
-    size, s = space_sb.shape[0], find_size(level)
+    size, s = space_sb.shape[0], list_sizes(C)[level]
     half, pairs = C // 2, C // (2 * s)
     corners_sb = blocks["corners"][level]
     LT_ps = psum((C, lanes, half))  # all of -L T in the even columns
@@ -323,7 +298,7 @@ def multiply_corners(chunk, space_sb, blocks, level):
 def update_blocks(chunk, space_sb, level, both):
     """Adds T M T to T at the last level, and its transpose to T_t: the last third of a merge."""
     C, lanes, _ = chunk.T_t.shape
-    s = find_size(level)
+    s = list_sizes(C)[level]
     half, pairs, last = C // 2, C // (2 * s), 2 * s == C
     if last:
         update_ps = psum((C, lanes, half))  # T M T
@@ -394,10 +369,15 @@ def invert_chunks(stage, share, shares, chunks, spaces, both, blocks):
 
 def substitute_columns(step, chunks, blocks):
     """Solves a third of the columns of all blocks; the last third puts the inverted blocks on a diagonal."""
-    if step == 0:
+    C, place_sb = chunks[0].table["rows"], blocks["place"]
+    n = min(BLOCK, C)
+    if step == 0:  # x = e_p on every partition, a tile [C, lanes, n]
         for chunk in chunks:
-            begin_solution(chunk, blocks)
-    last = min(BLOCK, chunks[0].table["rows"]) - 1
+            lanes = chunk.minus_L_t.shape[1]
+            chunk.solution = sbuf((C, lanes, n))
+            at_p = place_sb.ap(pattern=[[place_sb.shape[1], C], [0, lanes], [1, n]], offset=0)
+            nisa.tensor_copy(dst=chunk.solution, src=at_p, engine=nisa.engine.gpsimd)
+    last = n - 1
     substitute(chunks, min(step * COLUMNS, last), min((step + 1) * COLUMNS, last))
     if step == SUBSTITUTIONS - 1:
         for chunk in chunks:
@@ -406,8 +386,8 @@ def substitute_columns(step, chunks, blocks):
 
 def merge_blocks(level, third, chunks, spaces, blocks, both):
     """Runs a third of a merge; a chunk of few rows has fewer levels."""
-    C = chunks[0].table["rows"]
-    if level >= count_levels(C):
+    levels = len(list_sizes(chunks[0].table["rows"]))
+    if level >= levels:
         return
     if third == 0:
         transpose_blocks(chunks, blocks, level, both)
@@ -417,5 +397,5 @@ def merge_blocks(level, third, chunks, spaces, blocks, both):
             multiply_corners(chunks[b], spaces[b][level], blocks, level)
         else:
             update_blocks(chunks[b], spaces[b][level], level, both)
-    if third == 2 and 2 * find_size(level) == C and is_refined(chunks[0].table):
+    if third == 2 and level == levels - 1 and is_refined(chunks[0].table):
         refine(chunks, both)

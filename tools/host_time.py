@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from delta_trn.backends import dispatch
+from delta_trn.backends import dispatch, machine
 from delta_trn.nki_kernels.simulator.kernel import Kernel
 from delta_trn.train.neuron.instructions import per_sequence
 from delta_trn.train.recipes import recipe
@@ -118,7 +118,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--micro", type=int, nargs="+", default=[1, 3, 5])
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--no-count", action="store_true", help="runs no kernel in the simulator")
-    parser.add_argument("--operations", type=int, default=0, help="also lists the most frequent operations")
     parser.add_argument("--json", type=Path, help="appends a line for each size to this file")
     options = parser.parse_args(argv)
     os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -130,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     with patch.object(Kernel, "__call__", stub), patch.dict(dispatch.BACKENDS, backends):
         for micro in options.micro:
             line = {"recipe": options.recipe, "changes": options.changes, "micro": micro}
-            line |= measure(config, device, micro, options.repeat, options.operations)
+            line |= measure(config, device, micro, options.repeat)
             if count is not None:
                 line["nki_instructions"] = count.training * micro
             print(json.dumps(line), flush=True)
@@ -140,17 +139,19 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure(config: Any, device: torch.device, micro: int, repeat: int, listed: int) -> dict[str, Any]:
+def measure(config: Any, device: torch.device, micro: int, repeat: int) -> dict[str, Any]:
     """Returns what one micro-batch takes to record, after a first one that loads what is loaded once."""
     model = make_model(model_config(config, rows=vocabulary(config)), seed=0, device=device).train()
     tokens = torch.zeros((micro, config.batch.length), dtype=torch.int64).to(device)
     loss, times = loss_function(model, config, device), []
     operations = Operations()
     calls.clear()
+    for p in model.parameters():  # as in all micro-batches but the first
+        p.grad = torch.zeros_like(p)
+    xla().sync(wait=True)
+    time.sleep(1)  # threads that move data to the device would count
+    machine.spare_host(device)  # as a run does
     for turn in range(repeat + 2):
-        for p in model.parameters():  # as in all micro-batches but the first
-            p.grad = torch.zeros(p.shape, dtype=p.dtype).to(device)
-        xla().sync(wait=True)
         ready[:] = [make(shapes, device) for shapes in calls]
         calls.clear()
         if turn == 1:
@@ -162,8 +163,6 @@ def measure(config: Any, device: torch.device, micro: int, repeat: int, listed: 
             times.append(time.process_time() - began)
         xla()._XLAC._clear_pending_irs(str(device))
     ms = 1e3 * median(times[1:])
-    if listed:
-        print(operations.counts.most_common(listed))
     return {
         "ms": round(ms, 2), "ms_per_sequence": round(ms / micro, 2),
         "least_ms_per_sequence": round(1e3 * min(times[1:]) / micro, 2), "aten": operations.counts.total(),

@@ -26,21 +26,14 @@ _PROBLEMS = {
 _RUST = re.compile(r"os error (\d+)")
 
 
-def error_number(error: BaseException) -> int | None:
-    """Returns the errno of an OSError, or of one that safetensors wrapped."""
-    if isinstance(error, OSError):
-        return error.errno
-    match = _RUST.search(str(error))
-    return int(match[1]) if match else None
-
-
 @contextmanager
 def disk_errors(path: Path, advice: str = ADVICE) -> Iterator[None]:
     """Maps full-disk and permission errors to DiskFull, which names the file and the advice."""
     try:
         yield
     except Exception as error:
-        number = error_number(error)
+        wrapped = _RUST.search(str(error))
+        number = error.errno if isinstance(error, OSError) else int(wrapped[1]) if wrapped else None
         if number is None or number not in _PROBLEMS:
             raise
         if _PROBLEMS[number] == FORBIDDEN:

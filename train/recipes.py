@@ -7,6 +7,7 @@ from difflib import get_close_matches
 
 from delta_trn.train.settings.environment import read_variables, with_environment
 from delta_trn.train.settings.errors import UsageError
+from delta_trn.train.settings.overrides import change
 from delta_trn.train.settings.schema import (
     BatchSection,
     CheckpointSection,
@@ -74,27 +75,15 @@ def gdn_mup_adamw() -> RunConfig:
 
 def gdn_mup_sgd() -> RunConfig:
     """the paper's SGD run: the same with Nesterov momentum 0.98, learning rate 0.4, no weight decay"""
-    run = gdn_mup_adamw()
-    return run.model_copy(
-        update={
-            "name": "gdn_mup_sgd",
-            "optimizer": OptimizerSection(name="sgd", lr=0.4, momentum=0.98, weight_decay=0.0, clip=1.0),
-            "batch": run.batch.model_copy(update={"micro": 30}),
-        }
-    )
+    optimizer = OptimizerSection(name="sgd", lr=0.4, momentum=0.98, weight_decay=0.0, clip=1.0)
+    run = gdn_mup_adamw().model_copy(update={"optimizer": optimizer})
+    return change(run, {"name": "gdn_mup_sgd", "batch.micro": "30"})
 
 
 def gdn_adamw() -> RunConfig:
     """ours: gdn_mup_adamw with mixers from 0, decay independent of the width, and a faster embedding"""
-    run = gdn_mup_adamw()
-    tuned = {"independent_weight_decay": True, "embedding_lr": 4.0}
-    return run.model_copy(
-        update={
-            "name": "gdn_adamw",
-            "model": run.model.model_copy(update={"mixer_output_init": 0.0}),
-            "optimizer": run.optimizer.model_copy(update=tuned),
-        }
-    )
+    tuned = {"optimizer.independent_weight_decay": "true", "optimizer.embedding_lr": "4"}
+    return change(gdn_mup_adamw(), {"name": "gdn_adamw", "model.mixer_output_init": "0", **tuned})
 
 
 def tiny() -> RunConfig:
@@ -141,23 +130,12 @@ def transfer() -> RunConfig:
 
 def ddl_residuals() -> RunConfig:
     """a minute on two CPU cores: attention over time, a residual stream to compare over depth"""
-    return RunConfig(
-        name="ddl_residuals",
-        steps=300,
-        precision="float32",
-        model=ModelSection(
-            width=96, base_width=96, layers=4, heads=3, head_dim_k=32, expand_v=1.0, intermediate_multiple=16,
-            attention_layers=(0, 1, 2, 3), use_qk_rmsnorm=True, rms_norm_eps=1e-5, initializer_range=0.05,
-        ),
-        optimizer=OptimizerSection(lr=2**-8),
-        schedule=ScheduleSection(warmup=30, min_lr=0.0),
-        batch=BatchSection(sequences=8, length=128),
-        data=DataSection(source="python-stdlib", tokenizer="bytebpe", vocab_size=1024),
-        evaluation=EvaluationSection(every=300, sequences=256, batch=16),
-        sample=SampleSection(tokens=0),
-        checkpoint=CheckpointSection(every=300, keep_last=1, keep_best=False),
-        log=LogSection(every=20),
+    model = ModelSection(
+        width=96, base_width=96, layers=4, heads=3, head_dim_k=32, expand_v=1.0, intermediate_multiple=16,
+        attention_layers=(0, 1, 2, 3), use_qk_rmsnorm=True, rms_norm_eps=1e-5, initializer_range=0.05,
     )  # fmt: skip
+    run = transfer().model_copy(update={"model": model})
+    return change(run, {"name": "ddl_residuals", "optimizer.lr": "2**-8", "checkpoint.every": "300"})
 
 
 def ddl_small() -> RunConfig:
@@ -188,14 +166,8 @@ def ddl_medium() -> RunConfig:
     run = ddl_small()
     sizes = {"width": 1024, "base_width": 1024, "layers": 24, "heads": 8}
     sizes |= {"attention_layers": tuple(range(24)), "initializer_range": 0.5 * 1024**-0.5}
-    return run.model_copy(
-        update={
-            "name": "ddl_medium",
-            "model": run.model.model_copy(update=sizes),
-            "batch": run.batch.model_copy(update={"micro": 15}),
-            "evaluation": run.evaluation.model_copy(update={"batch": 15}),
-        }
-    )
+    run = run.model_copy(update={"model": run.model.model_copy(update=sizes)})
+    return change(run, {"name": "ddl_medium", "batch.micro": "15", "evaluation.batch": "15"})
 
 
 def ddl_lm_tinystories() -> RunConfig:

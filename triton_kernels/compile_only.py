@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import triton
@@ -114,33 +114,24 @@ class Row:
 
     def broken(self) -> list[tuple[str, bool]]:
         """Returns the bounds that this row exceeds, in words, and whether that is an error of ours."""
-        excesses = []
-        if self.shared > (most := SHARED[self.architecture]):
-            excesses.append((f"shared memory {self.shared} exceeds {most}", True))
-        if self.tensor > TENSOR_COLUMNS:
-            excesses.append((f"tensor memory {self.tensor} exceeds {TENSOR_COLUMNS}", True))
-        if self.stack > (
-            most := (STACK_BYTES if self.architecture == 90 else OTHERS_STACK_BYTES)[self.dtype]
-        ):
-            excess = f"stack {self.stack} exceeds {most}"
-            excesses.append((excess, triton.__version__.startswith(BOUNDED)))
-        if self.unfenced:
-            excess = f"{self.unfenced} matrix instructions may read shared memory too early"
-            excesses.append((excess, True))
-        if self.unordered:
-            excesses.append((f"{self.unordered} reads of memory that another warp may have written", True))
-        return excesses
+        most, hopper = SHARED[self.architecture], self.architecture == 90
+        stack = (STACK_BYTES if hopper else OTHERS_STACK_BYTES)[self.dtype]
+        bounded = triton.__version__.startswith(BOUNDED)
+        unfenced = f"{self.unfenced} matrix instructions may read shared memory too early"
+        bounds = (
+            (self.shared, most, f"shared memory {self.shared} exceeds {most}", True),
+            (self.tensor, TENSOR_COLUMNS, f"tensor memory {self.tensor} exceeds {TENSOR_COLUMNS}", True),
+            (self.stack, stack, f"stack {self.stack} exceeds {stack}", bounded),
+            (self.unfenced, 0, unfenced, True),
+            (self.unordered, 0, f"{self.unordered} reads of memory that another warp may have written", True),
+        )
+        return [(words, ours) for found, bound, words, ours in bounds if found > bound]
 
 
 def variants(*, quick: bool = False, architecture: int = 90) -> Iterator[tuple[int, int, str, Variant]]:
     """Yields K, V, dtype and variant; quick: few sizes, and the options that training uses."""
     with assume(Card(architecture // 10)):
-        yield from _variants(quick, architecture)
-
-
-def _variants(quick: bool, architecture: int) -> Iterator[tuple[int, int, str, Variant]]:
-    for dtype in ("bf16", "fp32") if quick else ITEMSIZE:
-        for modules, everything, few in SIZES:
+        for dtype, (modules, everything, few) in product(("bf16", "fp32") if quick else ITEMSIZE, SIZES):
             if modules is RULE and architecture != 90:
                 few = [*few, *OTHERS_SIZES]
             if modules is CHANNELS and dtype == "fp16":
@@ -148,10 +139,9 @@ def _variants(quick: bool, architecture: int) -> Iterator[tuple[int, int, str, V
             sizes = few if quick else everything
             if quick and dtype == "fp32":
                 sizes = few if modules is RULE else []
-            for K, V in sizes:
-                for module in modules:
-                    for variant in module.variants(K, V, ITEMSIZE[dtype], quick):
-                        yield K, V, dtype, variant
+            for (K, V), module in product(sizes, modules):
+                for variant in module.variants(K, V, ITEMSIZE[dtype], quick):
+                    yield K, V, dtype, variant
 
 
 def source(dtype: str, variant: Variant) -> ASTSource:
@@ -267,15 +257,12 @@ def main(arguments: list[str] | None = None) -> int:
     kernels = dict.fromkeys(variant.kernel for *_, variant in variants(quick=options.quick))
     if unknown := [name for name in options.kernel or () if name not in kernels]:
         parser.error(f"no kernel is named {unknown[0]!r}; choose from: {', '.join(kernels)}")
-    selected = []
-    for architecture in options.architecture:
-        selected += [
-            (architecture, options.quick, i)
-            for i, (_, _, dtype, variant) in enumerate(
-                variants(quick=options.quick, architecture=architecture)
-            )
-            if variant.kernel in (options.kernel or kernels) and dtype in (options.dtype or ITEMSIZE)
-        ]
+    selected = [
+        (architecture, options.quick, i)
+        for architecture in options.architecture
+        for i, (_, _, dtype, x) in enumerate(variants(quick=options.quick, architecture=architecture))
+        if x.kernel in (options.kernel or kernels) and dtype in (options.dtype or ITEMSIZE)
+    ]
     rows = []
     with ProcessPoolExecutor(options.jobs) as pool:
         for row in pool.map(_compile_at, selected):

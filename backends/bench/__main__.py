@@ -46,7 +46,7 @@ from delta_trn.backends.parity import channel_cases
 from delta_trn.backends.parity.__main__ import Subject, subjects
 from delta_trn.backends.parity.judge import Verdict
 from delta_trn.backends.parity.page import NOT_RUN
-from delta_trn.backends.parity.rule import GRADIENTS, step_verdicts, verdicts
+from delta_trn.backends.parity.rule import make_leaves, step_verdicts, verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME, Case, Inputs, find, inputs
 
 STEP = "gated_delta_rule_step"
@@ -91,8 +91,7 @@ def inputs_of(name: str, x: Inputs) -> Inputs:
 
 def pass_call(run: Run, x: Inputs, phase: str) -> Callable[[], None]:
     """Returns a call without arguments that does one pass."""
-    tensors = x.tensors()
-    leaves = {name: tensors[name].detach().requires_grad_() for name in GRADIENTS.values() if name in tensors}
+    leaves = make_leaves(x)
     x, sources = replace(x, **leaves), list(leaves.values())
 
     def forward() -> None:

@@ -12,20 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-
-class Sizes(NamedTuple):
-    """The sizes of a call, named as in `backends.gated_delta_rule`, and its dtype."""
-
-    B: int
-    T: int
-    H: int
-    HV: int
-    K: int
-    V: int
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -49,13 +36,8 @@ class Layer:
     @property
     def heads(self) -> int:
         """H, the number of query and key heads."""
-        return self.sizes.H
-
-    @property
-    def sizes(self) -> Sizes:
-        """The sizes of a call."""
-        (B, T), (HV, V) = self.x.shape[:2], self.gate.shape[2:]
-        return Sizes(B, T, key_heads(self.x, HV, V, self.K), HV, self.K, V, self.x.dtype)
+        HV, V = self.gate.shape[2:]
+        return key_heads(self.x, HV, V, self.K)
 
 
 def key_heads(x: Tensor, HV: int, V: int, K: int) -> int:

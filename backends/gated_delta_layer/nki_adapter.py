@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends.checks import BackendRefusal
-from delta_trn.backends.gated_delta_layer.contract import Gradients, Layer, Sizes
+from delta_trn.backends.gated_delta_layer.contract import Gradients, Layer
 from delta_trn.backends.gated_delta_rule.contract import RESET, Shapes
 from delta_trn.backends.gated_delta_rule.nki_adapter import TINY
 from delta_trn.backends.nki_runtime_adapter import require_within_rsqrt, run
@@ -31,7 +31,7 @@ def forward(call: Layer, *, save: bool) -> tuple[Tensor, Tensor | None, list[Ten
             f"nki and nki-simulator need |scale| >= {TINY:.3g} for a layer in one kernel; scale is "
             f"{call.scale}: call the three parts"
         )
-    g, how = _split_decays(call), _choose(call.sizes)
+    g, how = _split_decays(call), _choose(call)
     inputs = (call.x, call.weight, g, call.beta, call.gate, call.gain)
     numbers = (call.K, call.scale, call.eps, save, how.C, how.lanes, how.width)
     outputs = run(gated_delta_layer_fwd, *inputs, *_kernel_options(call), *numbers)
@@ -42,7 +42,7 @@ def forward(call: Layer, *, save: bool) -> tuple[Tensor, Tensor | None, list[Ten
 def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]) -> Gradients:
     """Returns the gradients."""
     g, *kept = saved[:6]  # g, then q, k, v, o and u
-    weight_t, how, options = call.weight.float().t().contiguous(), _choose(call.sizes), _kernel_options(call)
+    weight_t, how, options = call.weight.float().t().contiguous(), _choose(call), _kernel_options(call)
     inputs = (dy, call.x, weight_t, *kept, g, call.beta, call.gate, call.gain)
     states = saved[6] if len(saved) > 6 else None
     dx, dweight, dg, dbeta, dgate, dgain, dstate0, _, *dprefix = run(
@@ -72,10 +72,11 @@ def saved_shapes(call: Layer) -> Shapes:
     return [*shapes, ((B, many, call.K, HV, V), torch.float32)] if many > 0 else shapes
 
 
-def _choose(sizes: Sizes) -> plan.Plan:
+def _choose(call: Layer) -> plan.Plan:
     """Returns how the kernels cut their work."""
-    B, T, H, HV, K, V, dtype = sizes
-    return plan.choose_layer(B, T, H, HV, K, V, plan.LAYER_LANES if dtype == torch.float32 else 8)
+    (B, T), (HV, V) = call.x.shape[:2], call.gate.shape[2:]
+    lanes = plan.LAYER_LANES if call.x.dtype == torch.float32 else 8
+    return plan.choose_layer(B, T, call.heads, HV, call.K, V, lanes)
 
 
 def _kernel_options(call: Layer) -> tuple[Tensor | bool | None, ...]:

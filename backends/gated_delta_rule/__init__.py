@@ -167,34 +167,37 @@ def gated_delta_rule_step(
     beta_max = checks.gate_arguments(
         q, v.shape[1], use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
     )
-    if gradients_wanted(q, k, v, g, beta, A_log, dt_bias, state):
-        o, final_state = gated_delta_rule(
-            *(x[:, None] for x in (q, k, v, g, beta)),
-            scale=scale,
-            initial_state=state,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            backend=backend,
-            use_gate_in_kernel=use_gate_in_kernel,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval,
-        )
-        assert final_state is not None
-        return o[:, 0], final_state
-    name, _ = STEP_OPERATOR.choose((q,), sizes(q, v), backend)
     call = Step(
-        q, k, v, g, beta, state, A_log, dt_bias,
-        scale=scale_of(q, scale), beta_max=beta_max, l2norm=use_qk_l2norm_in_kernel,
+        q, k, v, g, beta, state, A_log, dt_bias, scale_of(q, scale), beta_max, use_qk_l2norm_in_kernel
+    )
+    return run_step(call, *choose_step(call, (OPERATOR, STEP_OPERATOR), backend))
+
+
+def choose_step(
+    call: Step, operators: tuple[Operator, Operator], backend: str | None
+) -> tuple[Operator, str, bool]:
+    """Returns which operator takes the call, that of sequences where gradients are wanted, by which backend.
+
+    The last value says whether they are.
+    """
+    tensors = (call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.state)
+    operator = operators[0 if gradients_wanted(*tensors) else 1]
+    return operator, *operator.choose(tensors, sizes(call.q, call.v), backend)
+
+
+def run_step(call: Step, operator: Operator, name: str, save: bool) -> tuple[Tensor, Tensor]:
+    """Returns o and the state after one token, by what `choose_step` returns."""
+    if not save:
+        o, state = operator(_with_gates(operator, call, name), save=False, backend=name)
+        return o, state
+    q, k, v, g, beta = (x[:, None] for x in (call.q, call.k, call.v, call.g, call.beta))
+    sequences = Rule(
+        q, k, v, g, beta, call.A_log, call.dt_bias, call.state, scale=call.scale, beta_max=call.beta_max,
+        l2norm=call.l2norm, output_final_state=True, lower_bound=call.lower_bound,
     )  # fmt: skip
-    return run_step(STEP_OPERATOR, call, name)
-
-
-def run_step(operator: Operator, call: Step, name: str) -> tuple[Tensor, Tensor]:
-    """Returns o and the state after one token; `name` is the backend's."""
-    o, state = operator(_with_gates(operator, call, name), save=False, backend=name)
-    return o, state
+    o, state = run(operator, sequences, None, save, name, False)
+    assert state is not None
+    return o[:, 0], state
 
 
 def run(

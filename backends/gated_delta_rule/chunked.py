@@ -48,7 +48,7 @@ MAKES_GATES = True  # by PyTorch, but inside of the call: under torch.compile th
 
 def note(dtype: torch.dtype = torch.float32, device: str = "cpu") -> str:
     """Says what computes calls of a dtype on a device, and why not the C++ kernel; may compile it."""
-    return chunked_kernel.refusal(dtype, device) or chunked_kernel.library().note
+    return chunked_kernel.refusal(dtype, device) or chunked_kernel.library(False).note
 
 
 def chunk_size(K: int, V: int) -> int:

@@ -41,20 +41,15 @@ def refusal(dtype: torch.dtype, device: str, channels: bool = False) -> str | No
         return f"PyTorch, since the C++ kernel is for CPUs and tensors are on {device}"
     if dtype == torch.float64:
         return "PyTorch, since the C++ kernel computes in float32 and tensors are float64"
-    compiled = channel_library() if channels else library()
+    compiled = library(channels)
     return None if compiled.functions is not None else compiled.note
 
 
 @cache
-def library() -> compiler.Library:
-    """Returns the compiled kernel, or why there is none."""
-    return compiler.load(FOLDER / "chunked_kernel.cpp", HEADERS)
-
-
-@cache
-def channel_library() -> compiler.Library:
-    """Returns that of decays per channel."""
-    return compiler.load(FOLDER.parent / "kimi_delta_attention" / "chunked_kernel.cpp", HEADERS)
+def library(channels: bool) -> compiler.Library:
+    """Returns the compiled kernel, that of decays per channel or the other, or why there is none."""
+    folder = FOLDER.parent / "kimi_delta_attention" if channels else FOLDER
+    return compiler.load(folder / "chunked_kernel.cpp", HEADERS)
 
 
 def saved_shapes(call: Rule, C: int) -> Shapes:
@@ -106,9 +101,8 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
 
 
 def _function(name: str, call: Rule | Step) -> Callable[..., None]:
-    if call.has_channels:
-        return getattr(channel_library().functions, f"kimi_delta_attention_{name}")
-    return getattr(library().functions, f"gated_delta_rule_{name}")
+    rule = "kimi_delta_attention" if call.has_channels else "gated_delta_rule"
+    return getattr(library(call.has_channels).functions, f"{rule}_{name}")
 
 
 def _pack(

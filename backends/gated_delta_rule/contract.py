@@ -162,13 +162,13 @@ def log_decay(
         tensor([0.5000])
     """
     a = _full(a)
-    x = a if dt_bias is None else a + dt_bias.to(a.dtype)
-    log_rate = A_log.to(a.dtype)
+    log_rate, bias = A_log.to(a.dtype), None if dt_bias is None else dt_bias.to(a.dtype)
+    if a.device.type == "xla" and lower_bound is None:
+        return LazyDecay.apply(a, log_rate, bias)  # type: ignore[return-value]
+    x = a if bias is None else a + bias
     if lower_bound is not None:
         # beyond 800 a sigmoid is 0 or 1 in every dtype, and infinity times its gradient would be NaN
         return lower_bound * (log_rate.clamp(max=80.0).exp() * x).clamp(-800.0, 800.0).sigmoid()
-    if x.device.type == "xla":
-        return LazyDecay.apply(x, log_rate)  # type: ignore[return-value]
     # softplus(x) is exp(x) below -40; above, exp(80) softplus(x) is a reset already
     y = x.clamp(max=-40.0)
     far = (log_rate + y).clamp(max=80.0).exp() * (1.0 + _find_lost_in_sum(log_rate.detach(), y.detach()))
@@ -184,26 +184,29 @@ EXP_40 = 2.3538526683702e17
 
 
 class LazyDecay(torch.autograd.Function):
-    """Computes g of x = a + dt_bias and of the logarithm of the rate, and its gradients, by formulas.
+    """Computes g of a, the logarithm of the rate and dt_bias [HV], and its gradients, by formulas.
 
     Autograd would find the same gradients by three times as many operations, and the host records each.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, log_rate: Tensor) -> Tensor:
-        rate = log_rate.clamp(max=80.0).exp()
-        # the root of it, of which neither factor underflows, and whose exponents are exact
-        far = ((0.5 * x.clamp(max=-40.0)).exp() * (0.5 * log_rate).exp()).clamp(max=EXP_40).square()
-        near = rate * F.softplus(x.clamp(min=-40.0), threshold=40.0)
-        g = -torch.where(x < -40.0, far, near)
-        ctx.save_for_backward(x, rate, g)
-        return g
+    def forward(ctx: Any, a: Tensor, log_rate: Tensor, bias: Tensor | None) -> Tensor:
+        x = a if bias is None else a + bias
+        root = (0.5 * log_rate).exp()
+        rate = root.clamp(max=EXP_40).square()
+        # below -40 the root of -g, of which neither factor underflows, and whose exponents are exact
+        far, small = ((0.5 * x).exp() * root).clamp(max=EXP_40).square(), x < -40.0
+        decay = torch.where(small, far, rate * F.softplus(x, threshold=40.0))
+        ctx.save_for_backward(x, small, rate, decay)
+        return -decay
 
     @staticmethod
-    def backward(ctx: Any, dg: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        x, rate, g = ctx.saved_tensors
-        slope = torch.where(x < -40.0, g, -rate * x.sigmoid())
-        return dg * slope, (dg * g).sum(tuple(range(dg.dim() - 1)))
+    def backward(ctx: Any, dg: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # type: ignore[override]
+        x, small, rate, decay = ctx.saved_tensors
+        ddecay = -dg
+        dx = ddecay * torch.where(small, decay, rate * x.sigmoid())
+        dbias = dx.sum_to_size(rate.shape) if ctx.needs_input_grad[2] else None
+        return dx, (ddecay * decay).sum_to_size(rate.shape), dbias
 
 
 def _find_lost_in_sum(x: Tensor, y: Tensor) -> Tensor:
@@ -219,7 +222,8 @@ def write_strength(z: Tensor, beta_max: float = 1.0) -> Tensor:
     >>> write_strength(torch.zeros(1), beta_max=2.0)
     tensor([1.])
     """
-    return beta_max * _full(z).sigmoid()
+    beta = _full(z).sigmoid()
+    return beta if beta_max == 1.0 else beta_max * beta
 
 
 def make_gates(

@@ -51,12 +51,10 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta)
     A_log, dt_bias, initial_state = contiguous(call.A_log, call.dt_bias, call.initial_state)
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
-    row = _launches(call)
+    row = launches(call)
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
     o = v.new_empty(v.shape)
-    final_state = None
-    if call.output_final_state:
-        final_state = q.new_empty((chunks.sequences, HV, K, V), dtype=torch.float32)
+    final_state = new_final_state(call)
     alone = _is_one_token(call)
     if alone:
         gated_delta_rule_step.step(
@@ -114,7 +112,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     (dq, dk, dv), (dg, dbeta) = empty_like_parts((q, k, v)), empty_like_parts((g, beta))
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
-    row = _launches(call)
+    row = launches(call)
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
     T, P, rows, states, A, S, U, q_scaled, k_scaled = saved
     if _is_scaled(call):
@@ -178,7 +176,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     for x, parts in zip((dq, dk), of_heads, strict=True):
         if parts is not x:
             _sum_group(parts.unflatten(2, (H, HV // H)), out=x)
-    return Gradients(dq, dk, dv, dg, dbeta, *_sum_gates(call, dgates), dinitial)
+    dA_log, ddt_bias = (None, None) if dgates is None else sum_gates(call, *dgates.unbind(2))
+    return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
 
 
 def step(call: Step) -> tuple[Tensor, Tensor]:
@@ -197,7 +196,7 @@ def saved_shapes(call: Rule) -> Shapes:
     """Returns shapes and dtypes of what `forward` saves, from shapes alone."""
     q, (HV, V) = call.q, call.v.shape[2:]
     K = q.shape[3]
-    row = _launches(call)
+    row = launches(call)
     chunks = chunk_counts(q, call.cu_seqlens, row.C)
     count = 0 if _is_one_token(call) else segment_count(chunks, HV, K, V, row)
     split = _segment_shapes(count, HV, K, V) if count else [((0,), q.dtype)] * 2
@@ -206,12 +205,17 @@ def saved_shapes(call: Rule) -> Shapes:
     return [*prepared_shapes(chunks, HV, q.dtype), *split, *kept, *scaled]
 
 
-def _launches(call: Rule) -> Config:
-    """Returns the rows of the launch table for a call."""
-    sequences = call.q.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
+def launches(call: Rule, rule: str = "") -> Config:
+    """Returns the rows of the launch table for a call; `rule` as in `launch.config`."""
     K, (HV, V) = call.q.shape[3], call.v.shape[2:]
-    card = card_of(call.q.device)
-    return config(K, V, itemsize=call.q.element_size(), heads=sequences * HV, card=card)
+    heads, card = call.sequences * HV, card_of(call.q.device)
+    return config(K, V, itemsize=call.q.element_size(), heads=heads, card=card, rule=rule)
+
+
+def new_final_state(call: Rule) -> Tensor | None:
+    """Returns a tensor for the final state; None where the call does not ask for it."""
+    shape = (call.sequences, call.v.shape[2], call.q.shape[3], call.v.shape[3])
+    return call.q.new_empty(shape, dtype=torch.float32) if call.output_final_state else None
 
 
 def contiguous(*tensors: Tensor | None) -> list[Any]:
@@ -232,16 +236,11 @@ def _sum_group(x: Tensor, *, out: Tensor) -> None:
         torch.add(*x.unbind(3), out=out)
 
 
-def _sum_gates(call: Rule, dgates: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of A_log and dt_bias of dgates [NC, HV, 2], which is None where they are."""
-    if dgates is None:
-        return None, None
+def sum_gates(call: Rule, *parts: Tensor) -> list[Tensor | None]:
+    """Returns the gradients of A_log and dt_bias, None where one is absent, of those in each chunk."""
     # two sums, since gradients may not share memory
-    dA_log, ddt_bias = (
-        None if x is None else part.sum(0).to(x.dtype)
-        for x, part in zip((call.A_log, call.dt_bias), dgates.unbind(2), strict=True)
-    )
-    return dA_log, ddt_bias
+    pairs = zip((call.A_log, call.dt_bias), parts, strict=True)
+    return [None if x is None else part.sum(0).to(x.dtype) for x, part in pairs]
 
 
 def _is_one_token(call: Rule) -> bool:

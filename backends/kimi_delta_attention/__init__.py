@@ -1,9 +1,5 @@
 """Kimi Delta Attention: the gated delta rule with a decay for each channel of a key (arXiv:2510.26692).
 
-Per value head, with state S [K, V] and decays exp(g_t) [K]:
-
-    S <- Diag(exp(g_t)) S ;  u = beta_t (v_t - S^T k_t) ;  S <- S + k_t u^T ;  o_t = scale S^T q_t
-
 Contract, judge and the chunked backend are those of `backends.gated_delta_rule`, by the dimensions of g.
 Triton's kernels compute float32 and bfloat16; nothing computes it on Trainium.
 """
@@ -22,6 +18,7 @@ from delta_trn.backends.checks import shape_of
 from delta_trn.backends.gated_delta_rule import (
     bounds_of,
     checks,
+    choose_step,
     first_state,
     make_operators,
     run,
@@ -30,7 +27,6 @@ from delta_trn.backends.gated_delta_rule import (
     sizes,
 )
 from delta_trn.backends.gated_delta_rule.contract import Rule, Step
-from delta_trn.backends.operator import gradients_wanted
 
 CHANNELS = " K"  # the last dimension of g, for the checks
 SAFE = -5.0  # the least bound of flash-linear-attention's safe gate
@@ -157,21 +153,13 @@ def kimi_delta_attention_step(
         q, v.shape[1], use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate,
         use_beta_sigmoid_in_kernel, allow_neg_eigval,
     )  # fmt: skip
-    tensors, parameters = (q, k, v, g, beta), (A_log, dt_bias)
-    options: dict[str, Any] = {"scale": scale_of(q, scale), "beta_max": beta_max, "lower_bound": lower_bound}
-    options["l2norm"] = use_qk_l2norm_in_kernel
-    recorded = gradients_wanted(*tensors, state, *parameters)
-    operator = OPERATOR if recorded else STEP_OPERATOR
-    name, save = operator.choose((*tensors, state, *parameters), sizes(q, v), backend)
+    call = Step(
+        q, k, v, g, beta, state, A_log, dt_bias, scale_of(q, scale), beta_max, use_qk_l2norm_in_kernel,
+        lower_bound,
+    )  # fmt: skip
+    operator, name, save = choose_step(call, (OPERATOR, STEP_OPERATOR), backend)
     _notice(q, backend, name)
-    if not recorded:
-        return run_step(STEP_OPERATOR, Step(q, k, v, g, beta, state, A_log, dt_bias, **options), name)
-    tokens = dict(zip(("q", "k", "v", "g", "beta"), (x[:, None] for x in tensors), strict=True))
-    options |= {"initial_state": state, "output_final_state": True, "A_log": A_log, "dt_bias": dt_bias}
-    scan = Rule(**tokens, **options)
-    o, final_state = run(OPERATOR, scan, None, save, name, False)
-    assert final_state is not None
-    return o[:, 0], final_state
+    return run_step(call, operator, name, save)
 
 
 def _refuse(**options: Any) -> None:

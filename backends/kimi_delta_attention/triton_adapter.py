@@ -10,20 +10,17 @@ from torch import Tensor
 
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step
 from delta_trn.backends.gated_delta_rule.triton_adapter import (
-    card_of,
     contiguous,
+    launches,
+    new_final_state,
     prepared_shapes,
     state_shapes,
+    sum_gates,
 )
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_counts, chunk_tables
-from delta_trn.triton_kernels import (
-    gated_delta_rule_fwd,
-    gated_delta_rule_reverse,
-    gated_delta_rule_step,
-)
+from delta_trn.triton_kernels import gated_delta_rule_fwd, gated_delta_rule_reverse, gated_delta_rule_step
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.kimi_delta_attention import bwd, fwd
-from delta_trn.triton_kernels.launch import Config, config
 
 MAKES_GATES = True  # of a layer's projections, in the kernels
 
@@ -33,13 +30,10 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     q, k, v, g, beta, A_log, dt_bias, initial_state = contiguous(
         call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state
     )
-    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
-    row = _launches(call)
+    row = launches(call, "kimi_")
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
     o = torch.empty_like(v)
-    final_state = None
-    if call.output_final_state:
-        final_state = q.new_empty((chunks.sequences, HV, K, V), dtype=torch.float32)
+    final_state = new_final_state(call)
     kept = [q.new_empty(shape, dtype=dtype) for shape, dtype in _shapes(call, chunks)]
     T, P, qg, kg, kl, last, rows, S, U = kept
     fwd.prepare(
@@ -61,7 +55,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     )  # fmt: skip
     B, length, H, K = q.shape
     HV, V = v.shape[2:]
-    row = _launches(call)
+    row = launches(call, "kimi_")
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
     T, P, qg, kg, kl, last, rows, S, U = saved
     dY, dS = torch.empty_like(U), torch.empty_like(S)
@@ -89,11 +83,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         for x, dy, dx in zip((q, k), of_heads, (dq, dk), strict=True):
             bwd.combine(x, dy, dx=dx, l2norm=call.l2norm)
     dA_log = ddt_bias = None
-    if dgates is not None and call.A_log is not None:
-        # two sums, since gradients may not share memory
-        dA_log = dgates[..., K].sum(0).to(call.A_log.dtype)
-        if call.dt_bias is not None:
-            ddt_bias = dgates[..., :K].sum(0).to(call.dt_bias.dtype)
+    if dgates is not None:
+        dA_log, ddt_bias = sum_gates(call, dgates[..., K], dgates[..., :K])
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
 
 
@@ -112,14 +103,7 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
 
 def saved_shapes(call: Rule) -> Shapes:
     """Returns shapes and dtypes of what `forward` saves, from shapes alone."""
-    return _shapes(call, chunk_counts(call.q, call.cu_seqlens, _launches(call).C))
-
-
-def _launches(call: Rule) -> Config:
-    """Returns the rows of the launch table for a call."""
-    K, (HV, V) = call.q.shape[3], call.v.shape[2:]
-    card = card_of(call.q.device)
-    return config(K, V, itemsize=call.q.element_size(), heads=call.sequences * HV, card=card, rule="kimi_")
+    return _shapes(call, chunk_counts(call.q, call.cu_seqlens, launches(call, "kimi_").C))
 
 
 def _shapes(call: Rule, chunks: Chunks) -> Shapes:

@@ -62,19 +62,20 @@ def gated_rms_norm_backward(dy: Tensor, call: GatedNorm, saved: list[Tensor]) ->
 
 
 def add_rms_norm_forward(call: SumNorm, *, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Returns y and total; saves the reciprocal norms of total where the C++ kernel computes them."""
+    """Returns y and total; saves the reciprocal norms of total for the C++ kernel, and for Neuron's host."""
     if cpu_kernel.takes(call.x, call.residual, call.weight):
         y, total, r = cpu_kernel.norm_forward(call)
         assert total is not None
         return y, total, [r] if save else []
     total = call.residual + call.x
-    return _gated_norm(GatedNorm(total, None, call.weight, call.eps)), total, []
+    y, root = _norm(total, call.weight, call.eps)
+    return y.to(total.dtype), total, [root] if save and total.device.type in NEURON else []
 
 
 def add_rms_norm_saved_shapes(call: SumNorm) -> Shapes:
     """Returns the shape of the reciprocal norms."""
-    kernel = cpu_kernel.takes(call.x, call.residual, call.weight)
-    return [((*call.residual.shape[:-1], 1), call.residual.dtype)] if kernel else []
+    keeps = call.residual.device.type in NEURON or cpu_kernel.takes(call.x, call.residual, call.weight)
+    return [((*call.residual.shape[:-1], 1), _full(call.residual.dtype))] if keeps else []
 
 
 def add_rms_norm_backward(
@@ -82,11 +83,11 @@ def add_rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradient of the sum, and so of both its terms, and dweight."""
     total, *r = saved
-    if r:
+    if r and total.device.type not in NEURON:
         dx, _, dweight = cpu_kernel.norm_backward(dy, dtotal, total, None, call.weight, r[0])
         return dx, dweight
     x = total.to(_full(total.dtype))
-    root = torch.rsqrt(x.square().mean(-1, keepdim=True) + call.eps)
+    root = r[0] if r else torch.rsqrt(x.square().mean(-1, keepdim=True) + call.eps)
     h, dy = x * root, dy.to(x.dtype)
     n = dy * call.weight
     dx = (n - h * (n * h).mean(-1, keepdim=True)) * root
@@ -187,11 +188,17 @@ def _differentiate(
 
 def _gated_norm(call: GatedNorm) -> Tensor:
     """Returns weight x / |x|, times the gate's SiLU."""
-    x = call.x.to(_full(call.x.dtype))
-    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.eps) * call.weight
+    y = _norm(call.x, call.weight, call.eps)[0]
     if call.gate is not None:
         y = y * F.silu(call.gate.to(torch.promote_types(y.dtype, call.gate.dtype)))
     return y.to(call.x.dtype)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns weight x / |x|, and the reciprocals of the rows' norms."""
+    x = x.to(_full(x.dtype))
+    root = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * root * weight, root
 
 
 def _convolve(call: Convolution) -> Tensor:
@@ -210,4 +217,4 @@ def _convolve(call: Convolution) -> Tensor:
 
 
 def _full(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+    return dtype if dtype == torch.float64 else torch.float32

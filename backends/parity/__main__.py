@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -39,8 +39,7 @@ SHOWN = 20
 RELEASE = "DELTA_TRN_NKI"  # the environment variable that the simulator reads
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """Holds the cases of some operations, and (case, dtype, backend, device) -> verdicts."""
 
     cases: Mapping[str, Any]
@@ -203,13 +202,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 130)
     try:
-        return _ACTIONS[options.action](options, console)
+        verdicts = _ACTIONS[options.action](options, console)
     except (BackendRefusal, ValueError, OSError) as complaint:
         print(complaint, file=sys.stderr)
         return 2
+    return 0 if verdicts and all(verdict.passed for verdict in verdicts) else 1
 
 
-def _run(options: argparse.Namespace, console: Console) -> int:
+def _run(options: argparse.Namespace, console: Console) -> list[Verdict]:
     known = {name: case for grid in GRIDS.values() for name, case in grid.cases.items()}
     for name in options.case or ():
         find(name, known)
@@ -235,31 +235,27 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         options.markdown.write_text(
             page.page(verdicts, reasons, refused, facts(torch.device(chosen[0].device)))
         )
-    return _status(verdicts)
+    return verdicts
 
 
-def _record(options: argparse.Namespace, console: Console) -> int:
+def _record(options: argparse.Namespace, console: Console) -> list[Verdict]:
     subject = subjects(options.backend)[0]
     cases = select(options.case, tags=frozenset() if options.case else SMALL)
     verdicts = goldens.record(_single(options.files), subject.backend, cases, subject.device)
     report(console, verdicts, {})
-    return _status(verdicts)
+    return verdicts
 
 
-def _check(options: argparse.Namespace, console: Console) -> int:
+def _check(options: argparse.Namespace, console: Console) -> list[Verdict]:
     verdicts = goldens.check(_single(options.files))
     report(console, verdicts, {})
-    return _status(verdicts)
+    return verdicts
 
 
 def _single(files: Sequence[Path]) -> Path:
     if len(files) != 1:
         raise ValueError(f"{len(files)} files named; name the one golden to write or to check")
     return files[0]
-
-
-def _status(verdicts: Sequence[Verdict]) -> int:
-    return 0 if verdicts and all(verdict.passed for verdict in verdicts) else 1
 
 
 _ACTIONS = {"run": _run, "record": _record, "check": _check}

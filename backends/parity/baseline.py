@@ -27,6 +27,7 @@ with rounding errors of its own (`Rounding`), since one sample's error may be sm
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,33 +106,24 @@ class Rounding:
 
     def short(self, x: Tensor) -> Tensor:
         """Returns a result rounded to `dtype`; its gradient is rounded, too."""
-        return _Short.apply(x, self)  # pyright: ignore[reportReturnType]
+        return _BothWays.apply(x, self.operand)  # pyright: ignore[reportReturnType]
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns a result, disturbed; its gradient is disturbed, too."""
-        return x if self.noise is None else _Disturbed.apply(x, self)  # pyright: ignore[reportReturnType]
+        return x if self.noise is None else _BothWays.apply(x, self.disturb)  # pyright: ignore[reportReturnType]
 
 
-class _Disturbed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rounding: Rounding) -> Tensor:
-        ctx.rounding = rounding
-        return rounding.disturb(x)
+class _BothWays(torch.autograd.Function):
+    """Changes a tensor, and its gradient in the same way."""
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return ctx.rounding.disturb(grad_outputs[0]), None
-
-
-class _Short(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rounding: Rounding) -> Tensor:
-        ctx.rounding = rounding
-        return rounding.operand(x)
+    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return change(x)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return ctx.rounding.operand(grad_outputs[0]), None
+        return ctx.change(grad_outputs[0]), None
 
 
 class _Product(torch.autograd.Function):
@@ -251,40 +243,13 @@ def gated_delta_rule(
     of its own, by a permutation of the channels, which changes nothing but rounding. Without it, a product
     that nearly cancels has one error in all samples, and a backend that adds in another order has another.
     """
+    channels, K, V = g.dim() == q.dim(), None, None
     if noise is not None:
         samples = q.shape[0] if q.dim() > 4 else 1
         K, V = (noise.orders(samples, x.shape[-1]).to(x.device) for x in (q, v))
-        first = None if initial_state is None else _reorder(initial_state, (-2, K), (-1, V))
-        g = _reorder(g, (-1, K)) if g.dim() == q.dim() else g
-        inputs = (_reorder(q, (-1, K)), _reorder(k, (-1, K)), _reorder(v, (-1, V)), g, beta, first)
-        o, S = _gated_delta_rule(*inputs, cu_seqlens, scale, l2norm, chunk, noise)
-        K, V = K.argsort(-1), V.argsort(-1)
-        return _reorder(o, (-1, V)), _reorder(S, (-2, K), (-1, V))
-    return _gated_delta_rule(q, k, v, g, beta, initial_state, cu_seqlens, scale, l2norm, chunk, noise)
-
-
-def _reorder(x: Tensor, *orders: tuple[int, Tensor]) -> Tensor:
-    """Returns x with the channels of an axis in another order, [samples, channels] or [1, channels]."""
-    for axis, order in orders:
-        shape = [1] * x.dim()
-        shape[axis], shape[0] = order.shape[1], order.shape[0]
-        x = x.gather(axis % x.dim(), order.view(shape).expand_as(x))
-    return x
-
-
-def _gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    l2norm: bool,
-    chunk: int,
-    noise: Noise | None,
-) -> tuple[Tensor, Tensor]:
+        q, k, v = _reorder(q, K), _reorder(k, K), _reorder(v, V)
+        g = _reorder(g, K) if channels else g
+        initial_state = None if initial_state is None else _reorder(initial_state, V, K)
     dtype, group = q.dtype, v.shape[-2] // q.shape[-2]
     full, rounding = torch.promote_types(dtype, torch.float32), Rounding(dtype, noise)
     q, k, v, g, beta = (x.to(full) for x in (q, k, v, g, beta))
@@ -295,7 +260,6 @@ def _gated_delta_rule(
         q, k = (rounding(x * r) for x, r in zip((q, k), norms, strict=True))
     q, k = (x.repeat_interleave(group, dim=-2) for x in (q, k))
     q, k, v = (x.movedim(-3, -2) for x in (q, k, v))  # [.., B, HV, T, K or V]
-    channels = g.dim() == q.dim()
     g, beta = g.movedim(-3, -2) if channels else g.mT, beta.mT
     lengths = [q.shape[-2]] if cu_seqlens is None else cu_seqlens.diff().tolist()
     sizes = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
@@ -314,7 +278,22 @@ def _gated_delta_rule(
             o, S = step(*next(parts), S=S, scale=scale, unit=unit, rounding=rounding)
             outputs.append(o)
         states.append(S / unit)
-    return torch.cat(outputs, dim=-2).movedim(-2, -3).to(dtype), torch.cat(states, dim=-4)
+    o, S = torch.cat(outputs, dim=-2).movedim(-2, -3).to(dtype), torch.cat(states, dim=-4)
+    if K is None or V is None:
+        return o, S
+    return _reorder(o, V.argsort(-1)), _reorder(S, V.argsort(-1), K.argsort(-1))
+
+
+def _reorder(x: Tensor, *orders: Tensor) -> Tensor:
+    """Returns x with the channels of its last axis, and of the one before, in another order.
+
+    An order is [samples, channels] or [1, channels].
+    """
+    for axis, order in enumerate(orders, 1):
+        shape = [1] * x.dim()
+        shape[-axis], shape[0] = order.shape[1], order.shape[0]
+        x = x.gather(x.dim() - axis, order.view(shape).expand_as(x))
+    return x
 
 
 def _chunk(

@@ -6,90 +6,73 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from delta_trn.backends.parity.rule_cases import BENCH, BOTH, SLOW, SMALL, TOKENS, Case
+from delta_trn.backends.parity import rule_cases
+from delta_trn.backends.parity.rule_cases import SLOW, SMALL, Both, Case, Cpu, Small, decoded
 
-_Case = partial(Case, op="kimi_delta_attention")
+OP = "kimi_delta_attention"
+_Case, _Both, _Small, _Cpu = (partial(x, op=OP) for x in (Case, Both, Small, Cpu))
+
+
+def _as(same: str, name: str, reason: str) -> Case:
+    """Returns a case of the sizes and inputs of one of the gated delta rule's."""
+    return replace(rule_cases.BY_NAME[same], name=name, reason=reason, op=OP)
+
 
 # fmt: off
 CASES: tuple[Case, ...] = (
-    #     name                    B  T    H  K    V
-    _Case("kimi_one",             8, 1,   2, 32,  16, state=True, loss=BOTH, tags=SMALL,
-          reason="one token: no pair, no cut"),
-    _Case("kimi_fresh",           8, 1,   2, 16,  32, loss=BOTH, tags=SMALL,
-          reason="one token from nothing: dg of every channel is exactly 0"),
-    _Case("kimi_two",             8, 2,   2, 32,  32, loss=BOTH, tags=SMALL,
-          reason="one pair, whose cut has one row and one column"),
-    _Case("kimi_ragged",          2, 63,  2, 32,  48, tags=SMALL,
-          reason="a chunk that ends inside of a cut"),
-    _Case("kimi_seam",            1, 129, 2, 32,  64, state=True, loss=BOTH, tags=SMALL,
-          reason="whole chunks and one token, from a state to a state"),
-    _Case("kimi_none",            1, 130, 4, 32,  32, decay="none", loss=BOTH, tags=SMALL,
-          reason="g = 0 in every channel: errors of the decays' gradients add up"),
-    _Case("kimi_strong",          1, 100, 4, 32,  32, decay="strong", state=True, loss=BOTH, tags=SMALL,
-          reason="g = -20 in every channel: a quotient of decays overflows"),
-    _Case("kimi_apart",           1, 100, 4, 32,  32, decay="apart", state=True, loss=BOTH, tags=SMALL,
-          reason="one channel forgets at every token beside one that never does"),
-    _Case("kimi_split",           1, 130, 4, 64,  32, decay="split", state=True, loss=BOTH, tags=SMALL,
-          reason="strong and weak decays in neighboring channels: each has a gradient of its own size"),
-    _Case("kimi_deep",            1, 130, 4, 32,  32, decay="deep", state=True, loss=BOTH, tags=SMALL,
-          reason="g = -200 here and there: below what float32's exp holds, above what is raised to RESET"),
-    _Case("kimi_reset",           1, 130, 4, 32,  32, decay="reset", state=True, loss=BOTH, tags=SMALL,
-          reason="some elements of g are -1e4, finfo.min or -inf: channels around them keep their digits"),
-    _Case("kimi_mixed",           1, 200, 2, 64,  64, decay="mixed", state=True, loss=BOTH,
+    #  name                    B   T     H   K    V
+    _as("one", "kimi_one", "one token: no pair, no cut"),
+    _as("one_fresh", "kimi_fresh", "one token from nothing: dg of every channel is exactly 0"),
+    _as("two", "kimi_two", "one pair, whose cut has one row and one column"),
+    _Case("kimi_ragged",       2,  63,   2,  32,  48,  "a chunk that ends inside of a cut", tags=SMALL),
+    _Small("kimi_seam",        1,  129,  2,  32,  64,  state=True,
+           reason="whole chunks and one token, from a state to a state"),
+    _as("no_decay", "kimi_none", "g = 0 in every channel: errors of the decays' gradients add up"),
+    _as("forget", "kimi_strong", "g = -20 in every channel: a quotient of decays overflows"),
+    _Small("kimi_apart",       1,  100,  4,  32,  32,  decay="apart", state=True,
+           reason="one channel forgets at every token beside one that never does"),
+    _Small("kimi_split",       1,  130,  4,  64,  32,  decay="split", state=True,
+           reason="strong and weak decays in neighboring channels: each has a gradient of its own size"),
+    _Small("kimi_deep",        1,  130,  4,  32,  32,  decay="deep", state=True,
+           reason="g = -200 here and there: below what float32's exp holds, above what is raised to RESET"),
+    _as("reset", "kimi_reset",
+        "some elements of g are -1e4, finfo.min or -inf: channels around them keep their digits"),
+    _Both("kimi_mixed",        1,  200,  2,  64,  64,  decay="mixed", state=True,
           reason="decay sums of -100 beside decays of -0.01, channel by channel"),
-    _Case("kimi_heavy",           1, 200, 2, 64,  128, decay="heavy", loss=BOTH,
+    _Both("kimi_heavy",        1,  200,  2,  64,  128, decay="heavy",
           reason="strong decays of every size: dg cancels unless it is summed by the cuts"),
-    _Case("kimi_collide",         1, 130, 8, 32,  32, keys="equal", beta=1.0, decay="weak", state=True,
-          loss=BOTH, tags=SMALL, reason="equal keys, beta = 1: writes erase each other, channels fade apart"),
-    _Case("kimi_reflect",         1, 130, 8, 32,  32, keys="equal", beta=2.0, decay="weak", state=True,
-          loss=BOTH, tags=SMALL, reason="equal keys, beta = 2: the densest inverse, with decays per channel"),
-    _Case("kimi_near",            1, 130, 4, 64,  64, keys="near", beta=2.0, decay="none", state=True,
-          loss=BOTH, reason="keys correlated .999, beta = 2, no decay: the worst conditioned inverse of all"),
-    _Case("kimi_odd",             1, 70,  3, 60,  100, state=True, loss=BOTH,
-          reason="no size is a multiple of a vector: channels of g are padded"),
-    _Case("kimi_k96",             1, 130, 2, 96,  64,
-          reason="K is no power of two, chunks of 64"),
-    _Case("kimi_k256",            1, 130, 1, 256, 128, state=True, loss=BOTH,
-          reason="the largest K, many slices of channels"),
-    _Case("kimi_gva",             1, 130, 2, 32,  32, HV=4, state=True, loss=BOTH, tags=SMALL,
-          reason="two value heads share a key and have decays of their own"),
-    _Case("kimi_gva_8",           2, 65,  1, 64,  32, HV=8, norm="random", loss=BOTH,
-          reason="eight value heads share one key: dq and dk are sums over their decays"),
-    _Case("kimi_packed",          1, 135, 2, 32,  32, lengths=(0, 5, 0, 65, 0, 0, 65, 0), state=True,
-          loss=BOTH, tags=SMALL, reason="packed sequences, some empty: none reads its neighbor's channels"),
-    _Case("kimi_packed_single",   1, 5,   2, 32,  16, lengths=(1, 1, 1, 1, 1), state=True, loss=BOTH,
-          tags=SMALL, reason="every packed sequence is one token"),
-    _Case("kimi_packed_many",     1, 350, 2, 16,  24, lengths=(3, 0, 1, 2, 1) * 50, norm="random", state=True,
-          loss=BOTH, reason="250 packed sequences, fifty of them empty"),
-    _Case("kimi_reset_packed",    1, 135, 2, 32,  64, HV=4, decay="reset", norm="random",
-          lengths=(1, 63, 0, 71), reflect=True, state=True, loss=BOTH, tags=SMALL,
-          reason="resets of single channels of packed sequences, beside their seams"),
-    _Case("kimi_final",           2, 100, 4, 32,  32, state=True, loss=("final_state",), decay="weak",
-          tags=SMALL, reason="the gradient comes from the final state alone"),
-    _Case("kimi_norm",            2, 100, 2, 32,  32, norm="random", state=True, loss=BOTH, tags=SMALL,
-          reason="q and k normalized by the operation, then decayed"),
-    _Case("kimi_norm_zero",       1, 70,  2, 32,  32, norm="zero", values=100.0, loss=BOTH, tags=SMALL,
-          reason="one key in eight is 0, beside values of 100"),
-    _Case("kimi_norm_tiny",       1, 70,  2, 32,  32, norm="tiny", loss=BOTH, tags=SMALL,
-          reason="norms of 1e-4 beside the 1e-6 in the root, channels of them decayed"),
-    _Case("kimi_gates",           1, 100, 4, 32,  32, HV=8, gates="plain", norm="random", state=True,
-          loss=BOTH, tags=SMALL, reason="the gate of softplus, a bias for each channel"),
-    _Case("kimi_bound",           1, 100, 4, 32,  32, HV=8, gates="plain", lower_bound=-5.0, norm="random",
-          state=True, loss=BOTH, tags=SMALL, reason="the gate with a lower bound, a bias for each channel"),
-    _Case("kimi_gates_wide",      2, 70,  4, 32,  32, gates="wide", reflect=True, norm="random", loss=BOTH,
-          tags=SMALL, reason="projections of -40 to 40: softplus keeps small values in every channel"),
-    _Case("kimi_bound_wide",      2, 70,  4, 32,  32, gates="wide", lower_bound=-30.0, reflect=True,
-          norm="random", loss=BOTH, tags=SMALL, reason="projections of -40 to 40 times rates of 16"),
-    _Case("kimi_scale",           1, 100, 4, 32,  32, scale=32**0.5, norm="random", state=True, loss=BOTH,
-          tags=SMALL, reason="scale K^+1/2, as our models use it"),
-    _Case("kimi_values_tiny",     1, 70,  2, 32,  32, values=1e-30, loss=BOTH, tags=SMALL,
-          reason="values of 1e-30: only products of two of them may underflow"),
-    _Case("kimi_long",            1, 2048, 1, 64, 64, decay="weak", loss=BOTH, tags=SLOW,
+    _as("collide", "kimi_collide", "equal keys, beta = 1: writes erase each other, channels fade apart"),
+    _as("reflect", "kimi_reflect", "equal keys, beta = 2: the densest inverse, with decays per channel"),
+    _Both("kimi_near",         1,  130,  4,  64,  64,  keys="near", beta=2.0, decay="none", state=True,
+          reason="keys correlated .999, beta = 2, no decay: the worst conditioned inverse of all"),
+    _as("odd", "kimi_odd", "no size is a multiple of a vector: channels of g are padded"),
+    _Case("kimi_k96",          1,  130,  2,  96,  64,  "K is no power of two, chunks of 64"),
+    _Both("kimi_k256",         1,  130,  1,  256, 128, "the largest K, many slices of channels", state=True),
+    _as("gva_2", "kimi_gva", "two value heads share a key and have decays of their own"),
+    _as("gva_8", "kimi_gva_8", "eight value heads share one key: dq and dk are sums over their decays"),
+    _as("packed_empty", "kimi_packed", "packed sequences, some empty: none reads its neighbor's channels"),
+    _as("packed_single", "kimi_packed_single", "every packed sequence is one token"),
+    _Both("kimi_packed_many",  1,  350,  2,  16,  24,  lengths=(3, 0, 1, 2, 1) * 50, norm="random",
+          state=True, reason="250 packed sequences, fifty of them empty"),
+    _as("reset_packed", "kimi_reset_packed",
+        "resets of single channels of packed sequences, beside their seams"),
+    _as("final_only", "kimi_final", "the gradient comes from the final state alone"),
+    _as("norm", "kimi_norm", "q and k normalized by the operation, then decayed"),
+    _as("norm_zero_large", "kimi_norm_zero", "one key in eight is 0, beside values of 100"),
+    _as("norm_tiny", "kimi_norm_tiny", "norms of 1e-4 beside the 1e-6 in the root, channels of them decayed"),
+    _as("gates", "kimi_gates", "the gate of softplus, a bias for each channel"),
+    _Small("kimi_bound",       1,  100,  4,  32,  32,  HV=8, gates="plain", lower_bound=-5.0, norm="random",
+           state=True, reason="the gate with a lower bound, a bias for each channel"),
+    _Small("kimi_gates_wide",  2,  70,   4,  32,  32,  gates="wide", reflect=True, norm="random",
+           reason="projections of -40 to 40: softplus keeps small values in every channel"),
+    _Small("kimi_bound_wide",  2,  70,   4,  32,  32,  gates="wide", lower_bound=-30.0, reflect=True,
+           norm="random", reason="projections of -40 to 40 times rates of 16"),
+    _as("scale_up", "kimi_scale", "scale K^+1/2, as our models use it"),
+    _as("values_tiny", "kimi_values_tiny", "values of 1e-30: only products of two of them may underflow"),
+    _Both("kimi_long",         1,  2048, 1,  64,  64,  decay="weak", tags=SLOW,
           reason="32 hand-overs of a state whose rows fade apart"),
-    _Case("kimi_train",           8, 512, 6, 32,  64, norm="random", tags=BENCH | {"bench-cpu"},
-          reason="what a CPU user trains, with decays per channel"),
-    _Case("kimi_2048",            1, 2048, 6, 32, 64, norm="random", tags=BENCH | {"bench-cpu"},
-          reason="one sequence of 2048 tokens"),
+    _as("cpu_train", "kimi_train", "what a CPU user trains, with decays per channel"),
+    _Cpu("kimi_2048",          1,  2048, 6,  32,  64,  "one sequence of 2048 tokens"),
 )
 # fmt: on
 
@@ -99,10 +82,4 @@ DECODED = (
     "kimi_reset", "kimi_collide", "kimi_reflect", "kimi_odd", "kimi_k96", "kimi_k256", "kimi_gva",
     "kimi_norm", "kimi_norm_zero", "kimi_gates", "kimi_bound", "kimi_scale", "kimi_values_tiny",
 )  # fmt: skip
-STEPS: Mapping[str, Case] = {
-    f"decode_{name}": replace(
-        BY_NAME[name], name=f"decode_{name}", T=min(BY_NAME[name].T, TOKENS), loss=(),
-        op="kimi_delta_attention_step",
-    )
-    for name in DECODED
-}  # fmt: skip
+STEPS: Mapping[str, Case] = decoded(map(BY_NAME.__getitem__, DECODED))

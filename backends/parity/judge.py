@@ -37,6 +37,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,6 +183,7 @@ class Reference:
     spreads     the samples' errors on each
     terms       how many float32 terms a result has added up
     rounded     the dtype to which intermediate results are rounded, besides the result's own
+    inputs      those of a rule's case for which this is so
     """
 
     op: str
@@ -191,6 +193,7 @@ class Reference:
     spreads: Mapping[str, Spread]
     terms: int
     rounded: torch.dtype | None = None
+    inputs: Any = None
 
     @property
     def baseline(self) -> dict[str, float]:

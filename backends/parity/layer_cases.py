@@ -52,83 +52,79 @@ class LayerCase:
     norm: float = 1.0
 
 
+def _of(op: str) -> Callable[..., LayerCase]:
+    """Returns a function of a case's other fields."""
+    return lambda name, shape, reason, **form: LayerCase(name, op, shape, reason, **form)
+
+
+_conv, _norm, _sum = _of("short_convolution"), _of("gated_rms_norm"), _of("add_rms_norm")
+_loss, _residual = _of("linear_cross_entropy"), _of("delta_residual")
+
 # fmt: off
 CASES: tuple[LayerCase, ...] = (
-    LayerCase("conv_one",       "short_convolution", (2, 1, 24, 4),   "one token: three taps read zeros"),
-    LayerCase("conv_short",     "short_convolution", (2, 2, 24, 4),   "fewer tokens than taps"),
-    LayerCase("conv_ragged",    "short_convolution", (2, 18, 70, 4),  "no tile fits evenly"),
-    LayerCase("conv_two_taps",  "short_convolution", (1, 19, 24, 2),  "the fewest taps"),
-    LayerCase("conv_many_taps", "short_convolution", (1, 19, 24, 8),  "the most taps of a kernel"),
-    LayerCase("conv_one_tap",   "short_convolution", (1, 20, 16, 1),   "one tap: no look back"),
-    LayerCase("conv_tile",      "short_convolution", (1, 122, 24, 4), "almost 128 tokens"),
-    LayerCase("conv_seam",      "short_convolution", (2, 123, 24, 4), "almost 128 tokens, two rows"),
-    LayerCase("conv_tile_forward", "short_convolution", (1, 125, 24, 4), "128 tokens with what came before"),
-    LayerCase("conv_seam_forward", "short_convolution", (1, 126, 24, 4), "one more"),
-    LayerCase("conv_tiles",     "short_convolution", (1, 130, 136, 4), "tiles of time and of channels"),
-    LayerCase("conv_cells",     "short_convolution", (2, 517, 24, 4), "cells of NKI, one short"),
-    LayerCase("conv_packed_cells", "short_convolution", (1, 515, 24, 4), "sequences end at seams of cells",
-              lengths=(510, 1, 2, 0, 2)),
-    LayerCase("conv_wide",      "short_convolution", (1, 9, 700, 4),  "channels above a bank of PSUM"),
-    LayerCase("conv_packed_tiles", "short_convolution", (1, 250, 24, 4), "sequences end at seams of tiles",
-              lengths=(1, 122, 2, 0, 125)),
-    LayerCase("conv_prefix_tiles", "short_convolution", (1, 131, 24, 4), "a prefix before several tiles",
-              prefix=True),
-    LayerCase("conv_packed",    "short_convolution", (1, 21, 24, 4),  "empty sequences, some shorter than W",
-              lengths=(0, 1, 2, 0, 3, 15)),
-    LayerCase("conv_prefix",    "short_convolution", (2, 19, 24, 4),  "gradient of what came before",
-              prefix=True),
-    LayerCase("conv_step",      "short_convolution", (3, 1, 24, 4),   "a token of decoding", prefix=True),
-    LayerCase("conv_linear",    "short_convolution", (2, 19, 24, 4),  "no activation",
-              prefix=True, plain=True),
-    LayerCase("conv_large",     "short_convolution", (1, 19, 24, 4),  "SiLU far from 0", size=30.0),
-    LayerCase("conv_small",     "short_convolution", (1, 19, 24, 4),  "SiLU at 0", size=1e-4),
-    LayerCase("conv_zero",      "short_convolution", (1, 19, 24, 4),  "all zero", size=0.0),
-    LayerCase("norm_one",       "gated_rms_norm",    (1, 64),         "one row"),
-    LayerCase("norm_head",      "gated_rms_norm",    (70, 96),        "a head's size, no power of two"),
-    LayerCase("norm_narrow",    "gated_rms_norm",    (70, 32),        "many rows per program"),
-    LayerCase("norm_wide",      "gated_rms_norm",    (5, 2048),       "one row per program"),
-    LayerCase("norm_tiles",     "gated_rms_norm",    (1025, 256),     "whole tiles and one row"),
-    LayerCase("norm_many",      "gated_rms_norm",    (4100, 64),      "several rows per partition"),
-    LayerCase("norm_bank",      "gated_rms_norm",    (5, 1100),       "a width above a bank of PSUM"),
-    LayerCase("norm_plain_tiles", "gated_rms_norm",  (700, 192),      "several tiles, no gate", plain=True),
-    LayerCase("gated_norm_zero", "gated_rms_norm",    (9, 64),         "all zero: epsilon alone", size=0.0),
-    LayerCase("gated_norm_tiny", "gated_rms_norm",    (9, 64),         "epsilon decides", size=1e-4),
-    LayerCase("norm_large",     "gated_rms_norm",    (9, 64),         "gates open or closed", size=100.0),
-    LayerCase("norm_plain",     "gated_rms_norm",    (9, 1536),       "no gate", plain=True),
-    LayerCase("sum_one",        "add_rms_norm",      (1, 64),         "one row"),
-    LayerCase("sum_odd",        "add_rms_norm",      (37, 600),       "a width that is no power of two"),
-    LayerCase("sum_wide",       "add_rms_norm",      (5, 2048),       "one row per program"),
-    LayerCase("loss_one",       "linear_cross_entropy", (1, 16, 50),     "one token"),
-    LayerCase("loss_ragged",    "linear_cross_entropy", (21, 48, 5003),  "a vocabulary that fills no tile"),
-    LayerCase("loss_ignored",   "linear_cross_entropy", (21, 48, 300),   "one target in three is ignored",
-              ignored=3),
-    LayerCase("loss_none",      "linear_cross_entropy", (5, 16, 50),     "all targets are ignored: all is 0",
-              ignored=1),
-    LayerCase("loss_sure",      "linear_cross_entropy", (21, 48, 300),   "logits of a thousand", size=30.0),
-    LayerCase("residual_vector", "delta_residual",
-              (6, 768, 1), "the vector model at the paper's small width"),
-    LayerCase("residual_matrix", "delta_residual", (6, 256, 4), "the paper's expanded state"),
-    LayerCase("residual_one", "delta_residual", (6, 1, 1), "D = 1: without the epsilon, k is only a sign",
-              k_eps=0.5),
-    LayerCase("residual_odd", "delta_residual", (6, 61, 3), "no size is a power of two"),
-    LayerCase("residual_wide", "delta_residual", (6, 32, 130), "more columns than rows"),
-    LayerCase("residual_tiles", "delta_residual", (130, 8, 2), "more tokens than a tile of 128"),
-    LayerCase("residual_banks", "delta_residual", (2, 1100, 2), "D in several banks of PSUM"),
-    LayerCase("residual_long", "delta_residual", (2, 5000, 1), "D above the banks that a block has"),
-    LayerCase("residual_blocks", "delta_residual",
-              (2, 3000, 5), "X too large to stay on chip: read twice, in uneven blocks"),
-    LayerCase("residual_unit", "delta_residual", (6, 96, 4), "unit keys, not normalized by the operation",
-              k_eps=None),
-    LayerCase("residual_keep", "delta_residual", (6, 64, 4), "beta = 0: the identity; dv, dk are exactly 0",
-              beta=0.0),
-    LayerCase("residual_project", "delta_residual", (6, 64, 4), "beta = 1: what is along k is replaced",
-              beta=1.0),
-    LayerCase("residual_reflect", "delta_residual", (6, 64, 4), "beta = 2: a reflection", beta=2.0),
-    LayerCase("residual_tiny", "delta_residual", (6, 64, 4), "|k| = 1e-5 = k_eps: the epsilon decides",
-              norm=1e-5),
-    LayerCase("residual_huge", "delta_residual", (6, 64, 4), "|k| = 1e4", norm=1e4),
-    LayerCase("residual_zero", "delta_residual", (6, 64, 4), "k = 0: no division by it; dk is 1 / k_eps",
-              norm=0.0),
+    _conv("conv_one",             (2, 1, 24, 4),   "one token: three taps read zeros"),
+    _conv("conv_short",           (2, 2, 24, 4),   "fewer tokens than taps"),
+    _conv("conv_ragged",          (2, 18, 70, 4),  "no tile fits evenly"),
+    _conv("conv_two_taps",        (1, 19, 24, 2),  "the fewest taps"),
+    _conv("conv_many_taps",       (1, 19, 24, 8),  "the most taps of a kernel"),
+    _conv("conv_one_tap",         (1, 20, 16, 1),  "one tap: no look back"),
+    _conv("conv_tile",            (1, 122, 24, 4), "almost 128 tokens"),
+    _conv("conv_seam",            (2, 123, 24, 4), "almost 128 tokens, two rows"),
+    _conv("conv_tile_forward",    (1, 125, 24, 4), "128 tokens with what came before"),
+    _conv("conv_seam_forward",    (1, 126, 24, 4), "one more"),
+    _conv("conv_tiles",           (1, 130, 136, 4), "tiles of time and of channels"),
+    _conv("conv_cells",           (2, 517, 24, 4), "cells of NKI, one short"),
+    _conv("conv_packed_cells",    (1, 515, 24, 4), "sequences end at seams of cells",
+          lengths=(510, 1, 2, 0, 2)),
+    _conv("conv_wide",            (1, 9, 700, 4),  "channels above a bank of PSUM"),
+    _conv("conv_packed_tiles",    (1, 250, 24, 4), "sequences end at seams of tiles",
+          lengths=(1, 122, 2, 0, 125)),
+    _conv("conv_prefix_tiles",    (1, 131, 24, 4), "a prefix before several tiles", prefix=True),
+    _conv("conv_packed",          (1, 21, 24, 4),  "empty sequences, some shorter than W",
+          lengths=(0, 1, 2, 0, 3, 15)),
+    _conv("conv_prefix",          (2, 19, 24, 4),  "gradient of what came before", prefix=True),
+    _conv("conv_step",            (3, 1, 24, 4),   "a token of decoding", prefix=True),
+    _conv("conv_linear",          (2, 19, 24, 4),  "no activation", prefix=True, plain=True),
+    _conv("conv_large",           (1, 19, 24, 4),  "SiLU far from 0", size=30.0),
+    _conv("conv_small",           (1, 19, 24, 4),  "SiLU at 0", size=1e-4),
+    _conv("conv_zero",            (1, 19, 24, 4),  "all zero", size=0.0),
+    _norm("norm_one",             (1, 64),         "one row"),
+    _norm("norm_head",            (70, 96),        "a head's size, no power of two"),
+    _norm("norm_narrow",          (70, 32),        "many rows per program"),
+    _norm("norm_wide",            (5, 2048),       "one row per program"),
+    _norm("norm_tiles",           (1025, 256),     "whole tiles and one row"),
+    _norm("norm_many",            (4100, 64),      "several rows per partition"),
+    _norm("norm_bank",            (5, 1100),       "a width above a bank of PSUM"),
+    _norm("norm_plain_tiles",     (700, 192),      "several tiles, no gate", plain=True),
+    _norm("gated_norm_zero",      (9, 64),         "all zero: epsilon alone", size=0.0),
+    _norm("gated_norm_tiny",      (9, 64),         "epsilon decides", size=1e-4),
+    _norm("norm_large",           (9, 64),         "gates open or closed", size=100.0),
+    _norm("norm_plain",           (9, 1536),       "no gate", plain=True),
+    _sum("sum_one",               (1, 64),         "one row"),
+    _sum("sum_odd",               (37, 600),       "a width that is no power of two"),
+    _sum("sum_wide",              (5, 2048),       "one row per program"),
+    _loss("loss_one",             (1, 16, 50),     "one token"),
+    _loss("loss_ragged",          (21, 48, 5003),  "a vocabulary that fills no tile"),
+    _loss("loss_ignored",         (21, 48, 300),   "one target in three is ignored", ignored=3),
+    _loss("loss_none",            (5, 16, 50),     "all targets are ignored: all is 0", ignored=1),
+    _loss("loss_sure",            (21, 48, 300),   "logits of a thousand", size=30.0),
+    _residual("residual_vector",  (6, 768, 1),     "the vector model at the paper's small width"),
+    _residual("residual_matrix",  (6, 256, 4),     "the paper's expanded state"),
+    _residual("residual_one",     (6, 1, 1),       "D = 1: without the epsilon, k is only a sign", k_eps=0.5),
+    _residual("residual_odd",     (6, 61, 3),      "no size is a power of two"),
+    _residual("residual_wide",    (6, 32, 130),    "more columns than rows"),
+    _residual("residual_tiles",   (130, 8, 2),     "more tokens than a tile of 128"),
+    _residual("residual_banks",   (2, 1100, 2),    "D in several banks of PSUM"),
+    _residual("residual_long",    (2, 5000, 1),    "D above the banks that a block has"),
+    _residual("residual_blocks",  (2, 3000, 5),
+              reason="X too large to stay on chip: read twice, in uneven blocks"),
+    _residual("residual_unit",    (6, 96, 4),      "unit keys, not normalized by the operation", k_eps=None),
+    _residual("residual_keep",    (6, 64, 4),      "beta = 0: the identity; dv, dk are exactly 0", beta=0.0),
+    _residual("residual_project", (6, 64, 4),      "beta = 1: what is along k is replaced", beta=1.0),
+    _residual("residual_reflect", (6, 64, 4),      "beta = 2: a reflection", beta=2.0),
+    _residual("residual_tiny",    (6, 64, 4),      "|k| = 1e-5 = k_eps: the epsilon decides", norm=1e-5),
+    _residual("residual_huge",    (6, 64, 4),      "|k| = 1e4", norm=1e4),
+    _residual("residual_zero",    (6, 64, 4),      "k = 0: no division by it; dk is 1 / k_eps", norm=0.0),
 )
 # fmt: on
 
@@ -150,12 +146,12 @@ def inputs(case: LayerCase, dtype: torch.dtype) -> Inputs:
     def draw(*shape: int, size: float = case.size, dtype: torch.dtype = dtype) -> Tensor:
         return torch.from_numpy(size * normal(rng, *shape)).float().to(dtype)
 
-    return _TENSORS[case.op](case, draw, rng, full)
+    return _PARTS[case.op][0](case, draw, rng, full)
 
 
 def formula(case: LayerCase, x: Tensors, rounding: Rounding, chunk: int | None = None) -> dict[str, Tensor]:
     """Computes the outputs literally, in float32 at least."""
-    return _FORMULAS[case.op](case, x, rounding)
+    return _PARTS[case.op][1](case, x, rounding)
 
 
 def verdicts(case: LayerCase, dtype: torch.dtype, backend: str, device: str = "cpu") -> list[Verdict]:
@@ -310,21 +306,15 @@ def _parts(case: LayerCase, name: str, y: Tensor) -> Tensor | None:
     return None if y.dim() == 0 or y.numel() == 0 or "weight" in name else torch.arange(len(y))
 
 
-_TENSORS: Mapping[str, Callable[..., Inputs]] = {
-    "short_convolution": _convolution_tensors,
-    "gated_rms_norm": _norm_tensors,
-    "add_rms_norm": _norm_tensors,
-    "linear_cross_entropy": _loss_tensors,
-    "delta_residual": _residual_tensors,
-}
-_FORMULAS: Mapping[str, Callable[[LayerCase, Tensors, Rounding], dict[str, Tensor]]] = {
-    "short_convolution": _convolution_formula,
-    "gated_rms_norm": _gated_norm_formula,
-    "add_rms_norm": _added_norm_formula,
-    "linear_cross_entropy": _loss_formula,
-    "delta_residual": _residual_formula,
+# what makes the tensors of a case, and its formula
+_PARTS: Mapping[str, tuple[Callable[..., Inputs], Callable[..., dict[str, Tensor]]]] = {
+    "short_convolution": (_convolution_tensors, _convolution_formula),
+    "gated_rms_norm": (_norm_tensors, _gated_norm_formula),
+    "add_rms_norm": (_norm_tensors, _added_norm_formula),
+    "linear_cross_entropy": (_loss_tensors, _loss_formula),
+    "delta_residual": (_residual_tensors, _residual_formula),
 }
 _operation = partial(Operation, inputs, formula, _run, _terms, _parts)
 OPERATIONS: Mapping[str, Operation] = {
-    op: _operation(rounded=op == "linear_cross_entropy", full=("dbeta",)) for op in _FORMULAS
+    op: _operation(rounded=op == "linear_cross_entropy", full=("dbeta",)) for op in _PARTS
 }

@@ -18,7 +18,7 @@ roundings add in squares; the floor allows u / 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -49,13 +49,6 @@ GRADIENTS: Mapping[str, str] = {
 TENSORS = ("o", "final_state", *GRADIENTS)
 
 
-@dataclass(frozen=True)
-class RuleReference(Reference):
-    """Holds what a case of the rule is judged by, with the inputs for which that is so."""
-
-    inputs: Inputs | None = None
-
-
 def terms(case: Case) -> int:
     """Returns how many float32 terms a result of the case has added up: over K, V and a chunk of tokens."""
     return case.K + case.V + min(case.T, baseline.CHUNK)
@@ -63,7 +56,7 @@ def terms(case: Case) -> int:
 
 def outcome(x: Inputs, backend: str, operation: Callable[..., Any] | None = None) -> dict[str, Tensor]:
     """Computes o, final_state and every gradient by the public operation, or one like it, on a backend."""
-    leaves = _leaves(x)
+    leaves = make_leaves(x)
     if operation is None:
         operation = kimi_delta_attention if x.case.has_channels else gated_delta_rule
     o, final_state = operation(
@@ -154,7 +147,7 @@ def samples(x: Inputs) -> Iterator[dict[str, Tensor]]:
 
 def _by_formula(x: Inputs, rounding: Rounding, chunk: int | None, n: int = 0) -> dict[str, Tensor]:
     """Computes n samples by the formula, with an axis of samples; 0: one without it."""
-    leaves = _leaves(x)
+    leaves = make_leaves(x)
     if n:
         leaves = {name: y.detach().expand(n, *y.shape).clone().requires_grad_() for name, y in leaves.items()}
     packed = {} if x.cu_seqlens is None else {"cu_seqlens": x.cu_seqlens}
@@ -162,7 +155,8 @@ def _by_formula(x: Inputs, rounding: Rounding, chunk: int | None, n: int = 0) ->
     return _with_gradients(x, leaves, outputs["o"], outputs["final_state"])
 
 
-def _leaves(x: Inputs) -> dict[str, Tensor]:
+def make_leaves(x: Inputs) -> dict[str, Tensor]:
+    """Returns the tensors that get gradients, by name, each a leaf of a graph of its own."""
     tensors = x.tensors()
     return {name: tensors[name].detach().requires_grad_() for name in GRADIENTS.values() if name in tensors}
 
@@ -196,7 +190,7 @@ def parts(case: Case, name: str) -> Tensor:
     return part[..., None] * case.K + torch.arange(case.K) if name == "dg" and case.has_channels else part
 
 
-def reference_for(x: Inputs) -> RuleReference:
+def reference_for(x: Inputs) -> Reference:
     """Computes what any inputs are judged by, on a device that has float64."""
     case, dtype = x.case, x.q.dtype
     judge = judge_outcome(x)
@@ -217,11 +211,11 @@ def reference_for(x: Inputs) -> RuleReference:
             spread.add(sample[name])
     for name, spread in spreads.items():
         assert spread.count, f"no sample of the baseline is finite in {name} of case {case.name}"
-    return RuleReference(case.op, case.name, dtype, judge, spreads, terms(case), dtype, inputs=x)
+    return Reference(case.op, case.name, dtype, judge, spreads, terms(case), dtype, x)
 
 
 @lru_cache(maxsize=4)
-def reference(case: Case, dtype: torch.dtype, device: str = "cpu") -> RuleReference:
+def reference(case: Case, dtype: torch.dtype, device: str = "cpu") -> Reference:
     """Computes what a case is judged by, on a `device` that has float64."""
     x = inputs(case, dtype).to(device)
     if "bench" in case.tags and case.B > 2:
@@ -234,7 +228,6 @@ def verdicts(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") 
     """Runs a backend on a case and judges every tensor. Raises BackendRefusal where it refuses."""
     expected = reference(case, dtype, "cuda" if device.startswith("cuda") else "cpu")
     results = outcome(inputs(case, dtype).to(device), backend)
-    assert expected.inputs is not None
     if expected.inputs.q.shape[0] != case.B:
         rows = [0, case.B - 1]
         shared = {f"d{name}" for name in PER_HEAD} & set(results)

@@ -1,7 +1,7 @@
 """Our operations under the names and in the layouts of transformers' own.
 
-A Gated DeltaNet layer of transformers looks four functions up in its module: the rule over a sequence, that
-over a token, the short convolution, and that of a token. `replacements` returns ours by these names.
+A delta-rule layer of transformers looks four functions up in its module: the rule over a sequence, that over
+a token, the short convolution, and that of a token. `replacements` returns ours by these names.
 """
 
 from __future__ import annotations
@@ -14,15 +14,24 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from delta_trn.backends import gated_delta_rule, gated_delta_rule_step, short_convolution
+from delta_trn.backends import (
+    gated_delta_rule,
+    gated_delta_rule_step,
+    kimi_delta_attention,
+    kimi_delta_attention_step,
+    short_convolution,
+)
 from delta_trn.models.sequence import places_in_sequences
 
 
 def replacements(backend: str | None) -> dict[str, Callable[..., Any]]:
     """Returns our functions by transformers' names; `backend` None: the tensors' device decides."""
+    scalar, channels = gated_delta_rule, kimi_delta_attention
     functions = {
-        "torch_chunk_gated_delta_rule": chunk_rule,
-        "torch_recurrent_gated_delta_rule": recurrent_rule,
+        "torch_chunk_gated_delta_rule": partial(chunk_rule, scalar),
+        "torch_recurrent_gated_delta_rule": partial(recurrent_rule, scalar, gated_delta_rule_step),
+        "chunk_kimi_delta_attention": partial(chunk_rule, channels),
+        "recurrent_kimi_delta_attention": partial(recurrent_rule, channels, kimi_delta_attention_step),
         "causal_conv1d_fn": convolve,
         "causal_conv1d_update": convolve_token,
     }
@@ -30,6 +39,7 @@ def replacements(backend: str | None) -> dict[str, Callable[..., Any]]:
 
 
 def chunk_rule(
+    rule: Callable[..., tuple[Tensor, Tensor | None]],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -40,17 +50,21 @@ def chunk_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     backend: str | None = None,
     **unused: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns o and the state. Packed sequences have no state: a patched model refuses a cache with them.
+    """Returns o and the state of a rule of ours. Packed sequences have no state: a patched model refuses a
+    cache with them.
 
-    cu_seqlens  [N + 1] bounds over rows put end to end; or, while torch.compile traces, [B, T] places of
-                tokens in their sequences, where a decay of 0 forgets what was before
+    cu_seqlens, or cu_seq_lens_q    [N + 1] bounds over rows put end to end; or, while torch.compile traces,
+                                    [B, T] places of tokens in their sequences, where a decay of 0 forgets
     """
     rows, tokens = query.shape[:2]
+    cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
     if cu_seqlens is not None and cu_seqlens.dim() == 2:
-        g, cu_seqlens = g.masked_fill((cu_seqlens == 0)[..., None], -torch.inf), None
+        first = (cu_seqlens == 0).view(*cu_seqlens.shape, *[1] * (g.dim() - 2))
+        g, cu_seqlens = g.masked_fill(first, -torch.inf), None
     inputs = (query, key, value, g, beta)
     if cu_seqlens is not None:
         if initial_state is not None or output_final_state:
@@ -61,7 +75,7 @@ def chunk_rule(
         cu_seqlens = cu_seqlens.long()
         inputs = tuple(x.flatten(0, 1)[None] for x in inputs)
     q, k, v, g, beta = inputs
-    o, state = gated_delta_rule(
+    o, state = rule(
         *(q, k, v, g, beta),
         initial_state=None if initial_state is None else initial_state.to(_state_dtype(query)),
         output_final_state=output_final_state,
@@ -75,6 +89,8 @@ def chunk_rule(
 
 
 def recurrent_rule(
+    rule: Callable[..., tuple[Tensor, Tensor | None]],
+    step: Callable[..., tuple[Tensor, Tensor]],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -89,7 +105,7 @@ def recurrent_rule(
     """Returns o and the state after one token; more tokens, or no state, go the way of a sequence."""
     if query.shape[1] != 1 or initial_state is None:
         return chunk_rule(
-            *(query, key, value, g, beta),
+            *(rule, query, key, value, g, beta),
             initial_state=initial_state,
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -97,7 +113,7 @@ def recurrent_rule(
             **options,
         )
     q, k, v, g, beta = (x[:, 0] for x in (query, key, value, g, beta))
-    o, state = gated_delta_rule_step(
+    o, state = step(
         *(q, k, v, g, beta),
         initial_state.to(_state_dtype(query)),
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,

@@ -1,4 +1,4 @@
-"""Puts our operations into Gated DeltaNet models of transformers, and takes them out again."""
+"""Puts our operations into delta-rule models of transformers, and takes them out again."""
 
 from __future__ import annotations
 
@@ -23,9 +23,14 @@ from delta_trn.models.ecosystem.heads import check_weights, keep_float32, widen
 from delta_trn.models.ecosystem.operations import replacements
 from delta_trn.models.sequence import packed_bounds, packed_places, places_in_sequences
 
-RULE = "torch_chunk_gated_delta_rule"
-OPERATIONS = ("gated_delta_rule", "gated_delta_rule_step", "short_convolution")
-FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
+# the function of transformers by which a layer is known, and which rule of ours computes it
+RULES = {
+    "torch_chunk_gated_delta_rule": "gated_delta_rule",
+    "chunk_kimi_delta_attention": "kimi_delta_attention",
+}
+FAMILIES = dict.fromkeys(
+    ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid"), "gated_delta_rule"
+) | dict.fromkeys(("kimi_linear", "bailing_hybrid", "glm5_next"), "kimi_delta_attention")
 BY_DEVICE = "the backend of its tensors' device"
 # under which names transformers passes a cache
 CACHES = ("past_key_values", "cache", "cache_params")
@@ -37,10 +42,11 @@ NO_ROWS = (
     "under torch.compile, transformers' flash attention reads each of several rows as one sequence, though "
     "position_ids may tell of more. Put sequences end to end in one row, or use another attention"
 )
-# families of layers with another recurrence, and which
-OTHER_RULES = dict.fromkeys(
-    ("kimi_linear", "glm5_next", "bailing_hybrid"),
-    "Kimi Delta Attention decays every channel of a head by itself (KDA)",
+# the family whose attention layers are told nothing but which tokens are padding
+INDEXED = "glm5_next"
+NO_BOUNDS = (
+    "transformers' indexed attention reads a row as one sequence, so that packed ones would see each other. "
+    "Give it one sequence per row"
 )
 
 
@@ -112,22 +118,23 @@ class Patch:
 
 
 def patch_transformers(model: nn.Module | None = None, backend: str | None = None) -> Patch:
-    """Computes the Gated DeltaNet layers of transformers' models with this package's operations.
+    """Computes the delta-rule layers of transformers' models with this package's operations.
 
-        model     a model (Qwen3-Next, Qwen3.5, OLMo-Hybrid, ...), of which every such layer is patched; None:
-                  every model of these families in this process, those made later included
+        model     a model of Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid, ...) or Kimi Delta Attention
+                  (Kimi Linear, GLM-5 Next, Bailing Hybrid), of which every such layer is patched; None: every
+                  model of these families in this process, those made later included
         backend   the backend of every operation; None: the one for the device of the tensors
         returns   a Patch, whose rows say which layer or family got which kernel, or why it did not; they are
                   printed, too. It is a context manager, and `undo()` takes the patch back
 
-    Replaced are the gated delta rule, its step of one token, and the short convolution; caches and the rest
+    Replaced are the delta rule, its step of one token, and the short convolution; caches and the rest
     of a layer stay. A_log and dt_bias in half precision become float32, and remain so after `undo`; without a
     model, from_pretrained keeps them in float32 from now on. Dead heads are reported (`check_weights`).
 
     Packed sequences are kept apart in every layer, attention too, whether `position_ids` start again at 0,
-    `cu_seq_lens_q`, `seq_idx` or numbers in the mask tell of them; they cannot use a cache. Raises ValueError
-    for a model without a Gated DeltaNet layer or patched already, and BackendRefusal, with the reasons, if no
-    layer can be computed. An exception leaves nothing patched.
+    `cu_seq_lens_q`, `seq_idx` or numbers in the mask tell of them; they cannot use a cache, and GLM-5 Next's
+    indexed attention refuses them. Raises ValueError for a model without such a layer or patched already, and
+    BackendRefusal, with the reasons, if no layer can be computed. An exception leaves nothing patched.
 
         >>> from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
         >>> from delta_trn import patch_transformers
@@ -153,31 +160,29 @@ def patch_transformers(model: nn.Module | None = None, backend: str | None = Non
 
 
 def _patch_families(patch: Patch, ours: dict[str, Any], backend: str | None) -> None:
-    for name in (*FAMILIES, *OTHER_RULES):
+    for name, rule in FAMILIES.items():
         path = f"transformers.models.{name}"
         if find_spec(path) is None:
             patch.rows.append(Row(name, {}, "this transformers does not have it"))
-        elif name in OTHER_RULES:
-            patch.rows.append(Row(name, {}, OTHER_RULES[name]))
         else:
             module = import_module(f"{path}.modeling_{name}")
             classes = [value for value in vars(module).values() if isinstance(value, type)]
-            for layer in filter(_is_layer, classes):
+            for layer in filter(_rule_of, classes):
                 patch.replace(layer, _rebind(layer.forward, ours, backend))
             for base in classes:
                 if PreTrainedModel in base.__bases__:
                     patch.add_undo(keep_float32(base))
             for stack in filter(_is_stack, classes):
                 patch.replace(stack, _keep_apart(stack.forward))
-            patch.rows.append(Row(name, dict.fromkeys(OPERATIONS, backend or BY_DEVICE)))
+            patch.rows.append(Row(name, dict.fromkeys(_operations(rule), backend or BY_DEVICE)))
 
 
 def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: str | None) -> None:
     for name, layer in model.named_modules():
-        if not _is_layer(type(layer)):
+        if (rule := _rule_of(type(layer))) is None:
             continue
         try:
-            kernels = _choose_kernels(layer, backend)
+            kernels = _choose_kernels(layer, rule, backend)
         except BackendRefusal as refusal:
             patch.rows.append(Row(name, {}, str(refusal)))
             continue
@@ -185,7 +190,11 @@ def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: 
         if any(p.is_meta for p in layer.parameters()):
             notes = ("its weights are not in memory: A_log and dt_bias are neither checked nor made float32",)
         else:
-            notes = (*_describe_rule(layer, kernels), *widen(layer), *map(str, check_weights(layer).dead))
+            notes = (
+                *_describe_rule(layer, rule, kernels),
+                *widen(layer),
+                *map(str, check_weights(layer).dead),
+            )
         patch.rows.append(Row(name, kernels, notes=notes))
     if not patch.rows:
         raise ValueError(_explain_no_layer(model))
@@ -196,48 +205,56 @@ def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: 
             patch.replace(module, _keep_apart(type(module).forward))
 
 
-def _describe_rule(layer: Any, kernels: dict[str, str]) -> list[str]:
+def _describe_rule(layer: Any, rule: str, kernels: dict[str, str]) -> list[str]:
     """Returns a line that says how the rule is computed; none where its backend has one way only."""
-    weight, name = layer.conv1d.weight, kernels["gated_delta_rule"]
-    how = describe_choice(name, weight.dtype, weight.device.type)
-    return [] if how == name else [f"gated_delta_rule by {how}"]
+    how = describe_choice(kernels[rule], _dtype(layer), layer.conv1d.weight.device.type)
+    return [] if how == kernels[rule] else [f"{rule} by {how}"]
 
 
 def _explain_no_layer(model: nn.Module) -> str:
-    kind = getattr(getattr(model, "config", None), "model_type", "")
-    for name, rule in OTHER_RULES.items():
-        if name in kind or any(f".{name}." in f".{type(m).__module__}." for m in model.modules()):
-            return f"{type(model).__name__} has another rule, which is not computed here: {rule}"
     return (
-        f"{type(model).__name__} has no Gated DeltaNet layer of transformers; pass a model of one of the "
-        f"families {', '.join(FAMILIES)}"
+        f"{type(model).__name__} has no Gated DeltaNet or Kimi Delta Attention layer of transformers; pass a "
+        f"model of one of the families {', '.join(FAMILIES)}"
     )
 
 
-def _choose_kernels(layer: Any, backend: str | None) -> dict[str, str]:
+def _choose_kernels(layer: Any, rule: str, backend: str | None) -> dict[str, str]:
     """Returns the backend of each operation. Raises BackendRefusal if there is none for one of them."""
-    weight = layer.conv1d.weight
+    weight, operations = layer.conv1d.weight, _operations(rule)
     if weight.is_meta:  # made without memory, or offloaded: nobody knows yet where it will be computed
-        return dict.fromkeys(OPERATIONS, backend or BY_DEVICE)
-    heads = {"H": layer.num_k_heads, "HV": layer.num_v_heads, "K": layer.head_k_dim, "V": layer.head_v_dim}
+        return dict.fromkeys(operations, backend or BY_DEVICE)
+    if rule == "gated_delta_rule":
+        sizes = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    else:
+        sizes = layer.num_heads, layer.num_heads, layer.head_dim, layer.head_dim
+    heads = dict(zip(("H", "HV", "K", "V"), sizes, strict=True))
     convolution = {"C": weight.shape[0], "W": weight.shape[-1]}
     fused = layer.conv1d.bias is None and layer.activation in ("silu", "swish")
-    sizes = {"short_convolution": convolution}
     kernels = {}
-    for op in OPERATIONS:
-        options = ("silu" if fused else "linear",) if op == "short_convolution" else ()
-        gradients = torch.is_grad_enabled() and op != "gated_delta_rule_step"
+    for op in operations:
+        is_convolution = op == "short_convolution"
+        options = ("silu" if fused else "linear",) if is_convolution else ()
+        gradients = torch.is_grad_enabled() and not op.endswith("_step")
         call = Call(
-            op, weight.device.type, weight.dtype, sizes.get(op, heads), options, gradients,
-            compute_capability(weight.device.type, weight.device.index),
+            op, weight.device.type, _dtype(layer), convolution if is_convolution else heads, options,
+            gradients, compute_capability(weight.device.type, weight.device.index),
         )  # fmt: skip
         kernels[op] = choose(call, backend).name
     return kernels
 
 
-def _is_layer(kind: type) -> bool:
-    """Returns whether a class is a Gated DeltaNet layer of transformers."""
-    return RULE in _names(kind)
+def _operations(rule: str) -> tuple[str, str, str]:
+    return rule, f"{rule}_step", "short_convolution"
+
+
+def _dtype(layer: Any) -> torch.dtype:
+    """Returns the dtype in which a layer computes: some models keep a convolution's weight in float32."""
+    return getattr(layer, "o_norm", layer.conv1d).weight.dtype
+
+
+def _rule_of(kind: type) -> str | None:
+    """Returns which rule a class computes, if it is a layer of transformers that does."""
+    return next((RULES[name] for name in _names(kind) if name in RULES), None)
 
 
 def _is_stack(kind: type) -> bool:
@@ -278,6 +295,7 @@ def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
     and no cache. So the layers with a state are given the bounds, and attention layers are told in that way.
     """
     names = list(inspect.signature(inspect.unwrap(forward)).parameters)[1:]
+    indexed = f".{INDEXED}." in inspect.unwrap(forward).__module__
 
     @functools.wraps(forward)
     def keep_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -288,10 +306,11 @@ def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(mask, dict):  # one for each kind of layer, which generate makes for static caches
             mask = mask.get("linear_attention")
         caches = kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHES)
+        refusal = NO_BOUNDS if indexed else NO_CACHE if caches else None
         if not torch.compiler.is_compiling():
             bounds = packed_bounds(told, mask, shape[0])
-            if bounds is not None and caches:
-                raise ValueError(NO_CACHE)
+            if bounds is not None and refusal:
+                raise ValueError(refusal)
             if bounds is not None:
                 places, longest = places_in_sequences(bounds, shape), int(bounds.diff().max())
                 lengths = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds.int())
@@ -302,8 +321,8 @@ def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
             places, is_packed = found
             if shape[0] > 1 and "flash" in str(self.config._attn_implementation):
                 raise ValueError(NO_ROWS)
-            if caches:
-                torch._assert_async(~is_packed, NO_CACHE)
+            if refusal:
+                torch._assert_async(~is_packed, refusal)
             else:
                 kwargs |= {**_tell_attention(kwargs, places), "cu_seq_lens_q": places}
         return forward(self, **kwargs)

@@ -12,12 +12,7 @@ the rule, and dq, dk and dv leave PSUM as du = dq SiLU'(u).
 from delta_trn.nki_kernels.chunk import load_chunk
 from delta_trn.nki_kernels.chunk_gradients import compute_writes
 from delta_trn.nki_kernels.chunk_tiles import Chunk
-from delta_trn.nki_kernels.gated_delta_layer.bwd_chunk import (
-    compute_slopes,
-    differentiate_rows,
-    load_u,
-    multiply_slopes,
-)
+from delta_trn.nki_kernels.gated_delta_layer.bwd_chunk import differentiate_rows
 from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     AT_ONCE,
     build_counts,
@@ -29,7 +24,7 @@ from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     load_weights,
     multiply_taps,
     outline,
-    store_dx,
+    store_channels,
     store_prefix,
     store_sums,
     sum_taps,
@@ -47,10 +42,7 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     solve_residual,
 )
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
-from delta_trn.nki_kernels.gated_rms_norm import check as check_eps
-from delta_trn.nki_kernels.gated_rms_norm import (
-    load_everywhere,
-)
+from delta_trn.nki_kernels.gated_rms_norm import check_eps, load_everywhere
 from delta_trn.nki_kernels.language import nki, nl
 from delta_trn.nki_kernels.orders import LAYER_BACKWARD
 from delta_trn.nki_kernels.plan import (
@@ -100,13 +92,8 @@ OWN_STAGES = (
 )
 
 
-def list_stages():
-    """Lists the layer's stages: its own, and of the rule's all but those that it has in another form."""
-    own = {stage.name for stage in OWN_STAGES} | {"store"}
-    return (*OWN_STAGES, *(stage for stage in RULE_STAGES if stage.name not in own))
-
-
-STAGES = list_stages()
+NOT_THE_RULES = {stage.name for stage in OWN_STAGES} | {"store"}  # the layer has them in another form
+STAGES = (*OWN_STAGES, *(stage for stage in RULE_STAGES if stage.name not in NOT_THE_RULES))
 ORDER = rank("gated_delta_layer_bwd", STAGES, LAYER_BACKWARD)
 CONVOLUTION = ("load taps", "multiply taps", "sum taps", "store dx")
 
@@ -125,10 +112,6 @@ def run_stage(stage, share, shares, stream, index, call):
         own.kept = load_kept_state(
             call["initial_state"], call["states"], index, bundle, parts, call["V"], call["has_state"]
         )
-    elif stage == "load u":
-        load_u(own, stream, call)
-    elif stage == "slope of u":
-        compute_slopes(own, stream, call)
     elif stage == "gates":
         chunk.do = own.do
         scale_again(chunk, (own.r,), bundle, call["scale"])
@@ -138,10 +121,8 @@ def run_stage(stage, share, shares, stream, index, call):
         solve_residual(chunk, own.kept, bundle)
     elif stage == "U":
         compute_writes(chunk, call["constants"])
-    elif stage == "du":
-        multiply_slopes(chunk, own, stream, call)
     else:
-        differentiate_rows(stage, own, stream, call)
+        differentiate_rows(stage, chunk, own, stream, call)
         prepare_again(stage, chunk, stream, call)
         differentiate_chunk(stage, chunk, stream, call)
 
@@ -156,28 +137,17 @@ def run_convolution(stage, share, shares, stream, own, call):
         c = step // per_cell
         taps = spans[step - c * per_cell]
         if stage == "load taps":
-            own.taps.append(
-                load_taps(
-                    call["x"], call["prefix"], call["continued"], stream.plan, cells[c], taps,
-                    stream.bundle["n"], own.start, own.tokens, call["W"],
-                )
-            )  # fmt: skip
+            own.taps.append(load_taps(own, stream, cells[c], taps, call))
         elif stage == "multiply taps":
             if step == 0:
-                open_convolution(own, stream, call)
+                clear_leaving(own, stream, call)
+                if call["packed"]:
+                    load_masks(own, stream, call)
             own.products.append(multiply_taps(own, stream, cells[c], taps, own.taps[step], call))
         elif stage == "sum taps":
             sum_taps(own, stream, c, taps, own.products[step], call)
         else:
-            store_dx(own, stream, c, call["dx"])
-
-
-def open_convolution(own, stream, call):
-    """Prepares what crosses into the chunk before, and loads the masks of taps."""
-    clear_leaving(own, stream, call)
-    if call["packed"]:
-        keep_sb, counts = load_masks(call["position"], own.start, own.tokens, stream.counts, call["W"])
-        own.keep, own.counts = keep_sb, counts
+            store_channels(call["dx"], own.dx_sums[c], stream, c, own.start)
 
 
 def open_stream(bundle, largest, call):

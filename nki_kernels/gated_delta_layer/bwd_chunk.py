@@ -1,4 +1,4 @@
-"""Runs the stages of `gated_delta_layer_bwd` that belong to the norm and to the slopes of SiLU."""
+"""Runs the stages of `gated_delta_layer_bwd` that belong to the norm, and those that make du."""
 
 from delta_trn.nki_kernels.chunk import load_lanes, store_lanes
 from delta_trn.nki_kernels.chunk_gradients import view_key_gradient
@@ -29,8 +29,8 @@ def load_channels(u, n, first, width, start, tokens):
     return views
 
 
-def differentiate_rows(stage, own, stream, call):
-    """Runs a stage of the gradients of the norm, whose equations `nki_kernels.gated_rms_norm` has."""
+def differentiate_rows(stage, chunk, own, stream, call):
+    """Runs a stage of the gradients of the norm, as `gated_rms_norm` has them, or one that makes du."""
     bundle, start, tokens, rows = stream.bundle, own.start, own.tokens, own.rows
     normalize(stage, own, call)
     if stage == "load rows":
@@ -54,6 +54,19 @@ def differentiate_rows(stage, own, stream, call):
         own.do = sbuf(own.h.shape)
         normalize_rows(own.do, own.h, project(own.nh))
         nisa.tensor_tensor(dst=own.do, data1=own.do, data2=own.n, op=nl.add, engine=nisa.engine.gpsimd)
+    elif stage == "load u":
+        own.u = []
+        for segment in stream.plan["segments"]:
+            low, high, channel = segment
+            own.u = own.u + load_channels(call["u"], bundle["n"], channel, high - low, start, tokens)
+    elif stage == "slope of u":
+        plan = stream.plan
+        own.du = sbuf((rows, plan["columns"]))
+        if tokens < rows or plan["columns"] > plan["channels"]:
+            nisa.memset(dst=own.du, value=0.0)
+        collect_rows(own.du, own.u, call["eye"], nl.silu_dx)
+    elif stage == "du":
+        multiply_slopes(chunk, own, stream, call)
 
 
 def multiply_rows_of_norm(own, stream, call):
@@ -73,25 +86,6 @@ def multiply_rows_of_norm(own, stream, call):
     multiply_on_gpsimd(own.nh, mh_sb[:, 0:lanes, :], gain)
     multiply_on_gpsimd(m_sb, m_sb, gain)
     own.n = m_sb
-
-
-def load_u(own, stream, call):
-    """Loads u of a chunk, views [channels, tokens]."""
-    own.u = []
-    for segment in stream.plan["segments"]:
-        low, high, channel = segment
-        own.u = own.u + load_channels(
-            call["u"], stream.bundle["n"], channel, high - low, own.start, own.tokens
-        )
-
-
-def compute_slopes(own, stream, call):
-    """Sets `du` to SiLU'(u) of the bundle's channels, [rows, columns]."""
-    plan, rows, tokens = stream.plan, own.rows, own.tokens
-    own.du = sbuf((rows, plan["columns"]))
-    if tokens < rows or plan["columns"] > plan["channels"]:
-        nisa.memset(dst=own.du, value=0.0)
-    collect_rows(own.du, own.u, call["eye"], nl.silu_dx)
 
 
 def multiply_slopes(chunk, own, stream, call):

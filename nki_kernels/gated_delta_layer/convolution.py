@@ -22,7 +22,15 @@ width, at most one bank of PSUM; the last one may have columns that are no chann
 
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import BANK, list_bundles, list_sides, split
-from delta_trn.nki_kernels.tiles import add_selected, copy_scaled, load, multiply_on_gpsimd, psum, sbuf
+from delta_trn.nki_kernels.tiles import (
+    add_selected,
+    copy_scaled,
+    load,
+    multiply_on_gpsimd,
+    psum,
+    sbuf,
+    select_affine,
+)
 
 AT_ONCE = 2  # taps in one instruction
 
@@ -69,10 +77,7 @@ def build_shifts(C, W):
     """
     identity_sb = sbuf((C, 2 * C + W - 1))
     nisa.memset(dst=identity_sb, value=1.0)
-    nisa.affine_select(
-        dst=identity_sb, pattern=[[-1, 2 * C + W - 1]], offset=C, channel_multiplier=1,
-        on_true_tile=identity_sb, on_false_value=0.0, cmp_op=nl.equal,
-    )  # fmt: skip
+    select_affine(identity_sb, identity_sb, 1, [[-1, 2 * C + W - 1]], nl.equal, C)
     crossing_sb = sbuf((max(1, W * (W - 1) // 2), C))
     for j in range(W - 1):
         low, back = find_row(j, W), W - 1 - j
@@ -112,26 +117,26 @@ def build_counts(plan, C):
     return out_sb
 
 
-def load_masks(position, start, tokens, counts_sb, W):
+def load_masks(own, stream, call):
     """Loads where taps stay in a token's sequence.
 
-    Returns [tokens, W], 1 or 0, and for each tap what `build_counts` returns, 0 where the tap does not stay.
+    keep is [tokens, W], 1 or 0; counts is for each tap what `build_counts` returns, 0 where it does not stay.
     """
-    position_sb, keep_sb = sbuf((tokens, 1)), sbuf((tokens, W))
-    nisa.dma_copy(dst=position_sb, src=position.ap(pattern=[[1, tokens], [1, 1]], offset=start))
-    counts = []
+    tokens, W = own.tokens, call["W"]
+    position_sb, own.keep, own.counts = sbuf((tokens, 1)), sbuf((tokens, W)), []
+    nisa.dma_copy(dst=position_sb, src=call["position"].ap(pattern=[[1, tokens], [1, 1]], offset=own.start))
     for j in range(W):
-        nisa.tensor_scalar(
-            dst=keep_sb[:, j : j + 1], data=position_sb, op0=nl.greater_equal, operand0=float(W - 1 - j)
-        )
-        masked_sb = sbuf((tokens, counts_sb.shape[1]))
-        copy_scaled(masked_sb, counts_sb[0:tokens, :], keep_sb[:, j : j + 1])
-        counts.append(masked_sb)
-    return keep_sb, counts
+        keep = own.keep[:, j : j + 1]
+        nisa.tensor_scalar(dst=keep, data=position_sb, op0=nl.greater_equal, operand0=float(W - 1 - j))
+        masked_sb = sbuf((tokens, stream.counts.shape[1]))
+        copy_scaled(masked_sb, stream.counts[0:tokens, :], keep)
+        own.counts.append(masked_sb)
 
 
-def load_taps(x, prefix, continued, plan, cell, taps, n, start, tokens, W):
+def load_taps(own, stream, cell, taps, call):
     """Loads what taps read of a cell, x of W - 1 - j tokens before each token: [tokens, taps, width]."""
+    x, continued, plan, n = call["x"], call["continued"], stream.plan, stream.bundle["n"]
+    start, tokens, W = own.start, own.tokens, call["W"]
     low, high = cell
     first_tap, stop_tap = taps
     out_sb = sbuf((tokens, stop_tap - first_tap, high - low), x.dtype)
@@ -147,7 +152,7 @@ def load_taps(x, prefix, continued, plan, cell, taps, n, start, tokens, W):
             if before > 0 and continued:
                 nisa.dma_copy(
                     dst=flat_sb[0:before, column + first : column + last],
-                    src=prefix[n, j : j + before, channel:stop],
+                    src=call["prefix"][n, j : j + before, channel:stop],
                 )
             if before < tokens:
                 nisa.dma_copy(
@@ -252,18 +257,12 @@ def sum_taps(own, stream, c, taps, products, call):
         add_selected(own.dx_sums[c], call["shifts"]["crossing"], arriving[0])
 
 
-def store_dx(own, stream, c, dx):
-    """Stores dx of a cell, of which all taps have been summed."""
-    low, high = stream.plan["cells"][c]
-    dx_sb = sbuf((own.tokens, high - low), dx.dtype)
-    copy_scaled(dx_sb, own.dx_sums[c])
-    store_channels(dx, dx_sb, stream, c, own.start)
-
-
-def store_channels(dst, x_sb, stream, c, start):
-    """Stores a cell [tokens, width] as tokens of dst [N, T, channels], from start on."""
-    plan, n, tokens = stream.plan, stream.bundle["n"], x_sb.shape[0]
+def store_channels(dst, x_ps, stream, c, start):
+    """Stores a cell [tokens, width], rounded, as tokens of dst [N, T, channels], from start on."""
+    plan, n, tokens = stream.plan, stream.bundle["n"], x_ps.shape[0]
     low, high = plan["cells"][c]
+    x_sb = sbuf(x_ps.shape, dst.dtype)
+    copy_scaled(x_sb, x_ps)
     for span in find_channels(plan, low, high):
         first, last, channel = span
         nisa.dma_copy(
@@ -279,12 +278,9 @@ def store_prefix(dprefix, stream, call):
     cells = stream.plan["cells"]
     for c in range(len(cells)):
         low, high = cells[c]
-        out_ps, out_sb = psum((rows, high - low)), sbuf((rows, high - low), dprefix.dtype)
-        add_selected(
-            out_ps, crossing_sb[:, C - rows : C], load_leaving(call["leaving"], stream, 0, low, high)
-        )
-        copy_scaled(out_sb, out_ps)
-        store_channels(dprefix, out_sb, stream, c, 0)
+        out_ps, leaving_sb = psum((rows, high - low)), load_leaving(call["leaving"], stream, 0, low, high)
+        add_selected(out_ps, crossing_sb[:, C - rows : C], leaving_sb)
+        store_channels(dprefix, out_ps, stream, c, 0)
 
 
 def sum_gain(mh_sb, stream):

@@ -17,8 +17,8 @@ from delta_trn.nki_kernels.gated_delta_layer.cells import CONVOLUTION, list_cell
 from delta_trn.nki_kernels.gated_delta_layer.records import LayerStream, LayerTiles
 from delta_trn.nki_kernels.gated_delta_rule_fwd import STAGES as RULE_STAGES
 from delta_trn.nki_kernels.gated_delta_rule_fwd import compute_output, load_state, run_stage, store_state
-from delta_trn.nki_kernels.gated_rms_norm import check as check_eps
 from delta_trn.nki_kernels.gated_rms_norm import (
+    check_eps,
     invert_squares,
     load_everywhere,
     normalize_rows,

@@ -10,22 +10,10 @@ docs/simulator.md.
 
 Every time is an estimate. Neither results nor times were ever compared with a chip.
 
-    from delta_trn.nki_kernels.simulator import nisa, nki, nl, record
-    from delta_trn.nki_kernels.language import nisa, nki, nl   # the real nki where it is installed
-
-    out = kernel(q, k)                             # NumPy in (ml_dtypes.bfloat16 for bf16), NumPy out
-    out = nki.simulate(kernel, target="trn2")(q, k)
-    run = record(kernel, q, k)                     # .outputs .trace .instructions .sbuf_peak .psum_peak
-    run = record(kernel, q, k, numerics=Numerics(matmul="bfloat16"))   # how sensitive is the kernel?
-    costs = cost.estimate(run.trace, run.target)   # an estimate of time
-    run = record(kernel, q, k, nki="0.5.0")        # one release, not all from 0.2.0 to 0.7.0
-    subset.findings(kernel)                        # what in its source some release does not take
-    python -m delta_trn.nki_kernels.simulator report KERNEL SHAPE
-
     kernel     nki: jit, simulate, record          cost     an estimate of time, from a trace
-    isa/       nisa: the instructions by engine    report   its table
-    language   nl: tensors and operators           subset   the compiler's Python, checked
-    core/      one run: operands, memory, dtypes   aliases  `import nki` finds the simulator
+    isa/       nisa: the instructions by kind      subset   the compiler's Python, checked
+    language   nl: tensors and operators           aliases  `import nki` finds the simulator
+    core/      one run: operands, memory, dtypes   calibration/     beside published measurements
     tile_functions   nl's functions on whole tiles
 """
 

@@ -46,10 +46,8 @@ from delta_trn.nki_kernels.simulator.core.memory import HBM, PSUM, SBUF
 from delta_trn.nki_kernels.simulator.core.tables import LOAD_US, Tables
 from delta_trn.nki_kernels.simulator.core.targets import Target
 
-TENSOR_LATENCY = 64 + 60
-VECTOR_LATENCY = 100
-SCALAR_LATENCY = 264 - 64
-GPSIMD_LATENCY = 100
+# cycles; what is none of these runs on the Vector engine, as do reads and writes of registers
+LATENCY = {Engine.tensor: 64 + 60, Engine.vector: 100, Engine.scalar: 264 - 64, Engine.gpsimd: 100}
 DESCRIPTOR_BYTES = 512
 MIN_CYCLES = 64  # of any instruction
 SCALAR_OVERHEAD = 55  # cycles of each Scalar instruction beside its elements
@@ -123,11 +121,6 @@ class Estimate:
         """The name of what sets the lower bound."""
         times = {**self.engines, **self.ports, "dma": self.dma, "dependency path": self.path}
         return max(times, key=lambda name: times[name])
-
-    @property
-    def throughput(self) -> float:
-        """The lower bound without dependencies: the time of the busiest engine or port, or of DMA."""
-        return max([*self.engines.values(), *self.ports.values(), self.dma])
 
     @property
     def tensor_share(self) -> float:
@@ -234,33 +227,31 @@ def estimate(
 
 def instruction_cost(record: Record, target: Target, reading: Reading = ISSUE) -> tuple[float, float]:
     """Return what one instruction costs in microseconds: (busy, latency)."""
-    if record.engine is Engine.dma:
-        return _dma_bytes(record) / (target.dma_gb_s * 1e3), target.dma_latency_us
+    operands, flags = (*record.reads, *record.writes), record.flags
+    if record.engine is Engine.dma:  # its data, and at least DESCRIPTOR_BYTES per contiguous piece
+        size, run = max(o.bytes for o in operands), max(1, min(o.run for o in operands))
+        size = max(size, -(-size // run) * DESCRIPTOR_BYTES)
+        return size / (target.dma_gb_s * 1e3), target.dma_latency_us
+    engine = record.engine if record.engine in LATENCY else Engine.vector
     F = max((o.free for o in (*record.reads[:1], *record.writes[:1])), default=1)
-    flags = record.flags
-    if record.engine is Engine.tensor:
-        if record.op == "nc_matmul":
-            passes = (2 if flags["onezero"] else 4) if flags["fp32"] else 1
-            cycles = reading.cycles(max(min(MIN_CYCLES, flags["M"]), flags["N"]), passes)
-        else:
-            cycles = reading.cycles(max(flags["P"], min(MIN_CYCLES, flags["F"])), 4 if flags["fp32"] else 1)
-        return cycles / target.tensor_ghz / 1e3, TENSOR_LATENCY / target.tensor_ghz / 1e3
-    if record.engine is Engine.scalar:
-        cycles = max(MIN_CYCLES, F + SCALAR_OVERHEAD) + (MIN_CYCLES if flags.get("reduces") else 0)
-        return cycles / target.scalar_ghz / 1e3, SCALAR_LATENCY / target.scalar_ghz / 1e3
-    if record.engine is Engine.gpsimd:
-        elements = SLOW * F if flags.get("slow") else F
-        return (150 + elements) / target.gpsimd_ghz / 1e3, GPSIMD_LATENCY / target.gpsimd_ghz / 1e3
-    return _vector_cycles(record, F) / target.vector_ghz / 1e3, VECTOR_LATENCY / target.vector_ghz / 1e3
-
-
-def _vector_cycles(record: Record, F: int) -> int:
-    """Return the cycles of a Vector instruction on F elements per partition."""
-    if record.op == "reciprocal":
-        return max(MIN_CYCLES, RECIPROCAL * F)
-    if record.op in TWO_INPUTS:
-        return max(MIN_CYCLES, 2 * F)
-    return max(MIN_CYCLES, F) + (MIN_CYCLES if record.flags.get("reduces") else 0)
+    summing = MIN_CYCLES if flags.get("reduces") else 0
+    if record.op == "nc_matmul":
+        passes = (2 if flags["onezero"] else 4) if flags["fp32"] else 1
+        cycles = reading.cycles(max(min(MIN_CYCLES, flags["M"]), flags["N"]), passes)
+    elif engine is Engine.tensor:
+        cycles = reading.cycles(max(flags["P"], min(MIN_CYCLES, flags["F"])), 4 if flags["fp32"] else 1)
+    elif engine is Engine.scalar:
+        cycles = max(MIN_CYCLES, F + SCALAR_OVERHEAD) + summing
+    elif engine is Engine.gpsimd:
+        cycles = 150 + (SLOW * F if flags.get("slow") else F)
+    elif record.op == "reciprocal":
+        cycles = max(MIN_CYCLES, RECIPROCAL * F)
+    elif record.op in TWO_INPUTS:
+        cycles = max(MIN_CYCLES, 2 * F)
+    else:
+        cycles = max(MIN_CYCLES, F) + summing
+    clock = getattr(target, f"{engine.name}_ghz")
+    return cycles / clock / 1e3, LATENCY[engine] / clock / 1e3
 
 
 def list_ports(record: Record, target: Target) -> tuple[str, ...]:
@@ -293,14 +284,6 @@ def _reserve(transfers: list[tuple[float, float]], earliest: float, busy: float)
         start = max(start, end)
     insort(transfers, (start, start + busy))
     return start
-
-
-def _dma_bytes(record: Record) -> int:
-    """Return how many bytes a DMA costs: its data, and at least DESCRIPTOR_BYTES per descriptor."""
-    operands = (*record.reads, *record.writes)
-    size = max(o.bytes for o in operands)
-    run = max(1, min(o.run for o in operands))
-    return max(size, -(-size // run) * DESCRIPTOR_BYTES)
 
 
 def accumulates(first: Record, second: Record) -> bool:

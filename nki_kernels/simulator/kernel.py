@@ -1,9 +1,4 @@
-"""nki: `jit` and `simulate` as in NKI, and `record`, which also returns what the run did.
-
-out = kernel(a, b)                                  # an @nki.jit kernel on NumPy arrays
-out = nki.simulate(kernel)(a, b)                    # the same, as AWS spells it
-run = record(kernel, a, b, target="trn2")           # run.outputs, run.trace, run.sbuf_peak, run.psum_peak
-"""
+"""nki: `jit` and `simulate` as in NKI, and `record`, which also returns what the run did."""
 
 import functools
 import inspect
@@ -74,16 +69,7 @@ def jit(
 
 
 def simulate(kernel: Kernel | Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Return a function that runs the kernel on NumPy arrays; the options are those of `record`.
-
-    >>> from delta_trn.nki_kernels.simulator import nl, simulate
-    >>> def double(x):
-    ...     out = nl.ndarray(x.shape, x.dtype, nl.shared_hbm)
-    ...     nl.store(out, nl.multiply(nl.load(x), 2.0))
-    ...     return out
-    >>> simulate(double, target="trn2", nki="0.7.0")(np.ones((2, 3), np.float32)).tolist()
-    [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
-    """
+    """Return a function that runs the kernel on NumPy arrays; the options are those of `record`."""
 
     @functools.wraps(kernel.function if isinstance(kernel, Kernel) else kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +101,7 @@ def record(
     check_source   False drops only the check of the compiler's Python subset
     numerics       makes the engines less exact
 
-    >>> from delta_trn.nki_kernels.simulator import nl, record
+    >>> from delta_trn.nki_kernels.simulator import nl, record, simulate
     >>> def double(x):
     ...     out = nl.ndarray(x.shape, x.dtype, nl.shared_hbm)
     ...     nl.store(out, nl.multiply(nl.load(x), 2.0))
@@ -123,6 +109,8 @@ def record(
     >>> run = record(double, np.ones((2, 3), np.float32), nki="0.7.0")
     >>> run.sbuf_peak, [record.op for record in run.trace]
     (24, ['dma_copy', 'tensor_scalar', 'dma_copy'])
+    >>> simulate(double, target="trn2", nki="0.7.0")(np.ones((2, 3), np.float32)).tolist()
+    [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
     """
     if not isinstance(kernel, Kernel):
         kernel = Kernel(kernel)
@@ -134,21 +122,24 @@ def record(
         raise NkiValidationError(f"LNC 2 is not supported on {chip.name}, only LNC 1")
     if strict and check_source:
         subset.check(kernel, nki)
-    machines = [
-        Machine(chip, strict=strict, trace=trace, numerics=numerics, nki=nki) for _ in range(kernel.cores)
-    ]
+    options: Any = {"strict": strict, "trace": trace, "numerics": numerics, "nki": nki}
+    machines = [Machine(chip, **options) for _ in range(kernel.cores)]
+    machine = machines[0]
     bound = inspect.signature(kernel.function).bind(*args, **kwargs)
-    bound.arguments = {name: _argument(machines[0], name, value) for name, value in bound.arguments.items()}
+    bound.arguments = {name: _argument(machine, name, value) for name, value in bound.arguments.items()}
     nan_in = any(_has_nan(array) for array in _arrays((*args, *kwargs.values())))
     returned = _run(machines, kernel.function, bound)
-    machine = machines[0]
     if strict:
         for core in machines:
             core.check_capacity()
     for array, tensor in machine.copied:
         if tensor.storage.life.first is not None:
             array[...] = tensor.array
-    outputs = _outputs(machine, returned, nan_in)
+    outputs = returned
+    if isinstance(returned, (tuple, list)):
+        outputs = tuple(_output(machine, i, x, nan_in) for i, x in enumerate(returned))
+    elif returned is not None:
+        outputs = _output(machine, 0, returned, nan_in)
     sbuf, psum = machine.peaks()
     alone = tuple(without_precedent(machine.forms))
     return Run(outputs, chip, machine.count, sbuf, psum, tuple(machine.trace or ()), alone)
@@ -217,12 +208,6 @@ def _arrays(values: Iterable[Any]) -> Iterator[np.ndarray]:
 
 def _has_nan(array: np.ndarray) -> bool:
     return array.dtype.kind not in "iub" and bool(np.isnan(array).any())
-
-
-def _outputs(machine: Machine, returned: Any, nan_in: bool) -> Any:
-    if isinstance(returned, (tuple, list)):
-        return tuple(_output(machine, i, x, nan_in) for i, x in enumerate(returned))
-    return None if returned is None else _output(machine, 0, returned, nan_in)
 
 
 def _output(machine: Machine, i: int, tensor: Any, nan_in: bool) -> Any:

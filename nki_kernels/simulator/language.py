@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from delta_trn.nki_kernels.simulator.core import dtypes as _dtypes
+from delta_trn.nki_kernels.simulator.core import operators as _operators
 from delta_trn.nki_kernels.simulator.core.dtypes import DType, dtype_of
 from delta_trn.nki_kernels.simulator.core.errors import StrictError, require
 from delta_trn.nki_kernels.simulator.core.machine import current
@@ -23,19 +24,16 @@ from delta_trn.nki_kernels.simulator.core.memory import (
     NkiTensor,
     region_of,
 )
+from delta_trn.nki_kernels.simulator.core.operators import Operator
 from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS, PSUM_BANK, PSUM_BANKS
-from delta_trn.nki_kernels.simulator.isa import operators as _operators
 from delta_trn.nki_kernels.simulator.isa.dma import dma_copy
 from delta_trn.nki_kernels.simulator.isa.elementwise import memset, tensor_copy
-from delta_trn.nki_kernels.simulator.isa.operators import Operator
-from delta_trn.nki_kernels.simulator.isa.randomness import dropout as _isa_dropout
+from delta_trn.nki_kernels.simulator.isa.generate import dropout as _isa_dropout
 from delta_trn.nki_kernels.simulator.isa.search import nc_n_gather
 from delta_trn.nki_kernels.simulator.tile_functions import *
-from delta_trn.nki_kernels.simulator.tile_functions import apply, reduce, transpose
+from delta_trn.nki_kernels.simulator.tile_functions import apply, issue, reduce, transpose
 
-sbuf, psum = SBUF, PSUM
-private_hbm = hbm = MemoryRegion.private_hbm
-shared_hbm = MemoryRegion.shared_hbm
+globals().update(MemoryRegion.__members__)  # sbuf, psum, hbm, private_hbm, shared_hbm
 
 
 class TileOperator(Operator):
@@ -153,9 +151,9 @@ def shared_identity_matrix(n: int, dtype: Any = "uint8", dst: NkiTensor | None =
     return out
 
 
-def _assign(tensor: NkiTensor, key: object, value: Any) -> None:
+def _assign(self: NkiTensor, key: object, value: Any) -> None:
     """Write a tensor, or a number, to a part of a tensor by the instruction that can: tensor[key] = value."""
-    dst = tensor[key]
+    dst = self[key]
     if not isinstance(value, NkiTensor):
         memset(dst=dst, value=value)
     elif dst.on_chip and value.on_chip:
@@ -176,9 +174,7 @@ def load(src: NkiTensor, dtype: Any = None) -> NkiTensor:
             f"{src.size} exceed {PARTITIONS}: give it as (1, {src.size})"
         )
     shape = src.shape if src.ndim > 1 else (1, *src.shape)
-    out = ndarray(shape, dtype or src.dtype, SBUF)
-    dma_copy(dst=out, src=src)
-    return out
+    return issue(dma_copy, shape, dtype or src.dtype, src=src)
 
 
 def store(dst: NkiTensor, value: Any) -> NkiTensor:
@@ -206,16 +202,12 @@ def load_transpose2d(src: NkiTensor, dtype: Any = None) -> NkiTensor:
 def gather_flattened(data: NkiTensor, indices: NkiTensor, axis: int = 0, dtype: Any = None) -> NkiTensor:
     """Return data[p, indices[p, i]] with the free axes of data flattened."""
     require(axis == 0, f"gather_flattened flattens the free axes, axis must be 0, got {axis}")
-    out = ndarray(indices.shape, dtype or data.dtype, SBUF)
-    nc_n_gather(dst=out, data=data, indices=indices)
-    return out
+    return issue(nc_n_gather, indices.shape, dtype or data.dtype, data=data, indices=indices)
 
 
 def dropout(x: NkiTensor, rate: Any, dtype: Any = None) -> NkiTensor:
     """Zero elements with probability rate; the others are not rescaled."""
-    out = ndarray(x.shape, dtype or x.dtype, SBUF)
-    _isa_dropout(dst=out, data=x, prob=rate)
-    return out
+    return issue(_isa_dropout, x.shape, dtype or x.dtype, data=x, prob=rate)
 
 
 def expand_dims(x: NkiTensor, axis: int) -> NkiTensor:
@@ -266,11 +258,7 @@ def affine_range(start: int, stop: int | None = None, step: int = 1) -> range:
 
 
 sequential_range = static_range = affine_range
-
-
-def dynamic_range(start: int, stop: int | None = None, step: int = 1) -> range:
-    """Return the range of a hardware loop of NKI 0.3 to 0.6; it is gone in 0.7."""
-    return affine_range(int(start), None if stop is None else int(stop), int(step))
+dynamic_range = affine_range  # a hardware loop of NKI 0.3 to 0.6, also over registers; it is gone in 0.7
 
 
 def fori_loop(lower: Any, upper: Any, body_fun: Callable[[int], None], step: int = 1) -> None:

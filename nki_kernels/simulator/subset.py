@@ -140,12 +140,8 @@ def _identity(node: ast.Compare, *, with_none: bool) -> bool:
     The migration guide to 0.3 refuses every `is`; AWS's own library for 0.3 uses `is not None`.
     """
     sides = zip(node.ops, node.comparators, strict=True)
-    tests = [
-        isinstance(c, ast.Constant) and c.value is None
-        for op, c in sides
-        if isinstance(op, (ast.Is, ast.IsNot))
-    ]
-    return any(none == with_none for none in tests)
+    compared = [side for op, side in sides if isinstance(op, (ast.Is, ast.IsNot))]
+    return any((isinstance(side, ast.Constant) and side.value is None) == with_none for side in compared)
 
 
 def _find_refused(

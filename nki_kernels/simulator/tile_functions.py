@@ -5,15 +5,17 @@ elementwise functions broadcast along free axes, reductions keep the partition a
 decide which engine runs what calls nisa.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from delta_trn.nki_kernels.simulator.core import operators as ops
 from delta_trn.nki_kernels.simulator.core.dtypes import DType, dtype_of, float32
 from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, require
 from delta_trn.nki_kernels.simulator.core.machine import current
 from delta_trn.nki_kernels.simulator.core.memory import PSUM, SBUF, NkiTensor
-from delta_trn.nki_kernels.simulator.isa import operators as ops
+from delta_trn.nki_kernels.simulator.core.operators import Operator
 from delta_trn.nki_kernels.simulator.isa.activation import activation
 from delta_trn.nki_kernels.simulator.isa.elementwise import (
     memset,
@@ -23,7 +25,6 @@ from delta_trn.nki_kernels.simulator.isa.elementwise import (
     tensor_tensor,
 )
 from delta_trn.nki_kernels.simulator.isa.matmul import nc_matmul, nc_transpose
-from delta_trn.nki_kernels.simulator.isa.operators import Operator
 from delta_trn.nki_kernels.simulator.isa.reduction import tensor_reduce
 
 __all__ = [
@@ -35,6 +36,13 @@ __all__ = [
 def tile(shape: Any, dtype: Any) -> NkiTensor:
     """Return a new tile in SBUF."""
     return current().allocate(shape, dtype, SBUF)
+
+
+def issue(instruction: Callable[..., Any], shape: Any, dtype: Any, **operands: Any) -> NkiTensor:
+    """Return a new tile in SBUF, which the instruction has filled."""
+    out = tile(shape, dtype)
+    instruction(dst=out, **operands)
+    return out
 
 
 def _result_dtype(operands: tuple[Any, ...], dtype: object) -> DType:
@@ -56,50 +64,38 @@ def apply(op: Operator, operands: tuple[Any, ...], dtype: object) -> Any:
 
 
 def _unary(op: Operator, x: NkiTensor, dtype: DType) -> NkiTensor:
-    out = tile(x.shape, dtype)
     if op.composed:
-        _cos_or_tan(op, out, x)
-    elif op.activation is not None:
-        activation(dst=out, op=op, data=x)
-    elif op.name == "logical_not":
-        tensor_scalar(dst=out, data=x, op0=ops.equal, operand0=0.0)
-    else:
-        tensor_scalar(dst=out, data=x, op0=op, operand0=0)
-    return out
+        return _cos_or_tan(op, x, dtype)
+    if op.activation is not None:
+        return issue(activation, x.shape, dtype, op=op, data=x)
+    alu = ops.equal if op.name == "logical_not" else op
+    return issue(tensor_scalar, x.shape, dtype, data=x, op0=alu, operand0=0)
 
 
-def _cos_or_tan(op: Operator, out: NkiTensor, x: NkiTensor) -> None:
+def _cos_or_tan(op: Operator, x: NkiTensor, dtype: DType) -> NkiTensor:
     """Compute cos or tan from sin, as on the chip: cos x = sin(pi/2 - |x|) for x in [-pi, pi]."""
-    wide = tile(x.shape, float32)
-    activation(dst=wide, op=ops.abs, data=x)
+    wide = issue(activation, x.shape, float32, op=ops.abs, data=x)
     tensor_scalar(dst=wide, data=wide, op0=ops.subtract, operand0=np.pi / 2, reverse0=True)
     activation(dst=wide, op=ops.sin, data=wide)
     if op.name == "cos":
-        tensor_copy(dst=out, src=wide)
-        return
-    sine = tile(x.shape, float32)
-    activation(dst=sine, op=ops.sin, data=x)
+        return issue(tensor_copy, x.shape, dtype, src=wide)
+    sine = issue(activation, x.shape, float32, op=ops.sin, data=x)
     activation(dst=wide, op=ops.reciprocal, data=wide)
-    tensor_tensor(dst=out, data1=sine, data2=wide, op=ops.multiply)
+    return issue(tensor_tensor, x.shape, dtype, data1=sine, data2=wide, op=ops.multiply)
 
 
 def _binary(op: Operator, x: Any, y: Any, dtype: DType) -> NkiTensor:
     if op.name == "divide":
-        if isinstance(y, NkiTensor):
-            return _binary(ops.multiply, x, _unary(ops.reciprocal, y, float32), dtype)
-        return _binary(ops.multiply, x, 1.0 / y, dtype)
+        inverse = _unary(ops.reciprocal, y, float32) if isinstance(y, NkiTensor) else 1.0 / y
+        return _binary(ops.multiply, x, inverse, dtype)
     if op.name in ("mod", "fmod"):
         whole = (floor if op.name == "mod" else trunc)(_binary(ops.divide, x, y, float32))
         return _binary(ops.subtract, x, _binary(ops.multiply, whole, y, float32), dtype)
     if not isinstance(x, NkiTensor) or not isinstance(y, NkiTensor):
         data, scalar, reverse = (x, y, False) if isinstance(x, NkiTensor) else (y, x, True)
-        out = tile(data.shape, dtype)
-        tensor_scalar(dst=out, data=data, op0=op, operand0=scalar, reverse0=reverse)
-        return out
+        return issue(tensor_scalar, data.shape, dtype, data=data, op0=op, operand0=scalar, reverse0=reverse)
     shape = np.broadcast_shapes(x.shape, y.shape)
-    out = tile(shape, dtype)
-    tensor_tensor(dst=out, data1=stretch(x, shape), data2=stretch(y, shape), op=op)
-    return out
+    return issue(tensor_tensor, shape, dtype, data1=stretch(x, shape), data2=stretch(y, shape), op=op)
 
 
 def stretch(x: NkiTensor, shape: Any) -> NkiTensor:
@@ -119,9 +115,8 @@ def stretch(x: NkiTensor, shape: Any) -> NkiTensor:
 
 def floor(x: NkiTensor, dtype: Any = None) -> NkiTensor:
     """Round down: to nearest through int32, minus 1 where that rounded up."""
-    nearest, wide = tile(x.shape, "int32"), tile(x.shape, float32)
-    tensor_copy(dst=nearest, src=x)
-    tensor_copy(dst=wide, src=nearest)
+    nearest = issue(tensor_copy, x.shape, "int32", src=x)
+    wide = issue(tensor_copy, x.shape, float32, src=nearest)
     return _binary(ops.subtract, wide, _binary(ops.greater, wide, x, float32), dtype_of(dtype or x.dtype))
 
 
@@ -140,9 +135,7 @@ def reduce(op: Operator, x: NkiTensor, axis: Any, dtype: Any = None, keepdims: b
     shape = [n for a, n in enumerate(x.shape) if a not in axes]
     if keepdims or len(shape) < 2:
         shape = [1 if a in axes else n for a, n in enumerate(x.shape)]
-    out = tile(shape, dtype or x.dtype)
-    tensor_reduce(dst=out, op=op, data=x, axis=axes)
-    return out
+    return issue(tensor_reduce, shape, dtype or x.dtype, op=op, data=x, axis=axes)
 
 
 def mean(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
@@ -170,12 +163,12 @@ def rms_norm(
     """Return x / sqrt(sum(x^2) / n + epsilon) * w along a free axis."""
     squares = _unary(ops.square, x, float32)
     total = reduce(ops.add, squares, axis, float32, keepdims=True)
-    scaled = tile(total.shape, float32)
-    tensor_scalar(
-        dst=scaled, data=total, op0=ops.multiply, operand0=1.0 / n, op1=ops.add, operand1=float(epsilon)
-    )
+    mean_square = issue(
+        tensor_scalar, total.shape, float32, data=total, op0=ops.multiply, operand0=1.0 / n, op1=ops.add,
+        operand1=float(epsilon),
+    )  # fmt: skip
     result = dtype_of(dtype or x.dtype)
-    out = _binary(ops.multiply, x, _unary(ops.rsqrt, scaled, float32), result)
+    out = _binary(ops.multiply, x, _unary(ops.rsqrt, mean_square, float32), result)
     return out if w is None else _binary(ops.multiply, out, stretch(w, x.shape), result)
 
 
@@ -183,17 +176,15 @@ def where(condition: NkiTensor, x: Any, y: Any, dtype: Any = None) -> NkiTensor:
     """Select x where the condition is not zero and y elsewhere; y + (x - y) * c would spoil infinities."""
     sides = (x, y) if isinstance(x, NkiTensor) or isinstance(y, NkiTensor) else (condition,)
     result = _result_dtype(sides, dtype)
-    out, mask = tile(condition.shape, result), tile(condition.shape, "uint8")
-    tensor_scalar(dst=mask, data=condition, op0=ops.not_equal, operand0=0.0)
+    shape = condition.shape
+    mask = issue(tensor_scalar, shape, "uint8", data=condition, op0=ops.not_equal, operand0=0.0)
     if isinstance(y, NkiTensor):
-        tensor_copy(dst=out, src=stretch(y, condition.shape))
+        out = issue(tensor_copy, shape, result, src=stretch(y, shape))
     else:
-        memset(dst=out, value=int(y) if result.integer else float(y))
-    source = x
+        out = issue(memset, shape, result, value=int(y) if result.integer else float(y))
     if isinstance(x, NkiTensor):
-        source = tile(condition.shape, result)
-        tensor_copy(dst=source, src=stretch(x, condition.shape))
-    tensor_copy_predicated(dst=out, src=source, predicate=mask)
+        x = issue(tensor_copy, shape, result, src=stretch(x, shape))
+    tensor_copy_predicated(dst=out, src=x, predicate=mask)
     return out
 
 
@@ -203,17 +194,13 @@ def broadcast_to(x: NkiTensor, shape: Any, dtype: Any = None) -> NkiTensor:
     The chip has no other way to broadcast a partition.
     """
     shape = tuple(shape)
-    out = tile(shape, dtype or x.dtype)
     if x.shape[0] == shape[0]:
-        tensor_copy(dst=out, src=stretch(x, shape))
-        return out
+        return issue(tensor_copy, shape, dtype or x.dtype, src=stretch(x, shape))
     if x.shape[0] != 1:
         raise ConstraintError(f"broadcast_to cannot turn {x.shape[0]} partitions into {shape[0]}")
     row = stretch(x, (1, *shape[1:]))
-    wide = tile(row.shape, float32)
-    tensor_copy(dst=wide, src=row)
-    ones = tile((1, shape[0]), float32)
-    memset(dst=ones, value=1.0)
+    out, wide = tile(shape, dtype or x.dtype), issue(tensor_copy, row.shape, float32, src=row)
+    ones = issue(memset, (1, shape[0]), float32, value=1.0)
     flat_in, flat_out = wide.reshape((1, wide.size)), out.reshape((shape[0], wide.size))
     for start in range(0, wide.size, 512):
         stop = min(start + 512, wide.size)
@@ -227,13 +214,10 @@ def transpose(x: NkiTensor, dtype: Any = None) -> NkiTensor:
     rows, columns = x.shape[0], x.size // x.shape[0]
     wide = x
     if x.dtype != "float32" or x.buffer is not SBUF:
-        wide = tile((rows, columns), float32)
-        tensor_copy(dst=wide, src=x.reshape((rows, columns)))
+        wide = issue(tensor_copy, (rows, columns), float32, src=x.reshape((rows, columns)))
     ps = current().allocate((columns, rows), float32, PSUM)
     nc_transpose(dst=ps, data=wide)
-    out = tile((columns, rows), dtype or x.dtype)
-    tensor_copy(dst=out, src=ps)
-    return out
+    return issue(tensor_copy, (columns, rows), dtype or x.dtype, src=ps)
 
 
 def matmul(x: NkiTensor, y: NkiTensor, transpose_x: bool = False) -> NkiTensor:

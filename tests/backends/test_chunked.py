@@ -14,6 +14,8 @@ from delta_trn.backends import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.gated_delta_rule import chunked, chunked_kernel
 from delta_trn.backends.gated_delta_rule.contract import Rule, state_dtype
 
+LIBRARY = chunked_kernel.library(False)
+
 
 def draw(B, T, H, K, V, *, HV=None, N=None, decay=1.0, seed=0, dtype=torch.float64):
     """Draws [q, k, v, g, beta, initial_state], then gradients of o and of the final state."""
@@ -168,7 +170,7 @@ def test_chunks_take_less_time_and_memory_than_transformers():
 
 
 @pytest.mark.serial
-@pytest.mark.skipif(chunked_kernel.library().functions is None, reason=chunked_kernel.library().note)
+@pytest.mark.skipif(LIBRARY.functions is None, reason=LIBRARY.note)
 def test_sequences_of_one_token_take_at_most_three_times_one_of_as_many():
     """They took 13.8 times as long; `delta-trn bench --case cpu_one_token` prints the ratio."""
     one, many = (

@@ -16,6 +16,8 @@ from delta_trn.backends import (
     short_convolution,
 )
 from delta_trn.backends.dispatch import Call, choose
+from delta_trn.backends.layers import pytorch
+from delta_trn.backends.layers.contract import SumNorm
 from delta_trn.backends.parity import layer_cases
 from delta_trn.backends.parity.layer_cases import BY_NAME, EPS
 from tests.support.tiny_models import model, tokens
@@ -53,6 +55,19 @@ def test_the_gradient_of_add_rms_norm_is_rounded_once():
         outputs = add_rms_norm(leaf, residual, torch.ones(64), eps=EPS, backend=backend)
         gradient = torch.autograd.grad(outputs, leaf, [dy, dtotal])[0]
         assert (gradient == expected).float().mean() > 0.99
+
+
+def test_on_neuron_add_rms_norm_keeps_the_reciprocals_of_norms_for_backward(monkeypatch):
+    generator, results = torch.Generator().manual_seed(0), []
+    x, residual, dy, dtotal = torch.randn(4, 50, 64, generator=generator).double()
+    for devices, kept in ((), 0), (("cpu",), 1):
+        monkeypatch.setattr(pytorch, "NEURON", devices)
+        call = SumNorm(x, residual, torch.ones(64), EPS)
+        _, total, saved = pytorch.add_rms_norm_forward(call, save=True)
+        assert [(y.shape, y.dtype) for y in saved] == pytorch.add_rms_norm_saved_shapes(call)
+        assert len(saved) == kept
+        results.append(pytorch.add_rms_norm_backward(dy, dtotal, call, [total, *saved]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_add_rms_norm_equals_a_sum_and_a_norm_to_the_bit():

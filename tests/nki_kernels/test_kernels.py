@@ -19,10 +19,10 @@ from delta_trn.nki_kernels import (
     short_convolution,
 )
 from delta_trn.nki_kernels.simulator import TARGETS, nisa
+from delta_trn.nki_kernels.simulator.__main__ import traffic
 from delta_trn.nki_kernels.simulator.core.machine import Machine
 from delta_trn.nki_kernels.simulator.core.memory import HBM, NkiTensor
 from delta_trn.nki_kernels.simulator.cost import estimate
-from delta_trn.nki_kernels.simulator.report import traffic
 from delta_trn.nki_kernels.simulator.subset import findings
 from tests.support.nki_judge import record_run, run
 from tools import first_hour_trn1

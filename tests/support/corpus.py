@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow
 
-from delta_trn.train.data import prepare
+from delta_trn.train.data.preparation import prepare
 from delta_trn.train.settings.schema import DataSection
 
 

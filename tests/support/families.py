@@ -1,4 +1,4 @@
-"""Makes small models of transformers' Gated DeltaNet families, and tokens for them."""
+"""Makes small models of transformers' delta-rule families, and tokens for them."""
 
 import json
 
@@ -22,6 +22,13 @@ INDEXER = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64,
     "indexer_compress_ratio": 4, "hc_count": 2, "hc_lowrank": 8,
 }  # fmt: skip
+# latent attention, and Kimi Delta Attention beside it
+LATENT = {
+    "kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 16, "v_head_dim": 16, "intermediate_size": 48,
+    "moe_intermediate_size": 24, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "mlp_layer_types": ["dense", "sparse"], "linear_num_heads": 2, "linear_head_dim": 16,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 # family -> configuration, model, settings besides SIZES
 FAMILIES = {
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM",
@@ -30,6 +37,13 @@ FAMILIES = {
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {"head_dim": 16, **EXPERTS}),
     "qwen4_exp": ("Qwen4ExpTextConfig", "Qwen4ExpForCausalLM", {"head_dim": 16, **EXPERTS, **INDEXER}),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", {"intermediate_size": 48}),
+    "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM",
+                    {**LATENT, "qk_rope_head_dim": 8, "num_local_experts": 3}),
+    "bailing_hybrid": ("BailingHybridConfig", "BailingHybridForCausalLM",
+                       {**LATENT, "qk_rope_head_dim": 8, "num_local_experts": 3, "head_dim": 16}),
+    "glm5_next": ("Glm5NextConfig", "Glm5NextForConditionalGeneration",
+                  {**LATENT, "qk_rope_head_dim": 0, "n_routed_experts": 3, "hc_mult": 2, "index_head_dim": 16,
+                   "index_n_heads": 2, "index_topk": 64, "index_kpool": 4, "indexer_types": ["full"] * 2}),
 }  # fmt: skip
 
 # what surrounds a language model in released folders: a vision tower, and marks of images
@@ -39,6 +53,13 @@ VISION = {
     "deepstack_visual_indexes": [],
 }  # fmt: skip
 MARKS = {"image_token_id": 58, "video_token_id": 59, "vision_start_token_id": 56, "vision_end_token_id": 57}
+GLM_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
+    "projection_intermediate_size": 16,
+}  # fmt: skip
+INDEXED = "glm5_next"  # its attention is told of no packed sequences
+KIMI = ("kimi_linear", "bailing_hybrid", INDEXED)
+GATED = [name for name in FAMILIES if name not in KIMI]
 WHOLE = {
     "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
@@ -50,13 +71,21 @@ def make(family, **changes):
     if not hasattr(transformers, model):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     torch.manual_seed(0)
-    config = getattr(transformers, configuration)(**{**SIZES, **settings, **changes})
+    settings = {**SIZES, **settings, **changes}
+    if family == INDEXED:  # there is no language model alone
+        settings = {"text_config": settings, "vision_config": GLM_VISION}
+    config = getattr(transformers, configuration)(**settings)
     config._experts_implementation = "eager"  # grouped products have no float64
     made = getattr(transformers, model)(config).eval()
     for p in made.parameters():
         if p.dim() > 1:  # with an initial std of 0.02, linear attention hardly changes the logits
             torch.nn.init.normal_(p, std=0.3)
     return made
+
+
+def stack(model):
+    """Returns the module that has the layers."""
+    return getattr(model.model, "language_model", model.model)
 
 
 def tokens(*shape):

@@ -190,8 +190,7 @@ def test_warps_wait_for_the_last_one_at_a_barrier():
     ],
 )
 def test_programs_on_an_sm_are_limited_by_the_scarcest(code, expected):
-    residence = machine.residence(code)
-    assert (residence.programs, residence.limit) == expected
+    assert machine.residence(code) == expected
 
 
 def test_a_program_that_no_sm_holds_is_an_error():
@@ -265,7 +264,7 @@ def test_a_wrong_machine_misses_the_published_times(monkeypatch, name, value):
 
 
 def test_the_factor_of_a_chain_grows_with_the_memory_it_uses():
-    simulation = simulate.Simulation(1e-3, 1, "", 0, 0, 0, 0.0, {})
+    simulation = simulate.Simulation(1e-3, 1, "", 0.0, {})
     assert factor(simulation, serial=True) == SERIAL
     assert factor(replace(simulation, memory=1.0), serial=True) == PARALLEL
     assert factor(simulation, serial=False) == PARALLEL

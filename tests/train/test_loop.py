@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from delta_trn.train.checkpoints.run_folder import RunFolder
-from delta_trn.train.data import open_dataset
+from delta_trn.train.data.dataset import open_dataset
+from delta_trn.train.recipes import recipe
 from delta_trn.train.run import loop, stopping
 from delta_trn.train.run.evaluate import held_out_windows
 from delta_trn.train.run.stopping import StopRequest
+from delta_trn.train.settings.overrides import change
 from delta_trn.train.watch.metrics import read
 from tests.support import tiny_run
 from tests.support.tiny_run import (
@@ -155,12 +157,13 @@ class TestEvaluation:
     def test_held_out_windows_cover_every_token_once_in_order(self, data):
         dataset = open_dataset(data)
         text = dataset.shards("val")[0].astype("int64")
-        batches = list(held_out_windows(dataset, tokens=10**9, sequence=16, batch=3))
+        config = change(recipe("tiny"), {"batch.length": "16"})
+        batches = list(held_out_windows(config, dataset, tokens=10**9, batch=3))
         inputs = torch.cat([batch.inputs.flatten() for batch in batches]).numpy()
         targets = torch.cat([batch.targets.flatten() for batch in batches]).numpy()
         whole = (len(text) - 1) // 16 * 16
         assert (inputs == text[:whole]).all() and (targets == text[1 : whole + 1]).all()
-        assert sum(len(b.inputs) for b in held_out_windows(dataset, tokens=100, sequence=16, batch=4)) == 6
+        assert sum(len(b.inputs) for b in held_out_windows(config, dataset, tokens=100, batch=4)) == 6
 
     def test_the_final_evaluation_can_measure_the_held_out_text_in_order(self, data, finished, tmp_path):
         out = tmp_path / "run"

@@ -119,13 +119,16 @@ class TestDisplay:
             for step in range(1, 101):
                 clock[0] += 0.5
                 display.update(step, 3.25, 1234.5)
-        printed = capsys.readouterr().out.splitlines()
+            display.tell("[a line] that stays")
+        *printed, last = capsys.readouterr().out.splitlines()
         assert len(printed) == 5  # 50 seconds, with ten between lines
         assert printed[0] == "step 20/1000  loss 3.2500  1,234 tokens/s  8:10 left"
+        assert last == "[a line] that stays"
 
     def test_the_display_shows_progress_and_messages_on_a_terminal(self, monkeypatch):
-        out = Console(force_terminal=True, width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-        monkeypatch.setattr(progress, "console", lambda: out)
+        nowhere = open("/dev/null", "w")  # noqa: SIM115
+        out = Console(force_terminal=True, markup=False, width=80, record=True, file=nowhere)
+        monkeypatch.setattr(progress, "console", lambda quiet: out)
         with Display(100_000, 40_000, peak=4000) as display:
             display.update(50_000, 3.25, 1234.5)
             display.tell("[a line] that stays")

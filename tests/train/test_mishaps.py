@@ -80,7 +80,7 @@ class TestARunGoesOn:
         assert final_state(tmp_path / "run") == final_state(finished)
 
     def test_where_a_probe_fails(self, data, finished, tmp_path, monkeypatch):
-        monkeypatch.setattr(probes.ProbeObserver, "after_evaluation", fail)
+        monkeypatch.setattr(probes, "measure", fail)
         output = train("run", "tiny", *keys(data, tmp_path / "run"), "log.probes=true")
         assert "no probes at step" in output
         assert weights(tmp_path / "run") == weights(finished)

@@ -10,7 +10,7 @@ from torch import Tensor
 from delta_trn.backends.parity.judge import error
 from delta_trn.models.mup import OPTIMIZERS, Role
 from delta_trn.models.parameters import ScaledParameter
-from delta_trn.train.data import Batch
+from delta_trn.train.data.loader import Batch
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run.model import make_model, model_config

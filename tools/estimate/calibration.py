@@ -19,18 +19,16 @@ measured was 0.93 and the spread 4.0%.
 
 import gzip
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from math import exp, log, sqrt
 from pathlib import Path
 
 from delta_trn.triton_kernels.sass import Code, Instruction
+from tools.estimate import peer
 from tools.estimate.estimates import of_code, time_move
-from tools.estimate.simulate import Work
-from tools.estimate.work import ITEM, Launch
+from tools.estimate.work import Launch, Shape
 
 DATA = Path(__file__).with_name("calibration.json.gz")
-SIZE, CHUNK = 128, 64  # K and V, and the tokens of a chunk
+SIZE = 128  # K and V
 # heads of queries and keys, heads of values -> (sequences, tokens in each) -> milliseconds
 MEASURED = {
     (2, 8): {
@@ -51,63 +49,17 @@ MEASURED = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The sizes of a row, and the bytes of its tensors."""
-
-    sequences: int
-    tokens: int
-    H: int
-    HV: int
-
-    @property
-    def chunks(self) -> int:
-        """The chunks of a sequence."""
-        return -(-self.tokens // CHUNK)
-
-    @property
-    def rows(self) -> int:
-        return self.sequences * self.tokens * self.HV
-
-    @property
-    def keys(self) -> int:
-        return self.sequences * self.tokens * self.H * SIZE * ITEM
-
-    @property
-    def values(self) -> int:
-        return self.rows * SIZE * ITEM
-
-
-# flash-linear-attention's forward: kernel -> (call, columns of a program) -> what a launch asks of the device
-KERNELS: dict[str, Callable[[_Call, dict[str, int]], Work]] = {
-    "kkt, solve": lambda x, b: Work(  # then the rows 2 to 15 of each diagonal block of 16
-        x.sequences * x.chunks * x.HV, x.keys + 6 * x.rows, (-(-SIZE // b["BK"]),), (14, 14, 14, 14)
-    ),
-    "w, u": lambda x, b: Work(
-        x.sequences * x.chunks * x.HV, x.rows * CHUNK * ITEM + x.values + x.keys + 6 * x.rows, (2, 2)
-    ),
-    "states": lambda x, b: Work(
-        x.sequences * x.HV * -(-SIZE // b["BV"]), 2 * x.values + x.keys + 4 * x.rows, (x.chunks,), serial=True
-    ),
-    "outputs": lambda x, b: Work(
-        x.sequences * x.chunks * x.HV * -(-SIZE // b["BV"]),
-        2 * x.keys + x.values + x.sequences * x.chunks * x.HV * SIZE * SIZE * ITEM + 4 * x.rows,
-        (-(-SIZE // b["BK"]),),
-    ),
-}
-
-
 def compare(heads: tuple[int, int], lengths: tuple[int, int], kernels: dict[str, dict]) -> float:
     """Returns estimated over measured for a row of MEASURED, with `kernels` from `load`."""
-    call, microseconds = _Call(*lengths, *heads), 0.0
-    for name, work in KERNELS.items():
+    shape = Shape(*lengths, *heads, SIZE, SIZE)
+    sizes = peer.Sizes(shape)
+    microseconds = time_move(sizes.A) + time_move(2 * sizes.gates)  # zeros of A; the running sum of g
+    for name in peer.FORWARD:
         choice = kernels["choices"][f"{heads[1]} {name}"]
         words = (word.partition("=") for word in choice.split())
         blocks = {n: int(v) for n, _, v in words if n in ("BK", "BV")}
-        launch = Launch(name, False, None, work(call, blocks))
+        launch = Launch(name, False, None, peer.work(peer.KERNELS[name], shape, blocks))
         microseconds += of_code(launch, kernels["codes"][choice]).microseconds
-    microseconds += time_move(call.rows * CHUNK * ITEM)  # zeros of A
-    microseconds += time_move(call.rows * 8)  # the running sum of g
     return microseconds / 1e3 / MEASURED[heads][lengths]
 
 

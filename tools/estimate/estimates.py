@@ -7,7 +7,6 @@ the same model, came within 4% after calibration; kernels of another kind may be
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import triton
 
@@ -61,8 +60,7 @@ class Estimator:
     """Estimates launches; kernels that occur twice are compiled once."""
 
     def __init__(self) -> None:
-        self._compile = lru_cache(maxsize=None)(lambda key: compile_code(self._variants[key]))
-        self._variants: dict[str, Variant] = {}
+        self._codes: dict[str, Code] = {}
         self._estimates: dict[str, Estimate] = {}
 
     def estimate(self, launch: Launch) -> Estimate:
@@ -72,8 +70,9 @@ class Estimator:
         variant = launch.variant
         key = f"{variant.function} {variant.tile} {sorted((n, str(v)) for n, v in variant.values.items())}"
         key += f" {variant.multiples}"
-        self._variants[key] = variant
-        code = self._compile(key)
+        if key not in self._codes:
+            self._codes[key] = compile_code(variant)
+        code = self._codes[key]
         if code.shared > SHARED_BYTES:
             raise ValueError(f"{launch.name}: shared memory {code.shared} exceeds {SHARED_BYTES}")
         key += str(launch.work)

@@ -9,7 +9,7 @@ flash-linear-attention is installed, its kernels, which `layer_peers` lists.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import ModuleType
 
 from delta_trn.triton_kernels import cross_entropy, gated_delta_rule_step, rms_norm, short_convolution
@@ -26,33 +26,8 @@ MULTIPLES = ("C", "V")  # integers that are multiples of 16 here, and may be kno
 NAMES = ("layers_1024", *SEQUENCES)
 
 
-@dataclass(frozen=True)
-class _Kernel:
-    """A launch, and the bytes that it reads and writes."""
-
-    name: str
-    backward: bool
-    variant: Variant
-    programs: int
-    read: float
-    written: float
-    turns: tuple[int, ...] = ()
-    mask: float = 1.0
-
-
 def launches(name: str) -> Iterator[Launch]:
     """Yields our launches. `name` is one of NAMES."""
-    for x in _kernels(name):
-        yield Launch(x.name, x.backward, x.variant, Work(x.programs, x.read, others=x.turns, mask=x.mask))
-
-
-def bytes_alone(name: str) -> Iterator[Launch]:
-    """Yields the same, of which only the bytes count."""
-    for x in _kernels(name):
-        yield Launch(x.name, x.backward, None, Work(0, x.read + x.written))
-
-
-def _kernels(name: str) -> Iterator[_Kernel]:
     if name in SEQUENCES:
         yield _step(SEQUENCES[name])
         return
@@ -62,12 +37,18 @@ def _kernels(name: str) -> Iterator[_Kernel]:
     yield _softmax()
 
 
+def bytes_alone(name: str) -> Iterator[Launch]:
+    """Yields the same, of which only the bytes count."""
+    for x in launches(name):
+        yield Launch(x.name, x.backward, None, Work(0, x.work.load_bytes + x.written))
+
+
 def _variant(module: ModuleType, sizes: tuple[int, int], options: str, **values: int) -> Variant:
     found = next(x for x in module.variants(*sizes, ITEM, False) if x.options == options)
     return replace(found, values=found.values | values, multiples=(*MULTIPLES, *found.multiples))
 
 
-def _convolution() -> Iterator[_Kernel]:
+def _convolution() -> Iterator[Launch]:
     size = B * T * CHANNELS * ITEM
     for back in (False, True):
         name, form = ("convolution, backward", "backward dense") if back else ("convolution", "forward dense")
@@ -76,35 +57,37 @@ def _convolution() -> Iterator[_Kernel]:
         across = -(-CHANNELS // variant.tile.columns)
         mask = CHANNELS / (across * variant.tile.columns)
         P, tiles = short_convolution.parts(B, T, CHANNELS, W, prefix=False, kernel=launched)
-        yield _Kernel(name, back, variant, P * across, (1 + back) * size, size, (tiles,), mask)
+        work = Work(P * across, (1 + back) * size, others=(tiles,), mask=mask)
+        yield Launch(name, back, variant, work, written=size)
 
 
 def _norm(
     name: str, M: int, N: int, form: str, read: tuple[int, int], written: tuple[int, int]
-) -> Iterator[_Kernel]:
+) -> Iterator[Launch]:
     """Yields forward and backward; read and written are tensors [M, N] of each."""
     forward, size = _variant(rms_norm, (N, 0), f"forward {form}"), M * N * ITEM
     mask = N / forward.tile.columns
-    programs = -(-M // forward.tile.rows)
-    yield _Kernel(name, False, forward, programs, read[0] * size, written[0] * size, mask=mask)
+    work = Work(-(-M // forward.tile.rows), read[0] * size, mask=mask)
+    yield Launch(name, False, forward, work, written=written[0] * size)
     P, tiles = rms_norm.parts(M, N)
     backward = _variant(rms_norm, (N, 0), f"backward {form}")
-    yield _Kernel(
-        f"{name}, backward", True, backward, P, read[1] * size, written[1] * size, (-(-tiles // P),), mask
-    )
+    work = Work(P, read[1] * size, others=(-(-tiles // P),), mask=mask)
+    yield Launch(f"{name}, backward", True, backward, work, written=written[1] * size)
 
 
-def _softmax() -> _Kernel:
+def _softmax() -> Launch:
     variant = _variant(cross_entropy, (0, VOCABULARY), "")
     turns, size = -(-VOCABULARY // variant.tile.columns), TARGETS * VOCABULARY * ITEM
-    return _Kernel("cross-entropy and its gradient", True, variant, TARGETS, size, size, (turns, turns))
+    work = Work(TARGETS, size, others=(turns, turns))
+    return Launch("cross-entropy and its gradient", True, variant, work, written=size)
 
 
-def _step(sequences: int) -> _Kernel:
+def _step(sequences: int) -> Launch:
     sizes = HEADS["K"], HEADS["V"]
     variant = _variant(gated_delta_rule_step, sizes, "gates made", **HEADS)
-    heads = sequences * HEADS["HV"]
-    return _Kernel("token", False, variant, heads * -(-sizes[1] // variant.tile.columns), *state(sequences))
+    programs = sequences * HEADS["HV"] * -(-sizes[1] // variant.tile.columns)
+    read, written = state(sequences)
+    return Launch("token", False, variant, Work(programs, read), written=written)
 
 
 def state(sequences: int) -> tuple[float, float]:

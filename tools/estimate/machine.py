@@ -86,16 +86,8 @@ class Cost:
     cause: int = 0
 
 
-@dataclass(frozen=True)
-class Residence:
-    """How many programs run on an SM at once, and what limits them."""
-
-    programs: int
-    limit: str
-
-
-def residence(code: Code) -> Residence:
-    """Returns how many programs of `code` an SM holds; 0 where one does not fit."""
+def residence(code: Code) -> tuple[int, str]:
+    """Returns how many programs of `code` an SM holds, 0 where one does not fit, and what limits them."""
     registers = -(-code.registers // 8) * 8 * 32 * code.warps
     limits = {
         "registers": REGISTERS // registers,
@@ -104,7 +96,7 @@ def residence(code: Code) -> Residence:
         "programs": PROGRAMS,
     }
     limit = min(limits, key=limits.__getitem__)
-    return Residence(limits[limit], limit)
+    return limits[limit], limit
 
 
 def spilled_past_l1(code: Code, programs: int) -> float:
@@ -153,14 +145,8 @@ def _wgmma(instruction: Instruction) -> Cost:
     from_shared = instruction.operands.split(",")[1].strip().startswith("gdesc")
     size = columns * 32 + (64 * 32 if from_shared else 0)
     # four warps issue it, each for its quarter of the tensor cores and of the reads
-    return Cost(
-        "wgmma",
-        columns / 2,
-        reads=8,
-        waves=size / 128 / 4,
-        argument=float("gsb0" in instruction.operands),
-        cause=5,
-    )
+    last = float("gsb0" in instruction.operands)
+    return Cost("wgmma", columns / 2, reads=8, waves=size / 128 / 4, argument=last, cause=5)
 
 
 _TABLE = (
@@ -168,10 +154,8 @@ _TABLE = (
     ("DADD DFMA DMUL", _pipe("fp64", 2, 12, 8)),
     ("MUFU F2F F2I I2F POPC FLO", _pipe("special", 8, 24, 8, cause=4)),
     ("ELECT VOTEU VOTE", _pipe("uniform", 1, 8)),
-    (
-        "ULDC UIADD3 UMOV UIMAD UISETP ULEA ULOP3 UPLOP3 UPRMT USEL USGXT USHF R2UR",
-        _pipe("uniform", 1, 12),
-    ),
+    ("ULDC UIADD3 UMOV UIMAD UISETP ULEA ULOP3 UPLOP3", _pipe("uniform", 1, 12)),
+    ("UPRMT USEL USGXT USHF R2UR", _pipe("uniform", 1, 12)),
     ("NOP BSSY BSYNC BREAK WARPSYNC SYNCS UTMACMDFLUSH", Cost("plain")),
     ("SHFL", Cost("shared", 2, 22, 8, waves=1, cause=1)),
     ("LDGDEPBAR", Cost("commit", cause=3)),
@@ -195,16 +179,12 @@ def cost(instruction: Instruction, mask: float = 1.0) -> Cost:
     waves = max(1.0, _width(opcode) / 4)
     match name:
         case "IMAD":
-            wide = ("WIDE" in opcode or "HI" in opcode) and not any(
-                modifier in opcode for modifier in (".MOV", ".SHL", ".IADD")
-            )
+            wide = re.search("WIDE|HI", opcode) and not re.search(r"\.(MOV|SHL|IADD)", opcode)
             return _pipe("heavy", 4 if wide else 2, 5)
+        case "LDS" if instruction.predicate == "@!PT":
+            return Cost("plain")
         case "LDS":
-            return (
-                Cost("plain")
-                if instruction.predicate == "@!PT"
-                else Cost("shared", 2, 23, 8, waves=waves, cause=1)
-            )
+            return Cost("shared", 2, 23, 8, waves=waves, cause=1)
         case "STS":
             return Cost("shared", 2, 20, 8, waves=waves, cause=1)
         case "LDSM" | "STSM":

@@ -120,10 +120,10 @@ class _Kernel:
 
     module: str
     function: str
-    programs: Callable[["_Sizes", dict[str, int]], int]
-    load_bytes: Callable[["_Sizes"], float]
-    products: Callable[["_Sizes", dict[str, int]], tuple[int, ...]]
-    blocks: Callable[["_Sizes"], dict[str, int]] = lambda sizes: {}
+    programs: Callable[["Sizes", dict[str, int]], int]
+    load_bytes: Callable[["Sizes"], float]
+    products: Callable[["Sizes", dict[str, int]], tuple[int, ...]]
+    blocks: Callable[["Sizes"], dict[str, int]] = lambda sizes: {}
     others: tuple[int, ...] = ()
     serial: bool = False
 
@@ -132,7 +132,7 @@ def _cut(size: int, block: int) -> int:
     return -(-size // block)
 
 
-class _Sizes:
+class Sizes:
     """Bytes of the tensors of a call, and its chunks."""
 
     def __init__(self, shape: Shape):
@@ -147,14 +147,10 @@ class _Sizes:
         self.A = rows * C * ITEM
         self.gates = rows * 4
         self.states = self.chunks * shape.HV * shape.K * shape.V * ITEM
-        self.rows = rows
-
-    def block(self, size: int, most: int) -> int:
-        return min(power_of_two(size), most)
 
 
-def _by(most: int) -> Callable[[_Sizes], dict[str, int]]:
-    return lambda s: {"BK": s.block(s.K, most), "BV": s.block(s.V, most)}
+def _by(most: int) -> Callable[[Sizes], dict[str, int]]:
+    return lambda s: {"BK": min(power_of_two(s.K), most), "BV": min(power_of_two(s.V), most)}
 
 
 _DELTA_H, _O, _WY = "ops.common.chunk_delta_h", "ops.common.chunk_o", "ops.gated_delta_rule.wy_fast"
@@ -216,7 +212,7 @@ def launches(shape: Shape) -> Iterator[tuple[Launch, ...]]:
 
 def configurations(name: str, shape: Shape, *, backward: bool = False) -> Iterator[Launch]:
     """Yields a kernel's launches, one for each configuration of its autotuner."""
-    kernel, sizes = KERNELS[name], _Sizes(shape)
+    kernel, sizes = KERNELS[name], Sizes(shape)
     function, tuned = unwrap(getattr(load(kernel.module), kernel.function))
     switches = {
         "USE_G": True, "SAVE_NEW_VALUE": True, "USE_DW": True, "USE_GK": False, "USE_G_GAMMA": False,
@@ -234,7 +230,7 @@ def configurations(name: str, shape: Shape, *, backward: bool = False) -> Iterat
 
 def work(kernel: _Kernel, shape: Shape, blocks: dict[str, int]) -> Work:
     """Returns what a launch of `kernel` asks of the device, with the block sizes of a configuration."""
-    sizes = _Sizes(shape)
+    sizes = Sizes(shape)
     blocks = kernel.blocks(sizes) | blocks
     units = shape.sequences if kernel.serial else sizes.chunks
     return Work(
@@ -245,7 +241,7 @@ def work(kernel: _Kernel, shape: Shape, blocks: dict[str, int]) -> Work:
 
 def _small(shape: Shape) -> Iterator[Launch]:
     """Yields the kernels of which only the bytes count: those of norms, gates and sums."""
-    s = _Sizes(shape)
+    s = Sizes(shape)
     moved = [
         ("norms of q and k", False, 4 * s.keys, 2),
         ("gates, cumulated", False, 2 * s.gates, 1),

@@ -1,4 +1,4 @@
-"""Runs a kernel's machine code on a model of one SM: `run` returns cycles, waits and how busy the units were.
+"""Runs a kernel's machine code on a model of one SM: `run` returns seconds, waits and use of the memory.
 
 The model is simulate.cpp, which `backends.compiler` compiles on first use.
 """
@@ -45,40 +45,35 @@ class Simulation:
     """What the busiest SM does.
 
     resident    programs at once, and `limit`, what keeps more from running
-    issue, tensor, shared, memory   how busy the schedulers, tensor cores, shared memory and the SM's part of
-                the memory's bandwidth were, each at most 1
+    memory      how busy the SM's part of the memory's bandwidth was, at most 1
     waits       cause -> share of the cycles in which warps waited
     """
 
     seconds: float
     resident: int
     limit: str
-    issue: float
-    tensor: float
-    shared: float
     memory: float
     waits: dict[str, float]
 
 
 def run(code: Code, work: Work) -> Simulation:
     """Simulates the busiest SM of a launch. Raises ValueError for a program that no SM can hold."""
-    residence = machine.residence(code)
-    if not residence.programs:
-        raise ValueError(
-            f"one program exceeds an SM's {residence.limit}: {code.registers} registers, {code.shared} B"
-        )
+    most, limit = machine.residence(code)
+    if not most:
+        raise ValueError(f"one program exceeds an SM's {limit}: {code.registers} registers, {code.shared} B")
     if work.idle:
-        code = _until_first_exit(code)
+        at = next(i for i, instruction in enumerate(code.instructions) if instruction.name == "EXIT")
+        taken = replace(code.instructions[at], predicate="")
+        code = replace(code, instructions=(*code.instructions[:at], taken))
     turns = loop_trips(code.instructions, work)
     here = -(-work.programs // machine.PROCESSORS)
     simulated = here if work.serial else min(here, ENOUGH)
-    resident = min(residence.programs, simulated)
+    resident = min(most, simulated)
     costs = _costs(code, resident, work.mask)
+    repeats = _repeats(code.instructions, turns)
     loaded = sum(
         cost.size * times
-        for instruction, cost, times in zip(
-            code.instructions, costs, _repeats(code.instructions, turns), strict=True
-        )
+        for instruction, cost, times in zip(code.instructions, costs, repeats, strict=True)
         if instruction.name in ("LDG", "LDGSTS")
     )
     from_memory = min(1.0, work.load_bytes / max(1.0, loaded * code.warps * work.programs))
@@ -95,11 +90,8 @@ def run(code: Code, work: Work) -> Simulation:
     waited = sum(answer["waits"]) or 1
     return Simulation(
         answer["cycles"] / machine.CLOCK * here / simulated,
-        residence.programs,
-        residence.limit,
-        answer["issue"],
-        answer["tensor"],
-        answer["shared"],
+        most,
+        limit,
         answer["memory"],
         {cause: cycles / waited for cause, cycles in zip(machine.CAUSES, answer["waits"], strict=True)},
     )
@@ -114,7 +106,9 @@ def loop_trips(instructions: tuple[Instruction, ...], work: Work) -> dict[int, i
     turns: dict[int, int] = {}
     for products, expected in ((True, work.products), (False, work.others)):
         found = [
-            last for first, last in loops(instructions) if _multiplies(instructions[first:last]) == products
+            last
+            for first, last in loops(instructions)
+            if any(x.name in ("HGMMA", "HMMA") for x in instructions[first:last]) == products
         ]
         if len(found) > len(expected):
             kind = "with" if products else "without"
@@ -125,16 +119,6 @@ def loop_trips(instructions: tuple[Instruction, ...], work: Work) -> dict[int, i
         kept = sorted(sorted(range(len(expected)), key=lambda i: -expected[i])[: len(found)])
         turns |= {last: expected[i] for last, i in zip(found, kept, strict=True)}
     return turns
-
-
-def _until_first_exit(code: Code) -> Code:
-    at = next(i for i, instruction in enumerate(code.instructions) if instruction.name == "EXIT")
-    taken = replace(code.instructions[at], predicate="")
-    return replace(code, instructions=(*code.instructions[:at], taken))
-
-
-def _multiplies(instructions: tuple[Instruction, ...]) -> bool:
-    return any(instruction.name in ("HGMMA", "HMMA") for instruction in instructions)
 
 
 def _costs(code: Code, resident: int, mask: float) -> list[machine.Cost]:

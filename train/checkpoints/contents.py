@@ -20,11 +20,10 @@ number of processes, divided in any way.
 import contextlib
 import json
 import warnings
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -36,14 +35,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from delta_trn.train.data.tokenizer import TextTokenizer
 from delta_trn.train.parallel.sharding import Sharding, named_parameters
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.errors import CheckpointError, Diverged
 from delta_trn.train.settings.schema import RunConfig, differences, may_change_on_resume, read_saved
-
-if TYPE_CHECKING:
-    from delta_trn.models import DeltaForCausalLM
-    from delta_trn.train.data import TextTokenizer
 
 FORMAT = 1
 REMEDY = "lower optimizer.lr, or lengthen schedule.warmup"
@@ -153,9 +149,14 @@ def write(
 ) -> list[Path]:
     """Writes the rest, and returns all files of this process. No process waits for another."""
     rank, world, own = sharding.team.rank, sharding.team.world, _own_folder(folder, sharding.team.rank)
+    model = sharding.model
     save_file(snapshot.weights, own / _weights_file(rank, world), metadata={"format": "pt"})
     if sharding.team.leads:
-        _describe(own, sharding.model)
+        # what save_pretrained writes beside weights; FSDP has given the model a class of its own
+        model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        model.config.dtype = torch.float32
+        model.config.save_pretrained(own)
+        model.generation_config.save_pretrained(own)
         if world > 1:
             places = {name: _weights_file(owner, world) for name, owner in snapshot.owners.items()}
             _write_json(own / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
@@ -190,14 +191,6 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _describe(folder: Path, model: "DeltaForCausalLM") -> None:
-    """Writes what save_pretrained writes beside weights. FSDP has given the model a class of its own."""
-    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    model.config.dtype = torch.float32
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-
-
 def _assign(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     """Assigns the largest tensors first, each to the least loaded rank."""
     loads, owners = [0] * world, {}
@@ -217,15 +210,8 @@ def read_state(folder: Path) -> tuple[State, RunConfig]:
     content = json.loads(path.read_bytes())
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {content.get('format')}, this code reads {FORMAT}")
-    best = content["best"]
-    state = State(
-        content["step"],
-        content["tokens"],
-        content["seconds"],
-        content["position"],
-        (best[0], best[1]) if best else None,
-        content.get("owes", False),
-    )
+    state = State(**{f.name: content[f.name] for f in fields(State) if f.name in content})
+    state.best = tuple(content["best"]) if content["best"] else None
     return state, read_saved(content["config"], where=f"{path}: ")
 
 
@@ -243,23 +229,17 @@ def require_same_run(saved: RunConfig, now: RunConfig, where: Path) -> None:
 def restore(folder: Path, sharding: Sharding, optimizer: Optimizer) -> None:
     """Puts weights, optimizer and generators into the saved state, however many processes saved it."""
     load_weights(folder, sharding)
-    saved, own = defaultdict(list), dict(named_parameters(optimizer))
+    own, saved = dict(named_parameters(optimizer)), {}
     for key, (size, dtype) in _sizes(folder).items():
-        name, slot, _ = _current_name(key, own).rpartition("/")
-        if slot:
-            saved[name].append((key, size, dtype))
-    slots: dict[str, Tensor] = {}
-    for name, parameter in own.items():
-        for key, size, dtype in saved[name]:
+        name, slash, _ = _current_name(key, own).rpartition("/")
+        if slash and name in own:
             if not size or sharding.saves_whole(name):
-                slots[key] = torch.empty(size, dtype=dtype)
+                saved[key] = torch.empty(size, dtype=dtype)
             else:
-                slots[key] = torch.empty_like(parameter.detach(), dtype=dtype)
-    _read(folder, slots)
-    slots = {_current_name(key, own): tensor for key, tensor in slots.items()}
-    for key, whole in slots.items():
-        if sharding.saves_whole(key):
-            slots[key] = sharding.part(key, whole)
+                saved[key] = torch.empty_like(own[name].detach(), dtype=dtype)
+    _read(folder, saved)
+    slots = {_current_name(key, own): x for key, x in saved.items()}
+    slots |= {key: sharding.part(key, x) for key, x in slots.items() if sharding.saves_whole(key)}
     sharding.load_slots(optimizer, slots)
     set_random_states(load_file(folder / _RANDOM), sharding.model.device)
 

@@ -18,7 +18,7 @@ class Saver:
         run, step = self._run, self._run.state.step
         if self._saved == step:
             return
-        run.state.position = run.position()
+        run.state.position = run.batches.state_dict()
         snapshot = contents.snapshot(run.sharding, run.optimizer, run.state)
         team, store = run.team, run.folder.checkpoints
 

@@ -115,15 +115,14 @@ class CheckpointStore:
 
         CheckpointError if there are some and all are damaged.
         """
-        steps = self.steps()
         damages = []
-        for step in reversed(steps):
+        for step in reversed(self.steps()):
             damage = self.damage(step)
             if damage is None:
                 return step
             damages.append(damage)
             tell(f"checkpoint of step {step} is damaged: {damage}")
-        if steps:
+        if damages:
             raise CheckpointError(
                 f"every checkpoint in {self.directory} is damaged: {damages[0]}; restore one from a backup, "
                 "or move the folder away to begin at step 0"

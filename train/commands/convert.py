@@ -13,7 +13,16 @@ BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "gen
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="delta-trn convert", description=DESCRIPTION)
+    parser.add_argument(
+        "source", metavar="FROM", type=Path, help="a folder of weights, or one that `run` printed"
+    )
+    parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="a new folder")
+    parser.add_argument(
+        "--format", choices=["delta", "fla"], default="delta", help="what to write (%(default)s)"
+    )
+    parser.add_argument("--checkpoint", default="last", help="of a run: best, last, or a step (%(default)s)")
+    options = parser.parse_args(arguments)
 
     from delta_trn.models import DeltaForCausalLM
     from delta_trn.models.ecosystem import save_model
@@ -47,16 +56,3 @@ def _read(source: Path) -> tuple[Any, dict[str, bytes]]:
 
     files = {file.name: file for pattern in BESIDE for file in sorted(source.glob(pattern))}
     return load_model(source), {name: file.read_bytes() for name, file in files.items()}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="delta-trn convert", description=DESCRIPTION)
-    parser.add_argument(
-        "source", metavar="FROM", type=Path, help="a folder of weights, or one that `run` printed"
-    )
-    parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="a new folder")
-    parser.add_argument(
-        "--format", choices=["delta", "fla"], default="delta", help="what to write (%(default)s)"
-    )
-    parser.add_argument("--checkpoint", default="last", help="of a run: best, last, or a step (%(default)s)")
-    return parser

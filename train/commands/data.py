@@ -17,7 +17,7 @@ from delta_trn.train.data.preparation import prepare
 from delta_trn.train.data.readers import SEPARATOR
 from delta_trn.train.settings.errors import UsageError
 from delta_trn.train.settings.overrides import change, parse, read_arguments
-from delta_trn.train.settings.schema import DataSection, RunConfig, meaning
+from delta_trn.train.settings.schema import DataSection, RunConfig, declaration
 
 PREPARE = """Tokenize the text of SOURCE into shards.
 
@@ -45,10 +45,10 @@ def _prepare(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="delta-trn data prepare",
         description=PREPARE.format(separator=SEPARATOR),
-        epilog="\n".join(["keys", *(f"  {key:{width}}{meaning(key)}" for key in keys)]),
+        epilog="\n".join(["keys", *(f"  {key:{width}}{declaration(key).description}" for key in keys)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", metavar="SOURCE", help=meaning("data.source"))
+    parser.add_argument("source", metavar="SOURCE", help=declaration("data.source").description)
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change, those below")
     parser.add_argument("--quiet", action="store_true", help="print no progress")
     asked = read_arguments(parser, arguments, section="data")

@@ -4,14 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from delta_trn.train.settings.errors import UsageError
 from delta_trn.train.settings.overrides import change, parse, read_arguments
 from delta_trn.train.settings.schema import RunConfig, SampleSection
-
-if TYPE_CHECKING:
-    import torch
 
 # What is drawn unless keys say otherwise, and the keys that have an effect here.
 START = RunConfig(seed=0, sample=SampleSection(tokens=200, top_k=None))
@@ -27,60 +23,6 @@ EPILOG = """keys
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = read_arguments(_parser(), arguments, section="sample")
-    changes = parse(options.changes)
-    asked = change(START, changes)
-    for key in changes:
-        if key not in KEYS:
-            raise UsageError(f"{key} changes nothing in `generate`, whose keys are {', '.join(KEYS)}")
-    for name, value in (
-        ("sample.tokens", asked.sample.tokens),
-        ("--repetition-penalty", options.repetition_penalty),
-    ):
-        if not 0 < value < float("inf"):
-            raise UsageError(f"{name}={value}: expected more than 0")
-
-    from delta_trn.train.checkpoints.run_folder import RunFolder
-    from delta_trn.train.run.sample import continue_text, load_for_generation, read_checkpoint
-
-    folder = RunFolder(options.run_dir)
-    folder.read()  # it raises where the folder is no run's
-    device = _device(asked.device)
-    model, tokenizer = read_checkpoint(
-        folder, options.checkpoint, lambda path: load_for_generation(path, device)
-    )
-    _write(options.prompt)
-    penalty = options.repetition_penalty
-    continue_text(
-        model,
-        tokenizer,
-        options.prompt,
-        asked.sample,
-        seed=asked.seed,
-        repetition_penalty=penalty,
-        stream=_write,
-    )
-    print()
-    return 0
-
-
-def _device(name: str) -> "torch.device":
-    from delta_trn.backends.machine import make_current, platforms
-    from delta_trn.train.run.model import pick_device
-
-    # one token after the other in growing shapes is what XLA devices are slowest at
-    automatic = "cuda" if "cuda" in platforms() else "cpu"
-    device = pick_device(automatic if name == "auto" else name)
-    make_current(device)
-    return device
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="delta-trn generate",
         description="Continue a text with a trained model. The text appears as it is made.",
@@ -99,4 +41,40 @@ def _parser() -> argparse.ArgumentParser:
         help="above 1: avoid tokens already there (%(default)s)",
     )
     parser.add_argument("--checkpoint", default="last", help="best, last, or a step (%(default)s)")
-    return parser
+    options = read_arguments(parser, arguments, section="sample")
+    changes = parse(options.changes)
+    asked = change(START, changes)
+    for key in changes:
+        if key not in KEYS:
+            raise UsageError(f"{key} changes nothing in `generate`, whose keys are {', '.join(KEYS)}")
+    for name, value in (
+        ("sample.tokens", asked.sample.tokens),
+        ("--repetition-penalty", options.repetition_penalty),
+    ):
+        if not 0 < value < float("inf"):
+            raise UsageError(f"{name}={value}: expected more than 0")
+
+    from delta_trn.backends.machine import make_current, platforms
+    from delta_trn.train.checkpoints.run_folder import RunFolder
+    from delta_trn.train.run.model import pick_device
+    from delta_trn.train.run.sample import continue_text, load_for_generation, read_checkpoint
+
+    folder = RunFolder(options.run_dir)
+    folder.read()  # it raises where the folder is no run's
+    # one token after the other in growing shapes is what XLA devices are slowest at
+    automatic = "cuda" if "cuda" in platforms() else "cpu"
+    device = pick_device(automatic if asked.device == "auto" else asked.device)
+    make_current(device)
+    model, tokenizer = read_checkpoint(
+        folder, options.checkpoint, lambda path: load_for_generation(path, device)
+    )
+    _write(options.prompt)
+    how = {"seed": asked.seed, "repetition_penalty": options.repetition_penalty, "stream": _write}
+    continue_text(model, tokenizer, options.prompt, asked.sample, **how)
+    print()
+    return 0
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

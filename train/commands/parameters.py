@@ -3,13 +3,10 @@
 import argparse
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from delta_trn.train.recipes import announce
 from delta_trn.train.settings.overrides import apply, parse, read_arguments
-
-if TYPE_CHECKING:
-    from delta_trn.models.parameters import ScaledParameter
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,7 +25,12 @@ def main(arguments: Sequence[str]) -> int:
 
     from delta_trn.train.run.optimizer import list_scaled
 
-    rows = [_row(parameter) for parameter in list_scaled(config)]
+    columns = ("init_std", "multiplier", "lr", "weight_decay")
+    rows = [
+        {"name": p.name, "shape": list(p.shape), "role": p.role.name.lower()}
+        | {column: getattr(p, column) for column in columns}
+        for p in list_scaled(config)
+    ]
     if options.json:
         print(json.dumps(rows, indent=1))
         return 0
@@ -37,16 +39,6 @@ def main(arguments: Sequence[str]) -> int:
     for line in lines:
         print("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
     return 0
-
-
-def _row(parameter: "ScaledParameter") -> dict[str, Any]:
-    columns = ("init_std", "multiplier", "lr", "weight_decay")
-    return {
-        "name": parameter.name,
-        "shape": list(parameter.shape),
-        "role": parameter.role.name.lower(),
-        **{column: getattr(parameter, column) for column in columns},
-    }
 
 
 def _cell(value: Any) -> str:

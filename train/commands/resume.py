@@ -24,6 +24,6 @@ def main(arguments: Sequence[str]) -> int:
     from delta_trn.train.run.setup import resume
     from delta_trn.train.watch.display import console, leads
 
-    out = console(quiet=not leads())
-    with resume(options.run_dir, changes, options.step, lambda text: out.print(text, markup=False)) as run:
+    tell = console(quiet=not leads()).print
+    with resume(options.run_dir, changes, options.step, tell) as run:
         return drive(run, changes.get("backend", run.config.backend))

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
 from delta_trn.train.recipes import RECIPES, recipe, summary, variables
 from delta_trn.train.settings.errors import ConfigError
-from delta_trn.train.settings.overrides import annotation, apply, parse, read_arguments
-from delta_trn.train.settings.schema import RunConfig, flatten, meaning
+from delta_trn.train.settings.overrides import apply, parse, read_arguments
+from delta_trn.train.settings.schema import RunConfig, declaration, flatten
 from delta_trn.train.watch.display import WIDTH_IN_A_FILE
 
 if TYPE_CHECKING:
-    from delta_trn.train.run.loop import Observer
     from delta_trn.train.run.setup import Run
 
 KEY_WIDTH = 36  # of the column of keys
@@ -58,16 +57,13 @@ def main(arguments: Sequence[str]) -> int:
     out = console(quiet=not leads())
     # at once: loading torch and transformers takes seconds, in which nothing else could be said
     line = f"recipe     {options.recipe}: {summary(options.recipe)}"
-    out.print(_wrap(line, out.width), markup=False)
+    out.print(_wrap(line, out.width))
     if names := variables(options.recipe):
-        out.print(f"variables  {' '.join(names)} from the environment", markup=False)
+        out.print(f"variables  {' '.join(names)} from the environment")
 
     from delta_trn.train.checkpoints.run_folder import RunFolder
     from delta_trn.train.parallel.team import ask_leader
     from delta_trn.train.run.setup import resume, start
-
-    def tell(text: str) -> None:
-        out.print(text, markup=False)
 
     if options.or_resume:
         if config.out is None:
@@ -77,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
             # auto, and where the run is, are what they were when it began
             words = {key: value for key, value in changes.items() if key != "out" and value != "auto"}
             words["name"] = config.name  # another recipe's run is refused
-            with resume(folder.path, words, None, tell) as run:
+            with resume(folder.path, words, None, out.print) as run:
                 return drive(run, config.backend)
     with start(config) as run:
         return drive(run, config.backend)
@@ -87,18 +83,16 @@ def drive(run: "Run", asked_backend: str) -> int:
     """Trains a run, and prints what belongs before and after it. Returns the exit status."""
     from delta_trn.train.run.loop import train
     from delta_trn.train.run.setup import write_baselines
+    from delta_trn.train.studies.probes import probe_of
     from delta_trn.train.watch.display import Display, attempt, console
     from delta_trn.train.watch.loss_plot import plot_loss
     from delta_trn.train.watch.summary import closing, measure, opening, peak_tokens_per_s
 
     leads, folder = run.team.leads, run.folder
     out = console(quiet=not leads)
-
-    def tell(text: str) -> None:
-        out.print(text, markup=False)
-
+    tell = out.print
     for line in opening(run, asked_backend):
-        out.print(_wrap(line, out.width), markup=False)
+        tell(_wrap(line, out.width))
     if (known := run.team.leader_does(folder.read_summary)) is not None:
         tell(f"finished   all {run.config.steps:,} steps were trained before; this was measured then")
         closing(run, out, known)
@@ -107,7 +101,7 @@ def drive(run: "Run", asked_backend: str) -> int:
         costs = attempt("baselines", lambda: write_baselines(run), tell) or {}
     peak = attempt("peak", lambda: peak_tokens_per_s(run), tell) if leads else None
     with Display(run.config.steps, run.state.step, show=leads, peak=peak) as display:
-        outcome = train(run, display, observers(run))
+        outcome = train(run, display, probe_of(run))
     if outcome.stopped:
         tell(f"stopped by {outcome.stopped} after step {outcome.step}; its checkpoint is written")
     with out.status("measuring the held-out text"):
@@ -120,15 +114,6 @@ def drive(run: "Run", asked_backend: str) -> int:
         attempt("picture", lambda: plot_loss(folder), tell)
         attempt("last page", lambda: closing(run, out, found, peak), tell)
     return 128 + outcome.signal if outcome.signal is not None else 0
-
-
-def observers(run: "Run") -> "list[Observer]":
-    """Returns what looks into the model while it trains: probes, where log.probes asks for them."""
-    if not run.config.log.probes:
-        return []
-    from delta_trn.train.studies.probes import ProbeObserver
-
-    return [ProbeObserver(run)]
 
 
 def _wrap(line: str, width: int) -> str:
@@ -153,8 +138,9 @@ def keys(config: RunConfig, *, every: bool) -> str:
         if key.rpartition(".")[0] != section:
             section = key.rpartition(".")[0]
             lines += ["", section or "run"]
-        choices = get_args(annotation(key)) if get_origin(annotation(key)) is Literal else ()
-        text = f"{' | '.join(choices)}: {meaning(key)}" if choices else meaning(key)
+        kind, text = declaration(key).annotation, declaration(key).description
+        if get_origin(kind) is Literal:
+            text = f"{' | '.join(get_args(kind))}: {text}"
         text += f" [{_show(usual[key])}]" if changed else ""
         left = f"{'*' if changed else ' '} {key}={_show(value)}"
         if len(left) > KEY_WIDTH - 2:

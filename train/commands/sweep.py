@@ -48,7 +48,16 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     options = parse(asked.options)
     own = {key: options.pop(key, None) for key in ("jobs", "threads", "max_minutes", "out")}
-    return _execute(*_sweep(asked.recipe, options, own.pop("out")), own)
+
+    from delta_trn.train.studies.sweep.grid import define
+
+    announce(asked.recipe)  # every trial begins with it
+    sweep = define(asked.recipe, options)
+    folder = Path(own["out"] or f"runs/sweep-{asked.recipe}")
+    if (folder / "config.json").exists():
+        raise RunFolderError(f"{folder} is a run's folder; choose another out=DIR for the sweep")
+    sweep.require_same(folder)
+    return _execute(sweep, folder, own)
 
 
 def _report(folders: Sequence[Path]) -> str:
@@ -65,34 +74,26 @@ def _report(folders: Sequence[Path]) -> str:
     return table(reports(lines.values()))
 
 
-def _sweep(name: str, options: Mapping[str, str], out: str | None) -> "tuple[Sweep, Path]":
-    """Returns the sweep of a recipe, and its folder."""
-    from delta_trn.train.studies.sweep.grid import define
-
-    announce(name)  # every trial begins with it
-    sweep = define(name, options)
-    folder = Path(out) if out else Path("runs") / f"sweep-{name}"
-    if (folder / "config.json").exists():
-        raise RunFolderError(f"{folder} is a run's folder; choose another out=DIR for the sweep")
-    sweep.require_same(folder)
-    return sweep, folder
-
-
 def _execute(sweep: "Sweep", folder: Path, own: Mapping[str, str | None]) -> int:
+    import torch
+
     from delta_trn.train.checkpoints.run_folder import RunFolder
+    from delta_trn.train.run.model import pick_device
     from delta_trn.train.run.setup import load_dataset
     from delta_trn.train.studies.sweep.report import write_report
     from delta_trn.train.studies.sweep.results import SAFE
     from delta_trn.train.studies.sweep.runner import execute
     from delta_trn.train.watch.display import console, duration
 
-    out = console()
-
-    def tell(text: str) -> None:
-        out.print(text, markup=False)
-        out.file.flush()
-
-    jobs, devices, threads = _places(sweep, own)
+    tell = console().print
+    # how many trials run at a time, on which GPUs, and with how many CPU threads each
+    asked, devices = sweep.trials[0].config.device, []
+    if pick_device(asked).type == "cuda":
+        every = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        devices = every if asked in ("auto", "cuda") else [asked]
+    cores = len(os.sched_getaffinity(0))
+    jobs = whole_number("jobs", own["jobs"] or str(len(devices) or cores))
+    threads = whole_number("threads", own["threads"] or str(max(cores // jobs, 1)))
     minutes = change(RunConfig(), {"max_minutes": own["max_minutes"] or "none"}).max_minutes
     configs = {t.config.data.model_dump_json(): t.config for t in sweep.trials}
     for config in configs.values():
@@ -111,18 +112,3 @@ def _execute(sweep: "Sweep", folder: Path, own: Mapping[str, str | None]) -> int
     if failed:
         tell(f"{failed} trials failed, see above; the same command tries them again")
     return 128 + stop.signal if stop.signal is not None else 1 if failed else 0
-
-
-def _places(sweep: "Sweep", own: Mapping[str, str | None]) -> tuple[int, list[str], int]:
-    """Returns how many trials run at a time, on which GPUs, and with how many CPU threads each."""
-    import torch
-
-    from delta_trn.train.run.model import pick_device
-
-    asked, devices = sweep.trials[0].config.device, []
-    if pick_device(asked).type == "cuda":
-        every = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        devices = every if asked in ("auto", "cuda") else [asked]
-    cores = len(os.sched_getaffinity(0))
-    jobs = whole_number("jobs", own["jobs"] or str(len(devices) or cores))
-    return jobs, devices, whole_number("threads", own["threads"] or str(max(cores // jobs, 1)))

@@ -23,7 +23,17 @@ COLLECTING = "NEURON_EXTRACT_GRAPHS_ONLY"
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = read_arguments(_parser(), arguments)
+    parser = argparse.ArgumentParser(
+        prog="delta-trn warmup",
+        description="Compile every graph of a run into the compiler's cache.",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a named run, or the folder of a run")
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")
+    parser.add_argument("--list", action="store_true", help="print every graph with its shapes, and stop")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="with --list: of how many processes (%(default)s)"
+    )
+    options = read_arguments(parser, arguments)
     config = apply(_configuration(options.recipe), parse(options.changes))
     if options.list:
         return _list(config, max(options.processes, int(os.environ.get("WORLD_SIZE", "1"))))
@@ -78,36 +88,18 @@ def _list_instructions(config: RunConfig, listed: list["Graph"]) -> None:
 
 
 def _warm(config: RunConfig) -> int:
-    from delta_trn.train.commands.run import observers
     from delta_trn.train.neuron.compiling import compile_all, compiles
     from delta_trn.train.run.setup import start
+    from delta_trn.train.studies.probes import probe_of
     from delta_trn.train.watch.display import console, leads
 
-    out = console(quiet=not leads())
-
-    def tell(text: str) -> None:
-        out.print(text, markup=False)
-
+    tell = console(quiet=not leads()).print
     with tempfile.TemporaryDirectory(prefix="delta-trn-warmup-") as folder:
         here = config.model_copy(update={"out": str(Path(folder) / "run")})
         with start(here) as run:
-            compile_all(run, tell, observers(run))
+            compile_all(run, tell, probe_of(run))
             if not compiles(run):
                 tell(f"nothing to compile: on {run.device} operators run one by one unless compile=true")
             elif COLLECTING in os.environ:
                 tell("collected for neuron_parallel_compile, which compiles now")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="delta-trn warmup",
-        description="Compile every graph of a run into the compiler's cache.",
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="a named run, or the folder of a run")
-    parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")
-    parser.add_argument("--list", action="store_true", help="print every graph with its shapes, and stop")
-    parser.add_argument(
-        "--processes", type=int, default=1, help="with --list: of how many processes (%(default)s)"
-    )
-    return parser

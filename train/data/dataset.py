@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from delta_trn.train.data.shards import LAYOUT, ShardRecord, Split, check_shard, map_tokens
 from delta_trn.train.data.tokenizer import TextTokenizer, load_tokenizer
@@ -19,11 +19,7 @@ from delta_trn.train.settings.errors import ShardError
 FORMAT = 1
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class SplitMeta(_Frozen):
+class SplitMeta(BaseModel, frozen=True, extra="forbid"):
     """One split. `tokens` counts BOS and EOS; `bytes` counts the documents' UTF-8 alone."""
 
     tokens: int
@@ -32,7 +28,7 @@ class SplitMeta(_Frozen):
     shards: tuple[ShardRecord, ...]
 
 
-class TokenizerMeta(_Frozen):
+class TokenizerMeta(BaseModel, frozen=True, extra="forbid"):
     """The tokenizer. `lossless` says whether every held-out document came back from its ids unchanged."""
 
     kind: str
@@ -45,7 +41,7 @@ class TokenizerMeta(_Frozen):
 PACKING = {"kind": "concatenated", "document": "BOS tokens EOS", "straddle_shards": False}
 
 
-class Meta(_Frozen):
+class Meta(BaseModel, frozen=True, extra="forbid"):
     """The content of meta.json, which is written last: a folder that has it is complete."""
 
     format: Literal[1] = FORMAT
@@ -96,10 +92,6 @@ class TokenDataset:
         identity = [meta.vocab_size, meta.dtype, meta.bos_id, meta.eos_id, meta.tokenizer.sha256, shards]
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
-    @property
-    def vocab_size(self) -> int:
-        return self.meta.vocab_size
-
     @cached_property
     def tokenizer(self) -> TextTokenizer:
         tokenizer = load_tokenizer(self.path)
@@ -109,14 +101,6 @@ class TokenDataset:
             )
         return tokenizer
 
-    @cached_property
-    def _maps(self) -> dict[str, np.ndarray]:
-        return {
-            shard.file: map_tokens(self.path / shard.file, self.meta.dtype)
-            for split in self.meta.splits.values()
-            for shard in split.shards
-        }
-
     def split(self, split: Split) -> SplitMeta:
         if split not in self.meta.splits:
             raise ShardError(f"no split {split!r} in {self.path}; expected one of {sorted(self.meta.splits)}")
@@ -124,16 +108,16 @@ class TokenDataset:
 
     def shards(self, split: Split) -> list[np.ndarray]:
         """Returns the split's tokens, one read-only map per shard. [tokens_i]"""
-        return [self._maps[shard.file] for shard in self.split(split).shards]
+        return [map_tokens(self.path / shard.file, self.meta.dtype) for shard in self.split(split).shards]
 
-    def bits_per_byte(self, nats_per_token: float, split: Split = "val") -> float:
-        """Converts nats per token to bits per byte of the split's text. BOS and EOS are paid for."""
-        meta = self.split(split)
+    def bits_per_byte(self, nats_per_token: float) -> float:
+        """Converts nats per token to bits per byte of the held-out text. BOS and EOS are paid for."""
+        meta = self.split("val")
         return nats_per_token / math.log(2) * meta.tokens / meta.bytes
 
-    def nats_per_token(self, bits_per_byte: float, split: Split = "val") -> float:
+    def nats_per_token(self, bits_per_byte: float) -> float:
         """Inverts `bits_per_byte`."""
-        meta = self.split(split)
+        meta = self.split("val")
         return bits_per_byte * math.log(2) * meta.bytes / meta.tokens
 
     def check_tokens(self) -> None:
@@ -142,7 +126,7 @@ class TokenDataset:
             for shard, tokens in zip(self.split(split).shards, self.shards(split), strict=True):
                 path = self.path / shard.file
                 for start in range(0, len(tokens), 1 << 24):
-                    check_ids(tokens[start : start + (1 << 24)], self.vocab_size, path, start)
+                    check_ids(tokens[start : start + (1 << 24)], self.meta.vocab_size, path, start)
                 if sha256_of(path) != shard.sha256:
                     raise ShardError(
                         f"{path} changed since it was prepared (sha256 differs); prepare the data again"

@@ -64,18 +64,10 @@ def baselines(dataset: TokenDataset) -> dict[str, Baseline]:
     return costs
 
 
-def unigram_nats(train: np.ndarray, val: np.ndarray, ids: int) -> float:
-    """Returns nats per token of `val` under `train`'s frequencies plus one; counts by id, [>= ids]."""
-    log_p = np.log(train[:ids] + 1.0) - math.log(train.sum() + ids)
-    return float(-(val[:ids] * log_p).sum() / val.sum())
-
-
 def _measure(dataset: TokenDataset) -> dict[str, Baseline]:
-    ids = dataset.meta.tokenizer.size
-    nats = {
-        "uniform": math.log(ids),
-        "unigram": unigram_nats(_counts(dataset, "train"), _counts(dataset, "val"), ids),
-    }
+    ids, train, val = dataset.meta.tokenizer.size, _counts(dataset, "train"), _counts(dataset, "val")
+    log_p = np.log(train[:ids] + 1.0) - math.log(train.sum() + ids)
+    nats = {"uniform": math.log(ids), "unigram": float(-(val[:ids] * log_p).sum() / val.sum())}
     size = dataset.split("val").bytes
     costs = {name: Baseline(cost, dataset.bits_per_byte(cost), size) for name, cost in nats.items()}
     if not dataset.meta.tokenizer.lossless:
@@ -114,13 +106,13 @@ def documents(dataset: TokenDataset, split: Split) -> Iterator[list[int]]:
 
 
 def _counts(dataset: TokenDataset, split: Split) -> np.ndarray:
-    counts = np.zeros(dataset.vocab_size, np.int64)
-    left = UNIGRAM_TOKENS
+    rows, left = dataset.meta.vocab_size, UNIGRAM_TOKENS
+    counts = np.zeros(rows, np.int64)
     for shard, tokens in zip(dataset.split(split).shards, dataset.shards(split), strict=True):
         for start in range(0, min(len(tokens), left), 1 << 22):
             block = tokens[start : min(start + (1 << 22), left)]
-            check_ids(block, dataset.vocab_size, dataset.path / shard.file, start)
-            counts += np.bincount(block, minlength=dataset.vocab_size)
+            check_ids(block, rows, dataset.path / shard.file, start)
+            counts += np.bincount(block, minlength=rows)
         left -= min(len(tokens), left)
     return counts
 

@@ -17,7 +17,8 @@ fold chains SplitMix64 (Steele, Lea and Flood, OOPSLA 2014):
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,14 +30,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Kind = Literal["random_crop", "stream"]
-IGNORED = -100  # a target that does not count
 
 
 class Batch(NamedTuple):
     """What one forward pass, or a step's several, gets to see: rows of tokens, [B, T] each.
 
     inputs        int64
-    targets       int64: targets[b, t] follows inputs[b, t]; one of -100 does not count
+    targets       int64: targets[b, t] follows inputs[b, t]
     position_ids  int32, the place of each token in its own document. A document begins wherever it is 0: in
                   every row at t = 0, and at each BOS. Nothing of the document before reaches it. It is 0, 1,
                   2, ... in between. None: each row is one document, whatever is in it
@@ -60,10 +60,6 @@ class Batch(NamedTuple):
     def each(self, change: "Callable[[Tensor], Tensor]") -> "Batch":
         """Returns the batch with every tensor changed."""
         return Batch(*(None if x is None else change(x) for x in self))  # type: ignore[arg-type]
-
-    def count_tokens(self) -> "Tensor":
-        """Returns the number of targets that count, on their device."""
-        return (self.targets != IGNORED).sum()
 
     def split(self, rows: int) -> "list[Batch]":
         """Returns batches of `rows` rows each, the last with what is left."""
@@ -93,27 +89,29 @@ def fold(*words: "int | np.ndarray") -> np.ndarray:
     return state
 
 
+@dataclass
 class Loader(ABC):
-    """Yields batches of one split without end. `state_dict` is the same on every rank."""
+    """Yields batches of one split without end, to one of `world` ranks. `state_dict` is the same on each.
 
-    kind: Kind
+    batch, sequence     sequences of a batch, and tokens of a sequence
+    boundaries          batches have position_ids, which say where documents begin
+    with_noise          batches have noise, from which dropout draws its masks
+    """
 
-    def __init__(
-        self,
-        dataset: TokenDataset,
-        split: Split,
-        batch: int,
-        sequence: int,
-        seed: int,
-        rank: int,
-        world: int,
-        boundaries: bool,
-    ):
-        self.dataset, self.split = dataset, split
-        self.batch, self.sequence, self.seed = batch, sequence, seed
-        self.rank, self.world = rank, world
-        self._bos = dataset.meta.bos_id if boundaries else None
-        self._tokens = _Tokens(dataset, split)
+    dataset: TokenDataset
+    split: Split
+    batch: int
+    sequence: int
+    seed: int
+    rank: int = 0
+    world: int = 1
+    boundaries: bool = False
+    with_noise: bool = False
+    kind: ClassVar[Kind]
+
+    def __post_init__(self) -> None:
+        self._bos = self.dataset.meta.bos_id if self.boundaries else None
+        self._tokens = _Tokens(self.dataset, self.split)
         self._samples = 0  # of all ranks, before the next batch
 
     @abstractmethod
@@ -122,9 +120,10 @@ class Loader(ABC):
 
     def next_batch(self) -> Batch:
         """Returns `batch` rows of `sequence` tokens on the CPU."""
+        noise = self.noise() if self.with_noise else None
         windows = self._windows(self._samples + self.rank * self.batch)
         self._samples += self.world * self.batch
-        return as_batch(windows, self._bos)
+        return as_batch(windows, self._bos)._replace(noise=noise)
 
     def noise(self) -> "Tensor":
         """Returns a random number per token of the next batch, from the seed and the sample; int32 [B, T]."""
@@ -160,22 +159,17 @@ class Loader(ABC):
         self._samples = samples
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "dataset": self.dataset.fingerprint,
-            "split": self.split,
-            "sequence": self.sequence,
-            "seed": self.seed,
-        }
+        own = {name: getattr(self, name) for name in ("kind", "split", "sequence", "seed")}
+        return {"dataset": self.dataset.fingerprint, **own}
 
 
 class RandomCrops(Loader):
     """Draws independent crops, with replacement."""
 
-    kind: Kind = "random_crop"
+    kind = "random_crop"
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._crops = _Crops(self._tokens, self.sequence)
 
     def _windows(self, first: int) -> np.ndarray:
@@ -186,10 +180,10 @@ class RandomCrops(Loader):
 class Stream(Loader):
     """Takes every token in turn."""
 
-    kind: Kind = "stream"
+    kind = "stream"
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._in_epoch = (self._tokens.total - 1) // self.sequence
         if self._in_epoch < 1:
             raise ShardError(
@@ -213,44 +207,23 @@ class Stream(Loader):
         return self._order[1]
 
 
-def make_loader(
-    dataset: TokenDataset,
-    split: Split,
-    *,
-    kind: Kind = "random_crop",
-    batch: int,
-    sequence: int,
-    seed: int,
-    rank: int = 0,
-    world: int = 1,
-    boundaries: bool = False,
-) -> Loader:
-    """Returns a loader of `batch` sequences of `sequence` tokens per call, for one of `world` ranks.
-
-    With `boundaries`, batches have position_ids, which say where documents begin.
+def make_loader(dataset: TokenDataset, split: Split, *, kind: Kind = "random_crop", **options: Any) -> Loader:
+    """Returns the loader of that kind; `options` are fields of Loader.
 
     Raises ShardError if the split is shorter than a sequence.
     """
-    loader = {"random_crop": RandomCrops, "stream": Stream}[kind]
-    return loader(dataset, split, batch, sequence, seed, rank, world, boundaries)
+    return {"random_crop": RandomCrops, "stream": Stream}[kind](dataset, split, **options)
 
 
 def evaluation_batches(
-    dataset: TokenDataset,
-    *,
-    batch: int,
-    sequence: int,
-    batches: int,
-    seed: int = 0,
-    split: Split = "val",
-    boundaries: bool = False,
+    dataset: TokenDataset, *, batch: int, sequence: int, batches: int, seed: int = 0, boundaries: bool = False
 ) -> list[Batch]:
-    """Returns the same crops at every call: batches x batch of them, one in each equal part of the split.
+    """Returns the same crops at every call: batches x batch, one in each equal part of the held-out split.
 
     The crops depend on seed, sequence and batches x batch only: another micro-batch with the same product
-    evaluates the same tokens. `boundaries` as in `make_loader`.
+    evaluates the same tokens. `boundaries` as in Loader.
     """
-    crops = _Crops(_Tokens(dataset, split), sequence)
+    crops = _Crops(_Tokens(dataset, "val"), sequence)
     count = batch * batches
     edges = np.arange(count + 1, dtype=np.uint64) * np.uint64(crops.starts) // np.uint64(count)
     # with fewer starts than parts, some starts are taken twice
@@ -274,7 +247,7 @@ class _Tokens:
         """Copies tokens [start, start + len(out)) of one shard."""
         tokens = self.shards[shard][start : start + len(out)]
         file = self.dataset.split(self.split).shards[shard].file
-        check_ids(tokens, self.dataset.vocab_size, self.dataset.path / file, start)
+        check_ids(tokens, self.dataset.meta.vocab_size, self.dataset.path / file, start)
         out[:] = tokens
 
     def read_across(self, order: np.ndarray, start: int, out: np.ndarray) -> None:

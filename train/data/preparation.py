@@ -47,11 +47,8 @@ def prepare(data: DataSection, *, show: bool = True) -> Path:
         "source": source.settings(),
         "validation": held_out.settings() if held_out else None,
         "val_fraction": None if held_out else data.val_fraction,
-        "seed": data.seed,
         "tokenizer": tokenizer_settings(data.tokenizer, data.vocab_size),
-        "shard_tokens": data.shard_tokens,
-        "max_documents": data.max_documents,
-        "max_tokens": data.max_tokens,
+        **data.model_dump(include={"seed", "shard_tokens", "max_documents", "max_tokens"}),
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     usual = f"data/{source.name}-{Path(data.tokenizer).stem}-{digest}"
@@ -60,7 +57,7 @@ def prepare(data: DataSection, *, show: bool = True) -> Path:
         return folder
     with hold_folder(folder):
         if not is_complete(folder, settings):  # another process may have held the folder until now
-            with Bar(console(stderr=True), show=show) as bar, open_unfinished(folder) as place:
+            with Bar(console(stderr=True, quiet=not show)) as bar, open_unfinished(folder) as place:
                 _Preparation(place, data, settings, source, held_out, bar).run()
     return folder
 

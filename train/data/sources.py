@@ -1,13 +1,10 @@
 """Where text comes from: files of this machine, those of Python and its packages, or a Hugging Face dataset.
 
-    source          one document is
-    .txt and other  what stands between two <|endoftext|>; where that is long, a piece of it
-    .jsonl          one field of a line
-    .csv, .tsv      one column of a row
-    .parquet        one column of a row
-    dataset         one column of a row
-    python-stdlib   the source of a module
-    site-packages   the source of a module
+    source                          one document is
+    .txt and other                  what stands between two <|endoftext|>; where that is long, a piece of it
+    .jsonl                          one field of a line
+    .csv, .tsv, .parquet, dataset   one column of a row
+    python-stdlib, site-packages    the source of a module
 
 Any but .parquet may be packed: .txt.gz, .jsonl.zst, .csv.xz, .py.bz2 are read like the file in them.
 Documents come in the same order every time.
@@ -29,7 +26,7 @@ from typing import Any, TypeAlias
 from delta_trn.train.data.readers import PACKED, has_rows, read_dataset, read_rows, read_text, stream
 from delta_trn.train.data.tokenizer import HUB_SECONDS
 from delta_trn.train.settings.errors import SourceError
-from delta_trn.train.settings.schema import NAMED_SOURCES, DataSection
+from delta_trn.train.settings.schema import DataSection
 
 SECTION = 2**14  # characters: a file that is the whole source still makes documents to hold out
 SECTION_IN_FOLDER = 2**20
@@ -56,7 +53,7 @@ def find_source(data: DataSection) -> "Source":
     if path.exists():
         return path_source(path, data.text_field)
     if data.source in NAMED:
-        return NAMED[data.source]()
+        return named_source(data.source)
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", data.source):
         return HubSource(data.source, data.subset, data.split, data.text_field, data.revision)
     raise SourceError(
@@ -89,19 +86,18 @@ def path_source(path: Path, text_field: str) -> "FileSource":
     return FileSource(_slug(path.resolve().name), path, _walk(path, _HIDDEN), text_field)
 
 
-def python_stdlib() -> "FileSource":
-    """Returns the .py and .txt files of the running interpreter's standard library: 10 MB, 600 documents."""
-    return _modules("python-stdlib", "stdlib", _STDLIB_LEFT_OUT, (".py", ".txt"), WHOLE_FILE)
+# name -> where its files lie, as sysconfig calls it; names left out; suffixes read; where a document is cut
+NAMED = {
+    # of the running interpreter: 10 MB, 600 documents
+    "python-stdlib": ("stdlib", _STDLIB_LEFT_OUT, (".py", ".txt"), WHOLE_FILE),
+    # of the packages that are installed beside this one
+    "site-packages": ("purelib", _PACKAGES_LEFT_OUT, (".py",), SECTION_IN_FOLDER),
+}
 
 
-def site_packages() -> "FileSource":
-    """Returns the .py files of the packages that are installed beside this one."""
-    return _modules("site-packages", "purelib", _PACKAGES_LEFT_OUT, (".py",), SECTION_IN_FOLDER)
-
-
-def _modules(
-    name: str, folder: str, left_out: re.Pattern[str], suffixes: tuple[str, ...], section: int
-) -> "FileSource":
+def named_source(name: str) -> "FileSource":
+    """Returns the source files that Python itself brings under a name of NAMED."""
+    folder, left_out, suffixes, section = NAMED[name]
     root = Path(sysconfig.get_paths()[folder]).resolve()
     names = tuple(file for file in _walk(root, left_out) if file.endswith(suffixes))
     if len(names) < 100:
@@ -110,9 +106,6 @@ def _modules(
             "compiled, zipped or elsewhere: pass a folder of text instead"
         )
     return FileSource(name, root, names, section=section, kind=name)
-
-
-NAMED = dict(zip(NAMED_SOURCES, (python_stdlib, site_packages), strict=True))
 
 
 @dataclass(frozen=True)
@@ -186,14 +179,8 @@ class HubSource:
         return _slug("-".join([self.dataset.rsplit("/", 1)[-1], self.subset or ""]))
 
     def settings(self) -> dict[str, Any]:
-        return {
-            "kind": "dataset",
-            "name": self.dataset,
-            "subset": self.subset,
-            "split": self.split,
-            "text_field": self.text_field,
-            "revision": self.revision,
-        }
+        others = ("subset", "split", "text_field", "revision")
+        return {"kind": "dataset", "name": self.dataset, **{name: getattr(self, name) for name in others}}
 
     def documents(self, skipped: Counter[str]) -> Iterator[str]:
         try:

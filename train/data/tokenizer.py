@@ -21,6 +21,7 @@ from delta_trn.train.files import write_file
 from delta_trn.train.settings.errors import TokenizerError
 
 BOS, EOS, PAD = "<|bos|>", "<|endoftext|>", "<|pad|>"
+OURS = {"eos_token": EOS, "bos_token": BOS, "pad_token": PAD}  # as a tokenizer's configuration names them
 GPT2_REPOSITORY = "openai-community/gpt2"
 HUB_SECONDS = 5.0  # in which the Hub answers, if it does
 VOCAB_MULTIPLE = 64  # GPT-2's 50257 ids become 50304 rows: a size for matrix units, and that of the papers
@@ -144,7 +145,7 @@ def train_byte_bpe(documents: Iterator[str], vocab_size: int) -> TextTokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_first_bytes(documents, TRAINING_BYTES), trainer)
-    return _finish(tokenizer, 0, 1, 2, vocab_size)
+    return adopt(tokenizer, OURS, vocab_size)
 
 
 def plain_bytes(vocab_size: int | None = None) -> TextTokenizer:
@@ -152,7 +153,7 @@ def plain_bytes(vocab_size: int | None = None) -> TextTokenizer:
     vocab = {char: byte for byte, char in enumerate(byte_alphabet())}
     tokenizer = _byte_level(models.BPE(vocab=vocab, merges=[]))
     tokenizer.add_special_tokens([BOS, EOS, PAD])
-    return _finish(tokenizer, 256, 257, 258, vocab_size)
+    return adopt(tokenizer, OURS, vocab_size)
 
 
 def byte_alphabet() -> list[str]:
@@ -185,10 +186,11 @@ def adopt(tokenizer: Tokenizer, config: dict[str, Any], vocab_size: int | None) 
     """Takes over any tokenizer with the special tokens that its configuration names, and adds those it lacks.
 
     A BOS that is also the EOS, as in GPT-2, counts as missing: a document's start and its end must differ.
+    All have in common: no padding, BOS before a prompt, special tokens spelled out.
     """
     ids: dict[str, int] = {}
-    for key, usual in (("eos", EOS), ("bos", BOS), ("pad", PAD)):
-        name = config.get(f"{key}_token")
+    for key, usual in OURS.items():
+        name = config.get(key)
         name = name.get("content") if isinstance(name, dict) else name
         token = tokenizer.token_to_id(name) if isinstance(name, str) else None
         if token is None or token in ids.values():
@@ -196,11 +198,7 @@ def adopt(tokenizer: Tokenizer, config: dict[str, Any], vocab_size: int | None) 
             token = tokenizer.token_to_id(usual)
             assert token is not None
         ids[key] = token
-    return _finish(tokenizer, ids["bos"], ids["eos"], ids["pad"], vocab_size)
-
-
-def _finish(tokenizer: Tokenizer, bos: int, eos: int, pad: int, vocab_size: int | None) -> TextTokenizer:
-    """Sets what all tokenizers share: no padding, BOS before a prompt, special tokens spelled out."""
+    eos, bos, pad = ids.values()
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     if vocab_size is None:
         vocab_size = -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

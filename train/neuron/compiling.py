@@ -1,7 +1,7 @@
 """What a run compiles, graph by graph, and the work that compiles each: the run's own, once."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from delta_trn.backends import machine
@@ -13,7 +13,7 @@ from delta_trn.train.run.evaluate import (
     held_out_windows,
     windows_at_once,
 )
-from delta_trn.train.run.loop import Observer
+from delta_trn.train.run.loop import Probe
 from delta_trn.train.run.optimizer import learning_rate
 from delta_trn.train.run.setup import Run
 from delta_trn.train.run.step import TrainingStep, loss_function
@@ -55,42 +55,28 @@ def graphs(config: RunConfig, *, world: int, held_out: int | None = None) -> lis
     return [Graph(name, count, layout.length) for name, count in rows.items()]
 
 
-def compile_all(run: Run, tell: Tell, observers: Sequence[Observer] = ()) -> None:
+def compile_all(run: Run, tell: Tell, probe: Probe | None = None) -> None:
     """Compiles every graph in the order of the run, whose weights move: it is not to be continued."""
     c, device, layout = run.config, run.device, run.layout
     loss = loss_function(run.sharding, c, device)
     plain = loss_function(run.sharding, c.model_copy(update={"compile": False}), device)
     step = TrainingStep(loss, run.optimizer, run.sharding, micro=layout.micro, clip=c.optimizer.clip)
-
-    def train() -> None:
-        for i in range(STEPS):
-            step(run.next_batch(), learning_rate(c, i))
-        for observer in observers:
-            observer.after_evaluation()
-
-    def crops() -> None:
-        # the first batch's loss is added to a constant, and a later one's to a tensor
-        evaluate(loss, held_out_crops(c, run.dataset, layout, at_most=2 * layout.shares), device, run.team)
-
-    def windows(rows: int) -> None:
-        text = held_out_windows(
-            run.dataset,
-            tokens=rows * c.batch.length,
-            sequence=c.batch.length,
-            batch=rows,
-            boundaries=c.data.boundaries,
-        )
-        evaluate(plain, text, device, run.team)
-
     for graph in graphs(c, world=run.team.world, held_out=run.dataset.split("val").tokens):
         before, began = _programs(run), time.monotonic()
         run.model.train(graph.name == "step")
         if graph.name == "step":
-            train()
+            for i in range(STEPS):
+                step(run.batches.next_batch(), learning_rate(c, i))
+            if probe is not None:
+                probe()
         elif graph.name == "evaluate":
-            crops()
+            # the first batch's loss is added to a constant, and a later one's to a tensor
+            crops = held_out_crops(c, run.dataset, layout, at_most=2 * layout.shares)
+            evaluate(loss, crops, device, run.team)
         else:
-            windows(graph.rows or 1)
+            rows = graph.rows or 1
+            text = held_out_windows(c, run.dataset, tokens=rows * c.batch.length, batch=rows)
+            evaluate(plain, text, device, run.team)
         machine.synchronize(device)
         count = f"  {_programs(run) - before} programs" if device.type == "xla" else ""
         tell(f"{graph}{count}  {time.monotonic() - began:.1f} s")

@@ -14,17 +14,14 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends import machine
-from delta_trn.train.data import Batch, Loader
+from delta_trn.train.data.loader import Batch, Loader
 
 
 class DeviceFeed:
-    """Yields a loader's batches on an XLA device. After the first one the loader belongs to a thread.
+    """Yields a loader's batches on an XLA device. After the first one the loader belongs to a thread."""
 
-    with_noise  batches have noise, from which dropout draws its masks
-    """
-
-    def __init__(self, loader: Loader, device: torch.device, *, with_noise: bool):
-        self._loader, self._device, self._with_noise = loader, device, with_noise
+    def __init__(self, loader: Loader, device: torch.device):
+        self._loader, self._device = loader, device
         self._coming: Iterator[list[Tensor]] | None = None
         # of each batch on its way: the loader's position behind it, and which of its fields are there
         self._read: deque[tuple[dict[str, Any], list[bool]]] = deque()
@@ -43,7 +40,7 @@ class DeviceFeed:
         fields = iter(tensors)
         return Batch(*(next(fields) if there else None for there in present))  # type: ignore[arg-type]
 
-    def position(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Returns where the first batch comes from that no step has taken, for `Loader.load_state_dict`."""
         return self._loader.state_dict() if self._position is None else self._position
 
@@ -58,8 +55,7 @@ class DeviceFeed:
         """Reads on a thread, whose exceptions nobody would see."""
         try:
             while not self._closed:
-                noise = self._loader.noise() if self._with_noise else None
-                batch = self._loader.next_batch()._replace(noise=noise)
+                batch = self._loader.next_batch()
                 self._read.append((self._loader.state_dict(), [x is not None for x in batch]))
                 yield [x for x in batch if x is not None]
         except Exception as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,13 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from delta_trn.backends import machine
+from delta_trn.models import DeltaForCausalLM
 from delta_trn.train.neuron import reduction
 from delta_trn.train.parallel.heads import Holder, divide_heads
 from delta_trn.train.parallel.sharding import Sharding, named_parameters
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import DistributionSection
-
-if TYPE_CHECKING:
-    from delta_trn.models import DeltaForCausalLM
 
 
 def serves(device: torch.device) -> bool:

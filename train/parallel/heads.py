@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
+from delta_trn.models import DeltaForCausalLM
 from delta_trn.models.gated_deltanet import GatedDeltaNet
-
-if TYPE_CHECKING:
-    from delta_trn.models import DeltaForCausalLM
 
 
 def divide_heads(
@@ -41,19 +39,15 @@ def divide_heads(
                 if name == "conv.weight":
                     order = moved[f"model.blocks.{index}.{kind}.{name}"] = channels(layer.sizes, parts)
                     whole = whole[order.to(whole.device)]
+                # the gains of norms are on every process
+                is_shared = name.startswith(("o_norm", "q_norm", "k_norm"))
+                dim = None if is_shared else 1 if name.startswith(("o_proj", "down_proj")) else 0
                 owner, _, slot = name.rpartition(".")
-                layer.get_submodule(owner).register_parameter(slot, divide(whole, _dimension(name)))
+                layer.get_submodule(owner).register_parameter(slot, divide(whole, dim))
             if isinstance(layer, GatedDeltaNet):
                 layer.sizes = tuple(size // parts for size in layer.sizes)  # type: ignore[assignment]
             layer.forward = region(layer)
     return moved
-
-
-def _dimension(name: str) -> int | None:
-    """Returns the dimension in which a layer's parameter is divided; None: it is on every process."""
-    if name.startswith(("o_norm", "q_norm", "k_norm")):
-        return None
-    return 1 if name.startswith(("o_proj", "down_proj")) else 0
 
 
 def divide_by_dtensor(model: DeltaForCausalLM, mesh: DeviceMesh) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from delta_trn.train.settings.errors import ConfigError
-from delta_trn.train.settings.schema import BatchSection, RunConfig
+from delta_trn.train.settings.schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -21,28 +21,18 @@ class Layout:
     micro: int
     length: int
 
-    @property
-    def micro_batches(self) -> int:
-        """Number of forward passes in a step."""
-        return self.sequences // self.micro
-
 
 def layout_of(config: RunConfig, world: int) -> Layout:
     """Returns the layout of a run on `world` processes. See `require_divisible` for what must divide what."""
     d, b = config.distribution, config.batch
     shares = world // (d.tensor * d.context)
     sequences = b.sequences // shares
-    return Layout(shares, sequences, micro_batch(b, sequences), b.length // d.context)
+    return Layout(shares, sequences, min(b.micro or sequences, sequences), b.length // d.context)
 
 
 def is_divided(config: RunConfig, world: int) -> bool:
     """Returns whether a process has only a part of the weights, or of the memory of their optimizer."""
     return world > 1 and (config.distribution.mode != "ddp" or config.distribution.tensor > 1)
-
-
-def micro_batch(batch: BatchSection, sequences: int) -> int:
-    """Returns how many of a share's sequences go forward at once."""
-    return min(batch.micro or sequences, sequences)
 
 
 def require_divisible(config: RunConfig, world: int) -> None:

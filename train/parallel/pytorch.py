@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,10 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from delta_trn.models import DeltaForCausalLM
 from delta_trn.models.layers import Linear
 from delta_trn.train.parallel.heads import divide_by_dtensor
 from delta_trn.train.parallel.sequence import pass_states_on
@@ -34,9 +36,6 @@ from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import DistributionSection
-
-if TYPE_CHECKING:
-    from delta_trn.models import DeltaForCausalLM
 
 
 class PyTorchSharding(Sharding):
@@ -48,6 +47,7 @@ class PyTorchSharding(Sharding):
         self._fully_sharded: list[FSDPModule] = []
         self._whole: list[str] = []  # names of parameters that FSDP2 leaves whole
         self._keeps_weights = how.mode == "zero1"
+        self._replicated: DistributedDataParallel | None = None
         if team.context is not None:
             pass_states_on(model, team.context["context"])
         replicas = team.mesh["replica"]
@@ -63,17 +63,18 @@ class PyTorchSharding(Sharding):
             self._shard_fully(replicas, bf16=bf16)
             register_fsdp_forward_method(model, "loss")
         elif replicas.size() > 1:
-            self._replicate(replicas.get_group())
+            # every process has gradients' buckets in the same order, because all run the same graph
+            self._replicated = DistributedDataParallel(
+                _Loss(model), process_group=replicas.get_group(), gradient_as_bucket_view=True
+            )
 
     def _shard_fully(self, replicas: DeviceMesh, *, bf16: bool) -> None:
         model: Any = self.model
         options: dict[str, Any] = {"mesh": replicas, "reshard_after_forward": not self._keeps_weights}
         for index, block in enumerate(model.model.blocks):
             if bf16:
-                whole = {
-                    f"model.blocks.{index}.{name}": p for name, p in parameters_in_float32(block).items()
-                }
-                self._whole += whole
+                whole = parameters_in_float32(block)
+                self._whole += [f"model.blocks.{index}.{name}" for name in whole]
                 options["ignored_params"] = set(whole.values())
                 options["mp_policy"] = MixedPrecisionPolicy(
                     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -82,10 +83,11 @@ class PyTorchSharding(Sharding):
         options.pop("mp_policy", None)
         self._fully_sharded.append(fully_shard(model, **options))
 
-    def loss(self, *fields: Tensor | None, **others: Tensor | None) -> Tensor:
+    def loss(self, inputs: Tensor, targets: Tensor, **others: Tensor | None) -> Tensor:
         """Under context parallelism each process of a group has the same sequences, and its part is taken."""
+        compute = self._replicated or self.model.loss
         parts = {name: self._segment(x) for name, x in others.items() if x is not None}
-        return super().loss(*(x if x is None else self._segment(x) for x in fields), **parts)  # type: ignore[arg-type]
+        return compute(self._segment(inputs), self._segment(targets), **parts)
 
     def _segment(self, tokens: Tensor) -> Tensor:
         context = self.team.context
@@ -99,7 +101,7 @@ class PyTorchSharding(Sharding):
             module.set_requires_gradient_sync(not more, recurse=False)
             if self._keeps_weights:
                 module.set_reshard_after_backward(not more, recurse=False)
-        with super().accumulating(more):
+        with self._replicated.no_sync() if self._replicated and more else contextlib.nullcontext():
             yield
 
     def at_rest(self) -> None:
@@ -144,6 +146,17 @@ class PyTorchSharding(Sharding):
             if isinstance(p.grad, DTensor):
                 # the same arithmetic, on this process's part
                 p.grad.to_local().mul_(torch.clamp(clip / (norm + 1e-6), max=1.0))
+
+
+class _Loss(nn.Module):
+    """DDP reduces what is computed in forward; the model's is for logits."""
+
+    def __init__(self, model: DeltaForCausalLM):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, targets: Tensor, **others: Tensor | None) -> Tensor:
+        return self.model.loss(inputs, targets, **others)
 
 
 def parameters_in_float32(block: nn.Module) -> dict[str, nn.Parameter]:

@@ -9,7 +9,7 @@ nothing waits for the segment before: two scans instead of one, and one gather.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from delta_trn.backends import gated_delta_rule
+from delta_trn.models import DeltaForCausalLM
 from delta_trn.models.cache import LayerCache
 from delta_trn.models.convolution import ShortConvolution
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.sequence import Sequences
-
-if TYPE_CHECKING:
-    from delta_trn.models import DeltaForCausalLM
 
 
 def pass_states_on(model: DeltaForCausalLM, mesh: DeviceMesh) -> None:
@@ -87,23 +85,13 @@ class _Scan:
         self.mesh = mesh
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        *,
-        initial_state: Tensor | None,
-        output_final_state: bool,
-        **options: Any,
+        self, *inputs: Any, initial_state: Tensor | None, output_final_state: bool, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         if output_final_state:  # a cache is filled: every process has the whole text
-            options |= {"initial_state": initial_state, "output_final_state": True}
-            return gated_delta_rule(q, k, v, g, beta, **options)
-        with torch.autocast(v.device.type, enabled=False):
-            S = state_before(*segment_map(q, k, v, g, beta, **options), self.mesh)
-        return gated_delta_rule(q, k, v, g, beta, initial_state=S, **options)
+            return gated_delta_rule(*inputs, initial_state=initial_state, output_final_state=True, **options)
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            S = state_before(*segment_map(*inputs, **options), self.mesh)
+        return gated_delta_rule(*inputs, initial_state=S, **options)
 
 
 class _Convolution:

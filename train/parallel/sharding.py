@@ -13,21 +13,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from delta_trn.models import DeltaForCausalLM
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from delta_trn.models import DeltaForCausalLM
 
 
 class Sharding:
@@ -42,24 +37,14 @@ class Sharding:
     def __init__(self, model: DeltaForCausalLM, team: Team | None = None):
         self.model, self.team = model, team or Team()
         self.rows: dict[str, Tensor] = {}
-        self._replicated: DistributedDataParallel | None = None
 
-    def loss(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        position_ids: Tensor | None = None,
-        noise: Tensor | None = None,
-    ) -> Tensor:
+    def loss(self, inputs: Tensor, targets: Tensor, **others: Tensor | None) -> Tensor:
         """Returns the mean cross-entropy of this process's tokens; arguments are the fields of a Batch."""
-        compute = self._replicated or self.model.loss
-        return compute(inputs, targets, position_ids=position_ids, noise=noise)
+        return self.model.loss(inputs, targets, **others)
 
-    @contextlib.contextmanager
-    def accumulating(self, more: bool) -> Iterator[None]:
+    def accumulating(self, more: bool) -> contextlib.AbstractContextManager[None]:
         """Surrounds a backward pass: gradients are reduced in it unless there is `more` to come."""
-        with self._replicated.no_sync() if self._replicated and more else contextlib.nullcontext():
-            yield
+        return contextlib.nullcontext()
 
     def at_rest(self) -> None:
         """Gives back what the last forward pass gathered: parameters are this process's parts again."""
@@ -137,13 +122,7 @@ class Sharding:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the weights that a checkpoint has, by name. A tied matrix has two, and gets the first."""
-        named: dict[str, Tensor] = {}
-        seen: set[int] = set()
-        for name, parameter in self.model.state_dict(keep_vars=True).items():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                named[name] = parameter
-        return named
+        return dict(self.model.named_parameters())
 
     def whole(self, name: str, x: Tensor) -> Tensor:
         """Returns a parameter or slot put together, rows in the file's order. All processes must call."""
@@ -179,23 +158,6 @@ class Sharding:
 
     def _order(self, name: str) -> Tensor | None:
         return self.rows.get(name.partition("/")[0])
-
-    def _replicate(self, group: ProcessGroup) -> None:
-        # every process has gradients' buckets in the same order, because all run the same graph
-        self._replicated = DistributedDataParallel(
-            _Loss(self.model), process_group=group, gradient_as_bucket_view=True
-        )
-
-
-class _Loss(nn.Module):
-    """DDP reduces what is computed in forward; the model's is for logits."""
-
-    def __init__(self, model: DeltaForCausalLM):
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Tensor, targets: Tensor, **others: Tensor | None) -> Tensor:
-        return self.model.loss(inputs, targets, **others)
 
 
 def named_parameters(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:

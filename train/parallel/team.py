@@ -72,9 +72,13 @@ class Team:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.hosts)
         return largest.tolist()
 
-    def from_leader(self, value: T) -> T:
-        """Returns the leader's value. Waits for it."""
-        return self._broadcast(value, self.hosts)
+    def from_leader(self, value: T, group: ProcessGroup | None = None) -> T:
+        """Returns the leader's value. Waits for it, as long as `group` does; None: `hosts`."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=group or self.hosts)
+        return box[0]
 
     def agree(self, work: Callable[[], T]) -> list[T]:
         """Returns what work() returns on each process, by rank. Waits for all.
@@ -108,17 +112,10 @@ class Team:
     def leader_first(self) -> Iterator[None]:
         """Lets the leader through the block before the others enter it: it makes files, they find them."""
         if not self.leads:
-            self._broadcast(None, self.patient)
+            self.from_leader(None, self.patient)
         yield
         if self.leads:
-            self._broadcast(None, self.patient)
-
-    def _broadcast(self, value: T, group: ProcessGroup | None) -> T:
-        if self.world == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=group)
-        return box[0]
+            self.from_leader(None, self.patient)
 
 
 def _picklable(error: Exception) -> Exception:

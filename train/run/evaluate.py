@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends import machine
-from delta_trn.train.data import Batch, TokenDataset, evaluation_batches, make_loader
+from delta_trn.train.data.dataset import TokenDataset
+from delta_trn.train.data.loader import Batch, evaluation_batches, make_loader
 from delta_trn.train.parallel.layout import Layout
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.schema import RunConfig
@@ -56,8 +57,8 @@ def evaluate(
             batch = turn[team.data_rank if counts else 0]
             mean = loss(*batch.each(lambda x: x.to(device, non_blocking=True)))
             if counts:
-                total += mean.to(exact) * int(batch.count_tokens())
-            tokens += sum(int(batch.count_tokens()) for batch in turn)
+                total += mean.to(exact) * batch.targets.numel()
+            tokens += sum(batch.targets.numel() for batch in turn)
             machine.synchronize(device, wait=False)
             if is_to_stop():
                 raise Interrupted
@@ -65,24 +66,16 @@ def evaluate(
     return Evaluation((team.mean(total) * team.data_world / tokens).item(), tokens)
 
 
-def held_out_windows(
-    dataset: TokenDataset, *, tokens: int, sequence: int, batch: int, boundaries: bool = False
-) -> Iterator[Batch]:
-    """Yields the first `tokens` held-out tokens in order: whole windows of `sequence`, at least one."""
-    total = dataset.split("val").tokens - 1  # the first token has nothing before it
+def held_out_windows(config: RunConfig, dataset: TokenDataset, *, tokens: int, batch: int) -> Iterator[Batch]:
+    """Yields the first `tokens` held-out tokens in order: whole windows of batch.length, at least one."""
+    sequence, total = config.batch.length, dataset.split("val").tokens - 1  # nothing precedes the first token
     windows = max(min(tokens, total) // sequence, 1)
-    loader = make_loader(
-        dataset, "val", kind="stream", batch=1, sequence=sequence, seed=0, boundaries=boundaries
-    )
+    where = {"batch": 1, "sequence": sequence, "seed": 0, "boundaries": config.data.boundaries}
+    loader = make_loader(dataset, "val", kind="stream", **where)
     for start in range(0, windows, batch):
         rows = [loader.next_batch() for _ in range(min(batch, windows - start))]
         fields = zip(*rows, strict=True)
         yield Batch(*(None if field[0] is None else torch.cat(field) for field in fields))  # type: ignore[arg-type]
-
-
-def is_due(config: RunConfig, step: int) -> bool:
-    """Whether an evaluation follows this step."""
-    return step % config.evaluation.every == 0 or step == config.steps
 
 
 def held_out_crops(
@@ -94,15 +87,8 @@ def held_out_crops(
 ) -> list[Batch]:
     """Returns the fixed crops of an evaluation in batches, or the first `at_most` batches of them."""
     e, size = config.evaluation, crops_at_once(config, layout)
-    batches = evaluation_batches(
-        dataset,
-        batch=size,
-        sequence=config.batch.length,
-        batches=e.sequences // size,
-        seed=e.seed,
-        boundaries=config.data.boundaries,
-    )
-    return batches[:at_most]
+    where = {"sequence": config.batch.length, "seed": e.seed, "boundaries": config.data.boundaries}
+    return evaluation_batches(dataset, batch=size, batches=e.sequences // size, **where)[:at_most]
 
 
 def crops_at_once(config: RunConfig, layout: Layout) -> int:

@@ -12,7 +12,6 @@ from delta_trn.train.files import disk_errors, sync
 from delta_trn.train.run.sample import load_for_generation, read_checkpoint
 from delta_trn.train.settings.errors import RunFolderError
 from delta_trn.train.settings.schema import RunConfig
-from delta_trn.train.watch.metrics import read as read_metrics
 
 CARD = "README.md"
 
@@ -64,7 +63,9 @@ def export(
             disable_progress_bar()
             save_model(model, beside, dtype=dtype)
             tokenizer.save(beside)
-            measured = _find_loss(folder, state)
+            summary = folder.read_summary()  # of the whole held-out text, if it is of this step
+            in_order = summary is not None and summary["step"] == state.step
+            measured = summary if in_order else folder.evaluation_after(state.step)
             card = model_card(config, origin, state, measured, model, remote_code, dtype, license)
             (beside / CARD).write_text(card, encoding="utf-8")
             describe(beside.iterdir())  # which also sets their modes, and waits for the disk
@@ -74,18 +75,6 @@ def export(
             raise
     sync(to.parent)
     return sorted(to.iterdir())
-
-
-def _find_loss(folder: RunFolder, state: State) -> dict[str, Any] | None:
-    """Returns the held-out loss of a checkpoint: the summary's if it is of this step, else the evaluation's.
-
-    None where neither measured this step.
-    """
-    summary = folder.read_summary()
-    if summary is not None and summary["step"] == state.step:
-        return summary
-    lines = [line for line in read_metrics(folder.metrics.path) if line["split"] == "val"]
-    return next((line for line in reversed(lines) if line["step"] == state.step), None)
 
 
 def model_card(
@@ -100,9 +89,12 @@ def model_card(
 ) -> str:
     """Returns the text of README.md, with figures of the run's own files."""
     m, o, b = config.model, config.optimizer, config.batch
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters, attention = sum(p.numel() for p in model.parameters()), len(m.attention_layers)
+    kinds = {"Gated DeltaNet": m.layers - attention, "attention": attention}
+    layers = " and ".join(f"{count} {kind}" for kind, count in kinds.items() if count) + " layers"
+    layers += "" if m.residual == "additive" else f", {m.residual}"
     rows = {
-        "model": f"{_mixers(config)}, width {m.width}, {parameters:,} parameters",
+        "model": f"{layers}, width {m.width}, {parameters:,} parameters",
         "text": f"{Path(config.data.source).name}, {config.data.tokenizer} tokenizer, "
         f"{m.vocab_size or 0:,} rows",
         "training": f"{state.step:,} steps of {b.sequences} x {b.length} tokens, {state.tokens:,} tokens",
@@ -113,11 +105,11 @@ def model_card(
     if dtype is not None:
         rows["weights"] = f"{dtype}, trained in float32"
     if measured is not None:
-        bits = measured.get("bits_per_byte")
-        per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
+        loss, perplexity, bits = (measured[name] for name in ("loss", "perplexity", "bits_per_byte"))
         tokens = f" on {measured['held_out']:,} tokens" if "held_out" in measured else ""
-        loss, perplexity = measured["loss"], measured["perplexity"]
-        rows["held-out loss"] = f"{loss:.4f} nats per token{tokens}, perplexity {perplexity:.2f}{per_byte}"
+        rows["held-out loss"] = (
+            f"{loss:.4f} nats per token{tokens}, perplexity {perplexity:.2f}, {bits:.4f} bits per byte"
+        )
     return _CARD.format(
         name=config.name,
         table="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
@@ -126,13 +118,6 @@ def model_card(
         license="" if license is None else f"license: {license}\n",
         trust=", trust_remote_code=True" if remote_code else "",
     )
-
-
-def _mixers(config: RunConfig) -> str:
-    attention, layers = len(config.model.attention_layers), config.model.layers
-    kinds = [f"{layers - attention} Gated DeltaNet", f"{attention} attention"]
-    mixers = " and ".join(kind for kind in kinds if not kind.startswith("0 "))
-    return f"{mixers} layers" + ("" if config.model.residual == "additive" else f", {config.model.residual}")
 
 
 _NEEDS_PACKAGE = "It needs the package delta-trn."

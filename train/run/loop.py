@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from delta_trn.backends import machine
 from delta_trn.train.checkpoints.contents import REMEDY
 from delta_trn.train.checkpoints.saver import Saver
-from delta_trn.train.run.evaluate import Evaluation, Interrupted, evaluate, held_out_crops, is_due
+from delta_trn.train.run.evaluate import Evaluation, Interrupted, evaluate, held_out_crops
 from delta_trn.train.run.optimizer import learning_rate
 from delta_trn.train.run.sample import continue_text
 from delta_trn.train.run.setup import Run
@@ -24,6 +24,8 @@ from delta_trn.train.watch.metrics import Line
 from delta_trn.train.watch.trackers import Tracker
 
 T = TypeVar("T")
+# looks into a model after an evaluation and changes nothing: what metrics.jsonl is to have, by name
+Probe = Callable[[], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -46,23 +48,15 @@ class _Pending:
     norm: Tensor
 
 
-class Observer(Protocol):
-    """Looks into a model while it trains, and changes nothing. One that fails does not end the training."""
-
-    def after_evaluation(self) -> dict[str, float]:
-        """Called after each evaluation. Returns what the line in metrics.jsonl is to have, by name."""
-        ...
-
-
-def train(run: Run, display: Display, observers: Sequence[Observer] = ()) -> Outcome:
+def train(run: Run, display: Display, probe: Probe | None = None) -> Outcome:
     """Trains from where the run stands to its last step, or until asked to stop, and saves a checkpoint.
 
     Raises Diverged when a loss or a gradient is not finite, DiskFull when a checkpoint or metrics.jsonl
-    cannot be written; the checkpoints from before stay as they are. A sample, a tracker, an observer or the
+    cannot be written; the checkpoints from before stay as they are. A sample, a tracker, a probe or the
     display that fails is left out, and a line says so.
     """
     with StopRequest(run.config.max_minutes) as stop:
-        loop = _Loop(run, display, observers)
+        loop = _Loop(run, display, probe)
         try:
             return loop.until_the_end(stop)
         except torch.OutOfMemoryError as error:
@@ -76,8 +70,8 @@ def train(run: Run, display: Display, observers: Sequence[Observer] = ()) -> Out
 
 
 class _Loop:
-    def __init__(self, run: Run, display: Display, observers: Sequence[Observer]):
-        self.run, self.display, self.observers = run, display, observers
+    def __init__(self, run: Run, display: Display, probe: Probe | None):
+        self.run, self.display, self.probe = run, display, probe
         c = run.config
         self.loss = loss_function(run.sharding, c, run.device)
         self.step = TrainingStep(
@@ -95,11 +89,12 @@ class _Loop:
 
     def until_the_end(self, stop: StopRequest) -> Outcome:
         c, state = self.run.config, self.run.state
+        machine.spare_host(self.run.device)
         last, reason = state.step == c.steps, None
         while state.step < c.steps or state.owes:
             if not state.owes:
                 self._one_step()
-                state.owes = is_due(c, state.step)
+                state.owes = state.step % c.evaluation.every == 0 or state.step == c.steps
             at = state.step
             last, reason = at == c.steps, self._reason(stop)
             saving = at % c.checkpoint.every == 0 or last or reason is not None
@@ -139,9 +134,8 @@ class _Loop:
 
     def _one_step(self) -> None:
         state = self.run.state
-        batch = self.run.next_batch()
         lr = learning_rate(self.run.config, state.step)
-        loss, norm = self.step(batch, lr)
+        loss, norm = self.step(self.run.batches.next_batch(), lr)
         state.step += 1
         state.tokens += self._tokens_in_a_step()
         self.pending.append(_Pending(state.step, state.tokens, lr, loss, norm))
@@ -157,25 +151,28 @@ class _Loop:
         before = steps[0].tokens - self._tokens_in_a_step()
         rate = (steps[-1].tokens - before) / max(time.monotonic() - self.clock, 1e-9)
         self.clock = time.monotonic()
-        good = [self._line(p, *pair, rate) for p, pair in zip(steps, numbers, strict=True) if _finite(pair)]
-        bad = next(((p, pair) for p, pair in zip(steps, numbers, strict=True) if not _finite(pair)), None)
-        if bad is not None:
-            self._report([line for line in good if line["step"] < bad[0].step])
-            raise self._describe_divergence(bad[0], *bad[1])
-        self._report(good)
-        self._attempt("progress line", lambda: self.display.update(steps[-1].step, good[-1]["loss"], rate))
-
-    def _line(self, p: _Pending, loss: float, norm: float, rate: float) -> Line:
-        return {
-            "step": p.step,
-            "split": "train",
-            "loss": loss,
-            "tokens": p.tokens,
-            "seconds": round(self.run.state.seconds, 3),
-            "lr": p.lr,
-            "grad_norm": norm,
-            "tokens_per_s": round(rate, 1),
-        }
+        lines: list[Line] = []
+        for p, (loss, norm) in zip(steps, numbers, strict=True):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                self._report(lines)
+                what = f"loss is {loss}"
+                if math.isfinite(loss):
+                    what = f"gradient norm is {norm} at a loss of {loss:.4f}"
+                raise Diverged(f"{what} at step {p.step} (lr {p.lr:.3g}); {self._way_back()}")
+            lines.append(
+                {
+                    "step": p.step,
+                    "split": "train",
+                    "loss": loss,
+                    "tokens": p.tokens,
+                    "seconds": round(self.run.state.seconds, 3),
+                    "lr": p.lr,
+                    "grad_norm": norm,
+                    "tokens_per_s": round(rate, 1),
+                }
+            )
+        self._report(lines)
+        self._attempt("progress line", lambda: self.display.update(steps[-1].step, lines[-1]["loss"], rate))
 
     def _evaluate(self, stop: StopRequest) -> Evaluation | None:
         """Returns the loss on held-out crops; None where a signal ended it: a resumed run begins with it."""
@@ -201,7 +198,11 @@ class _Loop:
         run, state = self.run, self.run.state
         self._count_seconds()
         bits = run.dataset.bits_per_byte(evaluation.loss)
-        self._attempt("message", lambda: self._tell_evaluation(evaluation, bits, better))
+        told = (
+            f"step {state.step}/{run.config.steps}  val loss {evaluation.loss:.4f}  perplexity "
+            f"{evaluation.perplexity:,.2f}  bits/byte {bits:.4f}{'  best' if better else ''}"
+        )
+        self._attempt("message", lambda: self.display.tell(told))
         line: Line = {
             "step": state.step,
             "split": "val",
@@ -210,27 +211,13 @@ class _Loop:
             "seconds": round(state.seconds, 3),
             "memory": machine.peak_memory(run.device),
             "perplexity": evaluation.perplexity,
+            "bits_per_byte": bits,
         }
-        line |= {} if bits is None else {"bits_per_byte": bits}
-        if observed := self._observations():
-            line["probes"] = observed
+        if self.probe is not None and (probes := self._attempt("probes", self.probe)):
+            line["probes"] = probes
         self._sample()
         self._report([line])
         state.owes = False
-
-    def _observations(self) -> dict[str, float]:
-        """Returns what all observers have seen."""
-        values: dict[str, float] = {}
-        for observer in self.observers:
-            values |= self._attempt("probes", observer.after_evaluation) or {}
-        return values
-
-    def _tell_evaluation(self, evaluation: Evaluation, bits: float | None, better: bool) -> None:
-        per_byte = "" if bits is None else f"  bits/byte {bits:.4f}"
-        self.display.tell(
-            f"step {self.run.state.step}/{self.run.config.steps}  val loss {evaluation.loss:.4f}  "
-            f"perplexity {evaluation.perplexity:,.2f}{per_byte}{'  best' if better else ''}"
-        )
 
     def _sample(self) -> None:
         """Writes a sample, on the leader alone: it waits for no other process."""
@@ -265,19 +252,7 @@ class _Loop:
     def _tokens_in_a_step(self) -> int:
         return self.run.config.batch.sequences * self.run.config.batch.length
 
-    def _describe_divergence(self, p: _Pending, loss: float, norm: float) -> Diverged:
-        what = (
-            f"loss is {loss}"
-            if not math.isfinite(loss)
-            else f"gradient norm is {norm} at a loss of {loss:.4f}"
-        )
-        return Diverged(f"{what} at step {p.step} (lr {p.lr:.3g}); {self._way_back()}")
-
     def _way_back(self) -> str:
         steps = [step for step in self.run.folder.checkpoints.steps() if step < self.run.state.step]
         state = f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no checkpoint yet"
         return f"{state}: {REMEDY} in a new run"
-
-
-def _finite(pair: tuple[float, float]) -> bool:
-    return math.isfinite(pair[0]) and math.isfinite(pair[1])

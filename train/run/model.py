@@ -2,17 +2,20 @@
 
 import contextlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from delta_trn.backends import default_backend, machine
+from delta_trn.backends.checks import BackendRefusal
+from delta_trn.backends.dispatch import Call, choose
+from delta_trn.models import DeltaConfig, DeltaForCausalLM
+from delta_trn.models.parameters import initialize
+from delta_trn.models.settings import CONFIG_NAMES
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import RunConfig
-
-if TYPE_CHECKING:
-    from delta_trn.models import DeltaConfig, DeltaForCausalLM
 
 # Rows that `train.data` gives a tokenizer whose vocab_size is not set.
 _KNOWN_VOCABULARIES = {"bytebpe": 4096, "gpt2": 50304, "bytes": 320}
@@ -20,8 +23,6 @@ _KNOWN_VOCABULARIES = {"bytebpe": 4096, "gpt2": 50304, "bytes": 320}
 
 def pick_device(name: str) -> torch.device:
     """Returns the device of that name, or the machine's preferred one for auto; ConfigError if absent."""
-    from delta_trn.backends import machine
-
     try:
         return machine.pick(name)
     except (ValueError, RuntimeError, ImportError) as error:  # RuntimeError: PyTorch does not know the name
@@ -47,9 +48,6 @@ def model_config(
     config: RunConfig, *, rows: int, bos: int | None = None, eos: int | None = None, pad: int | None = None
 ) -> "DeltaConfig":
     """Returns the model's configuration for `rows` of vocabulary. ConfigError: sizes do not go together."""
-    from delta_trn.models import DeltaConfig
-    from delta_trn.models.settings import CONFIG_NAMES
-
     settings = config.model.model_dump(exclude={"vocab_size"})
     try:
         return DeltaConfig(
@@ -69,8 +67,6 @@ def make_model(configuration: "DeltaConfig", *, seed: int, device: torch.device)
 
     A model on the meta device has no weights: divide it first, and `materialize` it.
     """
-    from delta_trn.models import DeltaForCausalLM
-
     with torch.random.fork_rng(devices=[]), device if device.type == "meta" else contextlib.nullcontext():
         torch.manual_seed(seed)
         model = DeltaForCausalLM(configuration)
@@ -83,8 +79,6 @@ def make_model(configuration: "DeltaConfig", *, seed: int, device: torch.device)
 
 def checkpoint_blocks(model: nn.Module, device: torch.device) -> None:
     """Lets backward compute each block again, which saves memory. On XLA torch_xla's own function does it."""
-    from delta_trn.backends import machine
-
     given = cast(Any, model)  # of transformers' classes
     given.gradient_checkpointing_enable({"use_reentrant": False})
     if device.type == "xla":
@@ -96,8 +90,6 @@ def materialize(sharding: Sharding, *, seed: int, device: torch.device) -> None:
 
     No process ever has more than one whole parameter, so that a model may be larger than a device or a host.
     """
-    from delta_trn.models.parameters import initialize
-
     model = sharding.model
     cast(nn.Module, model).to_empty(device=device)
     if model.config.tie_word_embeddings:
@@ -114,11 +106,6 @@ def choose_backend(
 
     Raises BackendRefusal, with every reason, if none can or if the one that was asked for cannot.
     """
-    from delta_trn.backends import default_backend
-    from delta_trn.backends.checks import BackendRefusal
-    from delta_trn.backends.dispatch import Call, choose
-    from delta_trn.backends.machine import compute_capability
-
     named = None if config.backend == "auto" else config.backend
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     heads = {
@@ -127,7 +114,7 @@ def choose_backend(
         "K": configuration.head_dim_k,
         "V": configuration.head_dim_v,
     }
-    capability = compute_capability(device.type, device.index)
+    capability = machine.compute_capability(device.type, device.index)
     call = Call("delta_residual", device.type, torch.float32, gradients=True, capability=capability)
     try:
         chosen = choose(replace(call, op="gated_delta_rule", dtype=dtype, sizes=heads), named)

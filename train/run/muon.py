@@ -56,7 +56,14 @@ class Muon(AdamW):
                 alike[p.shape].append(p)
         for matrices in alike.values():
             gradients: list[Tensor] = [p.grad for p in matrices]  # type: ignore[misc]
-            momenta = [self._momentum(p) for p in matrices]
+            for p in matrices:
+                if not self.state[p]:
+                    # AdamW looks for `step` in every state when it loads one
+                    self.state[p] |= {
+                        "step": torch.zeros((), device=p.device),
+                        "momentum": torch.zeros_like(p),
+                    }
+            momenta = [self.state[p]["momentum"] for p in matrices]
             _many._foreach_mul_(momenta, group["momentum"])
             _many._foreach_add_(momenta, gradients)
             directions = torch.stack(_many._foreach_add(gradients, momenta, alpha=group["momentum"]))
@@ -65,14 +72,6 @@ class Muon(AdamW):
             blocks.copy_(orthogonalize(blocks))  # a view of `directions`
             _many._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
             _many._foreach_add_(matrices, list(directions), alpha=-group["lr"] * size)
-
-    def _momentum(self, p: Tensor) -> Tensor:
-        state = self.state[p]
-        if not state:
-            # AdamW looks for `step` in every state when it loads one
-            state["step"] = torch.zeros((), device=p.device)
-            state["momentum"] = torch.zeros_like(p)
-        return state["momentum"]
 
 
 def cut(x: Tensor, heads: int, of_columns: bool) -> Tensor:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from delta_trn.models import DeltaForCausalLM
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import ScaledParameter, scaled_parameters
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.model import model_config, vocabulary
 from delta_trn.train.run.muon import Muon
-from delta_trn.train.settings.schema import OptimizerSection, RunConfig
-
-if TYPE_CHECKING:
-    from delta_trn.models import DeltaForCausalLM
+from delta_trn.train.settings.schema import RunConfig
 
 
 def learning_rate(config: RunConfig, finished: int) -> float:
@@ -42,8 +40,6 @@ def learning_rate(config: RunConfig, finished: int) -> float:
 
 def list_scaled(config: RunConfig) -> list[ScaledParameter]:
     """Returns what every parameter of a run gets, from a model without memory."""
-    from delta_trn.models import DeltaForCausalLM
-
     with torch.device("meta"):
         model = DeltaForCausalLM(model_config(config, rows=vocabulary(config)))
     return rows(model, config)
@@ -78,7 +74,8 @@ def make_optimizer(sharding: Sharding, config: RunConfig) -> Optimizer:
         # fused kernels take parameters of one kind: whole, or divided among the same processes
         kind = getattr(row.parameter, "device_mesh", None)
         if o.name == "muon" and row.role is Role.HIDDEN and len(row.shape) == 2:
-            kind = row.tag.heads, row.tag.of_columns  # these are whole on every process
+            # these are whole on every process; the keys tell Muon that a group is of matrices
+            kind = ("heads", row.tag.heads), ("of_columns", row.tag.of_columns), ("momentum", o.momentum)
         epsilon, clip = row.epsilon if adaptive else 1.0, row.clip if o.clip_norm == "width" else 1.0
         members[row.lr / o.lr, row.weight_decay, epsilon, clip, kind].append(row)
     groups: list[dict[str, Any]] = [
@@ -90,7 +87,7 @@ def make_optimizer(sharding: Sharding, config: RunConfig) -> Optimizer:
             "lr": factor * o.lr,
             "weight_decay": decay,
             **({"eps": epsilon * o.eps} if adaptive else {}),
-            **(_muon(o, *kind) if isinstance(kind, tuple) else {}),
+            **(dict(kind) if isinstance(kind, tuple) else {}),
         }
         for (factor, decay, epsilon, clip, kind), group in members.items()
     ]
@@ -105,11 +102,6 @@ def make_optimizer(sharding: Sharding, config: RunConfig) -> Optimizer:
     return sharding.make_optimizer(
         SGD, groups, clip=o.clip, lr=o.lr, fused=fused, momentum=o.momentum, nesterov=o.momentum > 0
     )
-
-
-def _muon(o: OptimizerSection, heads: int, of_columns: bool) -> dict[str, Any]:
-    """Returns what tells Muon that it has a group of matrices."""
-    return {"momentum": o.momentum, "heads": heads, "of_columns": of_columns}
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:

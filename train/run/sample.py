@@ -3,21 +3,20 @@
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from transformers import TextStreamer
 
 from delta_trn.backends import default_backend
+from delta_trn.models import DeltaConfig, DeltaForCausalLM
 from delta_trn.train.checkpoints.contents import load_weights
 from delta_trn.train.checkpoints.run_folder import RunFolder
-from delta_trn.train.data import TextTokenizer, load_tokenizer
+from delta_trn.train.data.tokenizer import TextTokenizer, load_tokenizer
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.settings.errors import CheckpointError
 from delta_trn.train.settings.schema import SampleSection
-
-if TYPE_CHECKING:
-    from delta_trn.models import DeltaForCausalLM
 
 T = TypeVar("T")
 
@@ -38,8 +37,14 @@ def continue_text(
     """
     device = next(model.parameters()).device
     if on_xla := device.type == "xla":  # which would compile a graph for each length
-        model, device = _copy_on_host(model), torch.device("cpu")
-    ids = torch.tensor([tokenizer.encode(prompt)], device=device)
+        weights, device = {name: x.cpu() for name, x in model.state_dict().items()}, torch.device("cpu")
+        model = type(model)(model.config)
+        model.load_state_dict(weights)
+    ids, streamer = torch.tensor([tokenizer.encode(prompt)], device=device), None
+    if stream is not None:
+        # it sends whole words, so that no character is sent in parts
+        streamer = TextStreamer(cast(Any, tokenizer), skip_prompt=True)
+        streamer.on_finalized_text = lambda text, stream_end=False: stream(text)
     options: dict[str, Any] = {"do_sample": how.temperature > 0}
     if how.temperature > 0:
         # 0 and 1.0 are transformers' words for all
@@ -60,27 +65,12 @@ def continue_text(
                 repetition_penalty=repetition_penalty,
                 eos_token_id=tokenizer.eos,
                 pad_token_id=tokenizer.pad,
-                streamer=_streamer(tokenizer, stream) if stream else None,
+                streamer=streamer,
                 **options,
             )
     finally:
         model.train(was_training)
     return tokenizer.decode(out[0, ids.shape[1] :])
-
-
-def _copy_on_host(model: "DeltaForCausalLM") -> "DeltaForCausalLM":
-    copy = type(model)(model.config)
-    copy.load_state_dict({name: x.cpu() for name, x in model.state_dict().items()})
-    return copy
-
-
-def _streamer(tokenizer: TextTokenizer, stream: Callable[[str], None]) -> Any:
-    """Returns transformers' streamer, which sends whole words, so that no character is sent in parts."""
-    from transformers import TextStreamer
-
-    streamer = TextStreamer(cast(Any, tokenizer), skip_prompt=True)
-    streamer.on_finalized_text = lambda text, stream_end=False: stream(text)
-    return streamer
 
 
 def choose_checkpoint(folder: RunFolder, which: str) -> Path:
@@ -124,8 +114,6 @@ def read_checkpoint(folder: RunFolder, which: str, read: Callable[[Path], T]) ->
 
 def load_for_generation(folder: Path, device: torch.device) -> tuple["DeltaForCausalLM", TextTokenizer]:
     """Returns model and tokenizer of a checkpoint's folder."""
-    from delta_trn.models import DeltaConfig, DeltaForCausalLM
-
     model = DeltaForCausalLM(DeltaConfig.from_pretrained(folder))
     load_weights(folder, Sharding(model))
     cast(nn.Module, model).to(device)

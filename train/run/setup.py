@@ -9,24 +9,19 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from delta_trn.backends import machine
+from delta_trn.models import DeltaConfig, DeltaForCausalLM
 from delta_trn.train.checkpoints import contents as checkpoint
 from delta_trn.train.checkpoints.contents import State
 from delta_trn.train.checkpoints.run_folder import Origin, RunFolder, new_origin, place_for
-from delta_trn.train.data import (
-    Batch,
-    Loader,
-    TokenDataset,
-    baselines,
-    make_loader,
-    open_dataset,
-    prepare,
-)
+from delta_trn.train.data.dataset import TokenDataset, open_dataset
+from delta_trn.train.data.entropies import baselines
+from delta_trn.train.data.loader import Loader, make_loader
+from delta_trn.train.data.preparation import prepare
 from delta_trn.train.files import write_file
 from delta_trn.train.neuron import sharding as neuron
 from delta_trn.train.neuron.feed import DeviceFeed
@@ -48,9 +43,6 @@ from delta_trn.train.settings.errors import ConfigError, DataError, RunFolderErr
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.settings.schema import DistributionSection, RunConfig, differences, may_change_on_resume
 from delta_trn.train.watch import trackers
-
-if TYPE_CHECKING:
-    from delta_trn.models import DeltaConfig, DeltaForCausalLM
 
 Tell = Callable[[str], None]
 
@@ -85,16 +77,10 @@ class Run:
     def layout(self) -> Layout:
         return layout_of(self.config, self.team.world)
 
-    def next_batch(self) -> Batch:
-        """Returns this process's share of the next step, with noise where dropout drops anything."""
-        if self.feed is not None:
-            return self.feed.next_batch()
-        noise = self.loader.noise() if getattr(self.model.config, "dropout", 0) else None
-        return self.loader.next_batch()._replace(noise=noise)
-
-    def position(self) -> dict[str, Any]:
-        """Returns where the next batch comes from, for `Loader.load_state_dict`."""
-        return self.loader.state_dict() if self.feed is None else self.feed.position()
+    @property
+    def batches(self) -> Loader | DeviceFeed:
+        """What has this process's share of every step, with noise where dropout drops anything."""
+        return self.feed or self.loader
 
 
 @contextlib.contextmanager
@@ -110,7 +96,8 @@ def start(config: RunConfig) -> Iterator[Run]:
             dataset = load_dataset(config)
         config = with_data(config, dataset)
         origin = team.from_leader(new_origin(config, dataset.fingerprint))
-        team.agree(lambda: _require_same_data(dataset, origin))
+        words = "here than on the first process", "give every node the same folder"
+        team.agree(lambda: _require_same_data(dataset, origin, *words))
         run = _assemble(config, origin, RunFolder(path), dataset, device, team)
         team.leader_does(lambda: _make_folder(path))
         with _hold(run.folder, team):
@@ -241,12 +228,11 @@ def _assemble(
         rank=team.data_rank,
         world=team.data_world,
         boundaries=config.data.boundaries,
+        with_noise=configuration.dropout > 0,
     )
     # after the model's own draws: nothing here draws from it, but a model with layers of a user's own may
     torch.manual_seed(config.seed)
-    feed = None
-    if neuron.serves(device):
-        feed = DeviceFeed(loader, device, with_noise=bool(getattr(sharding.model.config, "dropout", 0)))
+    feed = DeviceFeed(loader, device) if neuron.serves(device) else None
     return Run(config, origin, folder, dataset, device, sharding, optimizer, loader, State(), feed)
 
 
@@ -288,11 +274,12 @@ def _hold(folder: RunFolder, team: Team) -> Iterator[None]:
         yield
 
 
-def _require_same_data(dataset: TokenDataset, origin: Origin) -> None:
-    if dataset.fingerprint != origin.data:
+def _require_same_data(dataset: TokenDataset, origin: Origin, than: str, remedy: str) -> None:
+    found, expected = dataset.fingerprint, origin.data
+    if found != expected:
         raise DataError(
-            f"{dataset.path} holds other tokens here than on the first process (fingerprint "
-            f"{dataset.fingerprint[:16]}, expected {origin.data[:16]}); give every node the same folder"
+            f"{dataset.path} holds other tokens {than} (fingerprint {found[:16]}, expected {expected[:16]}); "
+            f"{remedy}"
         )
 
 
@@ -306,8 +293,11 @@ def set_up_process(config: RunConfig) -> tuple[RunConfig, torch.device]:
     if device.type == "cpu":
         machine.keep_freed_memory()
     precision = config.precision
-    if precision == "auto":
-        precision = _best_precision(device)
+    if precision == "auto" and device.type == "cpu":
+        # autocast's casts cost a CPU more than they save
+        precision = "bf16_products" if machine.multiplies_bfloat16_faster(device) else "float32"
+    elif precision == "auto":
+        precision = "bf16" if machine.supports_bfloat16(device) else "float32"
     if precision == "bf16_products" and device.type != "cpu":
         raise ConfigError(
             f"precision=bf16_products is for CPUs, and this run is on {device}; give precision=bf16"
@@ -325,13 +315,6 @@ def set_up_process(config: RunConfig) -> tuple[RunConfig, torch.device]:
     return config.model_copy(update=changes), device
 
 
-def _best_precision(device: torch.device) -> str:
-    """Returns the precision that `auto` stands for: autocast's casts cost a CPU more than they save."""
-    if device.type == "cpu":
-        return "bf16_products" if machine.multiplies_bfloat16_faster(device) else "float32"
-    return "bf16" if machine.supports_bfloat16(device) else "float32"
-
-
 def load_dataset(config: RunConfig) -> TokenDataset:
     """Returns the prepared folder that data.source is, or the one that preparing it makes or finds."""
     source = Path(config.data.source).expanduser()
@@ -344,12 +327,8 @@ def _reload_dataset(config: RunConfig, origin: Origin) -> TokenDataset:
     """Returns the tokens with which a run was started. DataError if they differ now."""
     where = config.data.folder
     dataset = open_dataset(where) if where and (Path(where) / "meta.json").is_file() else load_dataset(config)
-    if dataset.fingerprint != origin.data:
-        raise DataError(
-            f"{dataset.path} holds other tokens than the run began with (fingerprint "
-            f"{dataset.fingerprint[:16]}, expected {origin.data[:16]}); put the old ones back, name their "
-            "folder with data.folder=DIR, or start a new run"
-        )
+    remedy = "put the old ones back, name their folder with data.folder=DIR, or start a new run"
+    _require_same_data(dataset, origin, "than the run began with", remedy)
     return dataset
 
 
@@ -358,7 +337,8 @@ def with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:
 
     ConfigError if the model's vocabulary is too small for the data.
     """
-    rows, ids = config.model.vocab_size, dataset.meta.tokenizer.size
+    rows, meta = config.model.vocab_size, dataset.meta
+    ids = meta.tokenizer.size
     if rows is not None and rows < ids:
         raise ConfigError(
             f"model.vocab_size={rows} is below the tokenizer's {ids} ids; give {ids} or more, or leave it out"
@@ -371,7 +351,7 @@ def with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:
         update={
             "steps": steps,
             "epochs": None,
-            "model": config.model.model_copy(update={"vocab_size": rows or dataset.vocab_size}),
+            "model": config.model.model_copy(update={"vocab_size": rows or meta.vocab_size}),
             "data": config.data.model_copy(update={"folder": str(dataset.path.resolve())}),
         }
     )

@@ -1,20 +1,17 @@
 """One optimizer step: micro-batches forward and backward, clipping, update. It never waits for the device."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from delta_trn.backends import machine
-from delta_trn.train.data import Batch
+from delta_trn.models import DeltaForCausalLM
+from delta_trn.train.data.loader import Batch
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.optimizer import set_learning_rate
 from delta_trn.train.settings.schema import RunConfig
-
-if TYPE_CHECKING:
-    from delta_trn.models import DeltaForCausalLM
 
 Loss = Callable[..., Tensor]
 
@@ -58,7 +55,9 @@ class TrainingStep:
         """
         self.optimizer.zero_grad(set_to_none=True)
         set_learning_rate(self.optimizer, lr)
-        micros = batch.each(self._move).split(self.micro)
+        pin = self.device.type == "cuda"  # so that the copy waits for nothing
+        batch = batch.each(lambda x: (x.pin_memory() if pin else x).to(self.device, non_blocking=pin))
+        micros = batch.split(self.micro)
         total = torch.zeros((), device=self.device)
         for left, some in zip(reversed(range(len(micros))), micros, strict=True):
             with self.sharding.accumulating(left > 0):
@@ -72,8 +71,3 @@ class TrainingStep:
         mean = self.sharding.team.mean(total)
         machine.synchronize(self.device, wait=False)  # on XLA this is one graph, too
         return mean, norm
-
-    def _move(self, tensor: Tensor) -> Tensor:
-        if self.device.type == "cuda":
-            return tensor.pin_memory().to(self.device, non_blocking=True)
-        return tensor.to(self.device)

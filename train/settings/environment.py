@@ -1,19 +1,7 @@
 """Deep Delta Learning LM's settings by environment variables, as its users know them.
 
 One recipe reads them, `ddl_lm_tinystories`, as its defaults; `run` prints those that are set. `key=value` on
-the command line overrides them.
-
-    variable                key
-    TOKENIZER_NAME          data.tokenizer
-    DATASET, DATA_SUBSET    data.source, data.subset
-    BLOCK_SIZE              batch.length and model.max_position_embeddings
-    BATCH_SIZE              batch.sequences
-    LR                      optimizer.lr and schedule.min_lr: the rate is constant
-    MAX_EPOCHS              epochs, which the prepared text turns into steps
-    MAX_STEPS               steps
-    MAX_TRAINING_HOURS      max_minutes, times 60
-    CHECKPOINT_PATH         out
-    WANDB_API_KEY           log.wandb=true if it is not empty; wandb itself reads the key
+the command line overrides them. WANDB_API_KEY sets log.wandb; wandb itself reads the key.
 
 IS_RESUME=true is refused, because `resume` is a command here. These are not read: NUM_WORKERS (batches come
 from a file in memory), DATA_LENGTH (stories are packed whole), and AWS_* (any tool can copy a run's folder).
@@ -31,7 +19,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "DATA_SUBSET": ("data.subset",),
     "BLOCK_SIZE": ("model.max_position_embeddings", "batch.length"),
     "BATCH_SIZE": ("batch.sequences",),
-    "LR": ("optimizer.lr", "schedule.min_lr"),
+    "LR": ("optimizer.lr", "schedule.min_lr"),  # the rate is constant
     "MAX_EPOCHS": ("epochs",),
     "MAX_STEPS": ("steps",),
     "MAX_TRAINING_HOURS": ("max_minutes",),

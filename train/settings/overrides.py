@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 from delta_trn.train.settings.effects import require_effect
 from delta_trn.train.settings.errors import ConfigError, UsageError
-from delta_trn.train.settings.schema import RunConfig, Section, flatten, validate
+from delta_trn.train.settings.schema import RunConfig, declaration, flatten, validate
 
 _POWER = re.compile(r"-?\d+(\.\d+)?\*\*-?\d+(\.\d+)?")  # 2**-8.5, as learning rate grids are written
 
@@ -69,7 +69,7 @@ def change(config: RunConfig, changes: dict[str, str]) -> RunConfig:
     tree = config.model_dump()
     for key, text in changes.items():
         section, name = _locate(tree, key)
-        section[name] = _value(annotation(key), text)
+        section[name] = _value(declaration(key).annotation, text)
     return validate(tree)
 
 
@@ -93,21 +93,12 @@ def whole_numbers(key: str, text: str, *, least: int = 1, count: int = 1) -> lis
     return numbers
 
 
-def whole_number(key: str, text: str, *, least: int = 1) -> int:
-    """Reads one whole number. Raises UsageError for anything else."""
+def whole_number(key: str, text: str) -> int:
+    """Reads one whole number from 1 on. Raises UsageError for anything else."""
     with contextlib.suppress(ValueError):
-        if (value := int(text)) >= least:
+        if (value := int(text)) >= 1:
             return value
-    raise UsageError(f"{key}={text}: expected one whole number of at least {least}")
-
-
-def annotation(key: str) -> Any:
-    """Returns the declared type of a leaf key."""
-    section: type[Section] = RunConfig
-    *path, name = key.split(".")
-    for part in path:
-        section = section.model_fields[part].annotation  # type: ignore[assignment]
-    return section.model_fields[name].annotation
+    raise UsageError(f"{key}={text}: expected one whole number of at least 1")
 
 
 def _locate(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:

@@ -26,7 +26,6 @@ from delta_trn.models.settings import (
 )
 from delta_trn.train.settings.errors import ConfigError
 
-NAMED_SOURCES = ("python-stdlib", "site-packages")  # of data.source: text that Python itself brings
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -320,13 +319,13 @@ def flatten(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, list(value) if isinstance(value, tuple) else value
 
 
-def meaning(key: str) -> str:
-    """Returns the description of a key."""
+def declaration(key: str) -> Any:
+    """Returns pydantic's record of a key: its type is `annotation`, its meaning `description`."""
     section: Any = RunConfig
     *path, name = key.split(".")
     for part in path:
         section = section.model_fields[part].annotation
-    return section.model_fields[name].description or ""
+    return section.model_fields[name]
 
 
 def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:

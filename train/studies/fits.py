@@ -2,30 +2,18 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 
-@dataclass(frozen=True)
-class Line:
-    """The slope of a straight line and its standard error."""
-
-    slope: float
-    stderr: float
-
-
-def line(x: Sequence[float], y: Sequence[float]) -> Line:
-    """Fits a line by least squares to at least three points, not all at one x."""
-    X, Y = np.asarray(x, float), np.asarray(y, float)
+def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Fits a line by least squares to three or more points, not all at one x: its slope, and that's error."""
+    X = np.asarray(x, float)
     if len(X) < 3 or np.ptp(X) == 0:
         raise ValueError(f"a slope with an error needs three points of different x, got x={list(x)}")
-    spread = float(np.sum((X - X.mean()) ** 2))
-    slope = float(np.sum((X - X.mean()) * (Y - Y.mean())) / spread)
-    residuals = Y - Y.mean() - slope * (X - X.mean())
-    scatter = float(np.sum(residuals**2)) / (len(X) - 2)
-    return Line(slope, math.sqrt(scatter / spread))
+    (slope, _), covariance = np.polyfit(X - X.mean(), y, 1, cov=True)
+    return float(slope), math.sqrt(covariance[0, 0])
 
 
 def optimum(x: Sequence[float], y: Sequence[float], blocks: Sequence[int]) -> float | None:

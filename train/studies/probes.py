@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +41,13 @@ from torch import Tensor
 from delta_trn.backends import gated_delta_rule
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.residual import DeepDelta, LatentUpdate, WriteOnly
-from delta_trn.train.data import Batch
+from delta_trn.train.data.loader import Batch
 from delta_trn.train.run.evaluate import held_out_crops
 from delta_trn.train.run.step import loss_function
 
 if TYPE_CHECKING:
     from delta_trn.models import DeltaForCausalLM
+    from delta_trn.train.run.loop import Probe
     from delta_trn.train.run.setup import Run
     from delta_trn.train.run.step import Loss
 
@@ -106,37 +106,34 @@ class MixerView:
         return state
 
 
-@dataclass
-class View:
-    """One forward pass.
-
-    mixers  the first, middle and last Gated DeltaNet layer
-    writes  place in depth -> a write of Deep Delta Learning's residuals, and its inputs
-    """
-
-    mixers: dict[int, MixerView] = field(default_factory=dict)
-    writes: dict[int, tuple[DeepDelta | LatentUpdate, tuple[Tensor, ...]]] = field(default_factory=dict)
+# place in depth -> a write of Deep Delta Learning's residuals, and its inputs
+Writes = dict[int, tuple[Any, tuple[Tensor, ...]]]
 
 
 @contextlib.contextmanager
-def observe(model: DeltaForCausalLM) -> Iterator[View]:
-    """Within `with`, a forward pass fills the view. Its tensors keep their gradients after backward."""
-    view, handles = View(), []
+def observe(model: DeltaForCausalLM) -> Iterator[tuple[dict[int, MixerView], Writes]]:
+    """Within `with`, a forward pass fills views of the first, middle and last mixer, and all writes.
+
+    Their tensors keep their gradients after backward.
+    """
+    mixers: dict[int, MixerView] = {}
+    writes: Writes = {}
+    handles: list[Any] = []
     blocks: list[Any] = list(model.model.blocks)
     layers = [i for i, block in enumerate(blocks) if isinstance(block.mixer, GatedDeltaNet)]
     for i in sorted({layers[0], layers[len(layers) // 2], layers[-1]} if layers else ()):
-        view.mixers[i] = MixerView(blocks[i])
-        handles += view.mixers[i].hooks
+        mixers[i] = MixerView(blocks[i])
+        handles += mixers[i].hooks
 
     def write(place: int, module: Any, inputs: Any) -> None:
-        view.writes[place] = module, inputs
+        writes[place] = module, inputs
 
     for i, block in enumerate(blocks):
         for place, module in ((2 * i, block.mixer_write), (2 * i + 1, block.mlp_write)):
             if isinstance(module, (DeepDelta, LatentUpdate)):
                 handles.append(module.register_forward_pre_hook(partial(write, place)))
     try:
-        yield view
+        yield mixers, writes
     finally:
         for handle in handles:
             handle.remove()
@@ -152,17 +149,13 @@ def rms(x: Tensor) -> float:
     return float(x.detach().double().square().mean().sqrt())
 
 
-class ProbeObserver:
-    """Measures the probes of a run of one process at every evaluation (see `train.run.loop.Observer`)."""
-
-    def __init__(self, run: Run):
-        self.model = run.model
-        self.loss = loss_function(run.model, run.config.model_copy(update={"compile": False}), run.device)
-        (batch,) = held_out_crops(run.config, run.dataset, run.layout, at_most=1)
-        self.batch = batch.each(lambda x: x.to(run.device))
-
-    def after_evaluation(self) -> dict[str, float]:
-        return measure(self.model, self.loss, self.batch)
+def probe_of(run: Run) -> Probe | None:
+    """Returns what measures the probes of a run of one process; None where log.probes asks for none."""
+    if not run.config.log.probes:
+        return None
+    loss = loss_function(run.model, run.config.model_copy(update={"compile": False}), run.device)
+    (batch,) = held_out_crops(run.config, run.dataset, run.layout, at_most=1)
+    return partial(measure, run.model, loss, batch.each(lambda x: x.to(run.device)))
 
 
 def measure(model: DeltaForCausalLM, loss: Loss, batch: Batch) -> dict[str, float]:
@@ -173,15 +166,15 @@ def measure(model: DeltaForCausalLM, loss: Loss, batch: Batch) -> dict[str, floa
     try:
         for p, _ in kept:
             p.grad = None
-        with observe(model) as view:
+        with observe(model) as (mixers, writes):
             # the sum over tokens, not their mean
             (loss(*batch) * batch.targets.numel()).backward()
         values: dict[str, float] = {}
         with torch.no_grad():
-            for i, (write, inputs) in view.writes.items():
+            for i, (write, inputs) in writes.items():
                 of_write = write_probes(*operands(write, *inputs), erases=not isinstance(write, WriteOnly))
                 values |= {f"depth/{i}/{name}": value for name, value in of_write.items()}
-            for i, mixer in view.mixers.items():
+            for i, mixer in mixers.items():
                 values |= {f"layers/{i}/{name}": value for name, value in layer_probes(mixer).items()}
     finally:
         model.train(training)

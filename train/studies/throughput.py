@@ -22,7 +22,7 @@ from delta_trn.backends.bench.timing import Spread, ratios
 from delta_trn.backends.parity.rule import verdicts
 from delta_trn.backends.parity.rule_cases import BY_NAME
 from delta_trn.models.gated_deltanet import GatedDeltaNet
-from delta_trn.train.data import Batch
+from delta_trn.train.data.loader import Batch
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.model import make_model, model_config, vocabulary
 from delta_trn.train.run.optimizer import make_optimizer

@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
@@ -15,6 +14,7 @@ SECONDS_BETWEEN_LINES = 10.0
 WIDTH_IN_A_FILE = 110  # rich would take 80, and wrap the tables
 
 T = TypeVar("T")
+B = TypeVar("B", bound="Bar")
 
 
 class _Output:
@@ -53,27 +53,17 @@ class _Output:
 def console(*, quiet: bool = False, stderr: bool = False) -> Console:
     """Returns a console on standard output, or standard error, as it is at the time of the call."""
     stream: Any = _Output(sys.stderr if stderr else sys.stdout)
-    out = Console(highlight=False, soft_wrap=True, quiet=quiet, file=stream)
+    out = Console(highlight=False, markup=False, soft_wrap=True, quiet=quiet, file=stream)
     if not out.is_terminal:
         out.width = WIDTH_IN_A_FILE
     return out
 
 
-def attempt(
-    what: str,
-    work: Callable[[], T],
-    tell: Callable[[str], None],
-    agree: Callable[[Exception], None] | None = None,
-) -> T | None:
-    """Returns what work() returns. Where it fails, tells so in one line and returns None: the rest goes on.
-
-    agree   is given the error first, and raises it where this process cannot go on alone
-    """
+def attempt(what: str, work: Callable[[], T], tell: Callable[[str], None]) -> T | None:
+    """Returns what work() returns. Where it fails, tells so in one line and returns None."""
     try:
         return work()
     except Exception as error:
-        if agree is not None:
-            agree(error)
         words = " ".join(str(error).split())
         with contextlib.suppress(Exception):
             tell(f"no {what}: {type(error).__name__}: {words}")
@@ -101,26 +91,24 @@ class Bar:
     tokenizing
     """
 
-    def __init__(self, console: Console, *, show: bool = True):
-        self._console, self._show = console, show
+    def __init__(self, console: Console):
+        self._console = console
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.fields[text]}", markup=False),
         )
-        live = show and console.is_terminal
+        live = console.is_terminal and not console.quiet
         self._bar = Progress(*columns, console=console, expand=True) if live else None
         self.begin("")
 
-    def __enter__(self) -> "Bar":
+    def __enter__(self: B) -> B:
         if self._bar:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar:
             self._bar.stop()
 
@@ -152,10 +140,7 @@ class Bar:
 
     def tell(self, text: str) -> None:
         """Prints a line that stays."""
-        if self._show:
-            self._console.print(text, markup=False)
-            if not self._console.is_terminal:
-                self._console.file.flush()  # whoever follows a log reads from a pipe
+        self._console.print(text)
 
 
 class Display(Bar):
@@ -165,13 +150,9 @@ class Display(Bar):
     """
 
     def __init__(self, steps: int, at: int, *, show: bool = True, peak: float | None = None):
-        super().__init__(console(), show=show)
+        super().__init__(console(quiet=not show))
         self._steps, self._peak = steps, peak
         self.begin("", at / steps)
-
-    def __enter__(self) -> "Display":
-        super().__enter__()
-        return self
 
     def update(self, step: int, loss: float, tokens_per_s: float) -> None:
         """Shows the last loss, the rate since the call before, and its share of the machine's peak."""

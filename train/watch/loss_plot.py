@@ -2,32 +2,32 @@
 
 import json
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from delta_trn.train.checkpoints.run_folder import RunFolder
 from delta_trn.train.settings.errors import RunFolderError
 from delta_trn.train.watch import metrics
 from delta_trn.train.watch.figure import BLUE, GRAY, RED, dress, new_figure, save_figure
 
+# what a reader calls the baselines
 BASELINES = {
+    "uniform": "all tokens alike",
     "unigram": "token frequencies",
     "zlib": "zlib",
     "lzma": "lzma",
-    "lzma_primed": "lzma after the training text",
+    "lzma_primed": "lzma, after training text",
 }
 
 
-def smooth(values: Sequence[float], window: int) -> list[float]:
+def smooth(values: Sequence[float], window: int) -> np.ndarray:
     """Returns the mean over the `window` values around each value; near the ends there are fewer.
 
     An exponential mean would lag, and show a loss that falls fast as higher than it is.
     """
-    sums = [0.0, *accumulate(values)]
-    half, n = window // 2, len(values)
-    edges = [(max(i - half, 0), min(i + half + 1, n)) for i in range(n)]
-    return [(sums[end] - sums[start]) / (end - start) for start, end in edges]
+    box = np.ones(2 * (window // 2) + 1)
+    return np.convolve(values, box, "same") / np.convolve(np.ones(len(values)), box, "same")
 
 
 def spread(levels: Sequence[float], gap: float) -> list[float]:
@@ -49,17 +49,7 @@ def plot_loss(folder: RunFolder) -> Path:
         raise RunFolderError(f"{folder.metrics.path} has no training step yet; train first")
     val = [line for line in lines if line["split"] == "val"]
     costs = json.loads(folder.baselines_path.read_text()) if folder.baselines_path.exists() else {}
-    figure = _figure(folder.path.resolve().name, train, val, costs, folder.read_summary())
-    return save_figure(figure, folder.plot_path)
-
-
-def _figure(
-    title: str,
-    train: list[dict],
-    val: list[dict],
-    costs: dict[str, dict[str, float]],
-    summary: dict[str, Any] | None,
-) -> Any:
+    summary = folder.read_summary()
     figure = new_figure(8.4, 4.8)
     axes = figure.add_subplot()
     steps, losses = [line["step"] for line in train], [line["loss"] for line in train]
@@ -83,9 +73,8 @@ def _figure(
             label=label,
             clip_on=False,
         )
-    levels = sorted(
-        (costs[name]["nats_per_token"], words) for name, words in BASELINES.items() if name in costs
-    )
+    shown = costs.keys() - {"uniform"}  # far above all others
+    levels = sorted((costs[name]["nats_per_token"], BASELINES[name]) for name in shown)
     lowest = min(losses + [line["loss"] for line in val] + [level for level, _ in levels])
     highest = max(losses + [level for level, _ in levels])
     bottom = max(0.0, lowest - 0.08 * (highest - lowest))
@@ -101,10 +90,10 @@ def _figure(
             color=GRAY,
             fontsize=8,
         )
-    dress(axes, title)
+    dress(axes, folder.path.resolve().name)
     axes.set_xlabel(f"steps of {train[-1]['tokens'] // end:,} tokens")
     axes.set_ylabel("loss, nats per token")
     axes.set_xlim(0, end)
     axes.set_ylim(bottom, top)
     axes.legend(frameon=False, fontsize=9, loc="upper right")
-    return figure
+    return save_figure(figure, folder.plot_path)

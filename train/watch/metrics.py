@@ -15,12 +15,9 @@ from typing import Any
 
 from delta_trn.train.files import disk_errors
 
+# fields that a clock or the operating system gave: different every time
 MEASURED = frozenset(("seconds", "tokens_per_s", "memory"))
-"""Fields that a clock or the operating system gave: different every time."""
-
-
-# The fields of one measurement, as the first lines of this file name them.
-Line = dict[str, Any]
+Line = dict[str, Any]  # the fields of one measurement, as the first lines of this file name them
 
 
 class MetricsFile:
@@ -52,7 +49,7 @@ class MetricsFile:
         content = self.path.read_bytes()
         end = 0
         for raw in content.splitlines(keepends=True):
-            line = _parse(raw)
+            line = parse_line(raw, "step", "split")
             if line is None or line["step"] > step:
                 break
             end += len(raw)
@@ -70,17 +67,13 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with open(path, "rb") as file:
-        for raw in file:
-            line = _parse(raw)
-            if line is not None:
-                yield line
+        yield from filter(None, (parse_line(raw, "step", "split") for raw in file))
 
 
-def _parse(raw: bytes) -> dict[str, Any] | None:
-    if not raw.endswith(b"\n"):
-        return None
+def parse_line(raw: bytes, *fields: str) -> dict[str, Any] | None:
+    """Returns the object in a line of JSON; None if it is cut short, or has not these fields."""
     try:
-        line = json.loads(raw)
+        line = json.loads(raw) if raw.endswith(b"\n") else None
     except ValueError:
         return None
-    return line if isinstance(line, dict) and isinstance(line.get("step"), int) and "split" in line else None
+    return line if isinstance(line, dict) and line.keys() >= set(fields) else None

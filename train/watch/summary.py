@@ -21,14 +21,7 @@ from delta_trn.train.run.step import loss_function
 from delta_trn.train.watch import metrics
 from delta_trn.train.watch.display import duration
 from delta_trn.train.watch.flops import flops_per_token
-
-BASELINES = {
-    "lzma_primed": "lzma, after training text",
-    "lzma": "lzma",
-    "zlib": "zlib",
-    "unigram": "token frequencies",
-    "uniform": "all tokens alike",
-}
+from delta_trn.train.watch.loss_plot import BASELINES
 
 
 def opening(run: Run, asked_backend: str) -> list[str]:
@@ -40,8 +33,12 @@ def opening(run: Run, asked_backend: str) -> list[str]:
     embedding = (c.model.vocab_size or 0) * c.model.width * (1 if c.model.tie_word_embeddings else 2)
     per_step = c.batch.sequences * c.batch.length
     passes = per_step * c.steps / run.dataset.split("train").tokens
-    ratio, parts = c.model.width / c.model.base_width, run.layout.micro_batches
+    ratio, parts = c.model.width / c.model.base_width, run.layout.sequences // run.layout.micro
     accumulation = f" in {parts} parts" if parts > 1 else ""
+    device = machine.describe(run.device)
+    device += f", {machine.threads()} threads" if run.device.type == "cpu" else ""
+    dtype = torch.bfloat16 if c.precision == "bf16" else torch.float32
+    kernel = describe_choice(c.backend, dtype, run.device.type)
     lines = [
         f"run        {c.name}, fingerprint {c.fingerprint()}, in {run.folder.path}",
         f"data       {meta.name}: {run.dataset.split('train').tokens:,} training tokens, "
@@ -51,7 +48,7 @@ def opening(run: Run, asked_backend: str) -> list[str]:
         f"training   {c.steps:,} steps of {c.batch.sequences} x {c.batch.length} tokens{accumulation}: "
         f"{per_step * c.steps:,} tokens, {passes:.2g} passes",
         f"optimizer  {o.name}, lr {o.lr:g} to {s.min_lr:g}, warmup {s.warmup}, {c.parametrization}",
-        f"device     {c.device} ({_device(run)}), {c.precision}; delta rule by {_kernel(run)}"
+        f"device     {c.device} ({device}), {c.precision}; delta rule by {kernel}"
         + (", chosen by device" if asked_backend == "auto" else ", as asked"),
     ]
     if run.team.world > 1:
@@ -65,16 +62,6 @@ def opening(run: Run, asked_backend: str) -> list[str]:
     if s.warmup >= c.steps:
         lines.append(f"note       warmup of {s.warmup} steps is not over when the run ends after {c.steps}")
     return lines
-
-
-def _device(run: Run) -> str:
-    name = machine.describe(run.device)
-    return f"{name}, {machine.threads()} threads" if run.device.type == "cpu" else name
-
-
-def _kernel(run: Run) -> str:
-    dtype = torch.bfloat16 if run.config.precision == "bf16" else torch.float32
-    return describe_choice(run.config.backend, dtype, run.device.type)
 
 
 def measure(run: Run) -> dict[str, Any] | None:
@@ -105,13 +92,8 @@ def measure(run: Run) -> dict[str, Any] | None:
 
 def _in_order(run: Run) -> Evaluation:
     config = run.config
-    windows = held_out_windows(
-        run.dataset,
-        tokens=config.evaluation.final_tokens,
-        sequence=config.batch.length,
-        batch=windows_at_once(config, run.layout),
-        boundaries=config.data.boundaries,
-    )
+    tokens, batch = config.evaluation.final_tokens, windows_at_once(config, run.layout)
+    windows = held_out_windows(config, run.dataset, tokens=tokens, batch=batch)
     run.model.eval()
     # one pass over a few shapes: compiling would take longer
     loss = loss_function(run.sharding, config.model_copy(update={"compile": False}), run.device)
@@ -137,15 +119,11 @@ def closing(run: Run, console: Console, found: dict[str, Any] | None, peak: floa
 
     found   what summary.json has; None: nothing was measured yet
     """
-
-    def print_as_it_is(text: str) -> None:
-        console.print(text, markup=False)
-
     if found is not None:
         console.print(_table(run.config.name, found))
         bits, costs = found["bits_per_byte"], found["baselines"]
-        if bits is not None and "lzma" in costs and costs["lzma"]["bits_per_byte"] < bits:
-            print_as_it_is(
+        if "lzma" in costs and costs["lzma"]["bits_per_byte"] < bits:
+            console.print(
                 "lzma stores an exact repeat once, however far back it lies. On text with many of\n"
                 "them a small model needs more than minutes to pay less."
             )
@@ -153,22 +131,24 @@ def closing(run: Run, console: Console, found: dict[str, Any] | None, peak: floa
     if rates := [x["tokens_per_s"] for x in lines if x.get("tokens_per_s")]:
         rate = statistics.median(rates)
         share = "" if peak is None else f", {rate / peak:.0%} of this machine's peak"
-        print_as_it_is(f"median speed {rate:,.0f} tokens/s{share}")
+        console.print(f"median speed {rate:,.0f} tokens/s{share}")
     if sample := run.folder.last_sample().strip("\n"):
         console.print("\nsample", style="bold", end="")
         prompt = run.config.sample.prompt
-        print_as_it_is(f", continuing {json.dumps(prompt, ensure_ascii=False)}" if prompt else "")
-        print_as_it_is(sample)
+        console.print(f", continuing {json.dumps(prompt, ensure_ascii=False)}" if prompt else "")
+        console.print(sample)
     console.print("\nnext", style="bold")
     if run.folder.plot_path.exists():
-        print_as_it_is(f"  the loss as a picture: {run.folder.plot_path}")
+        console.print(f"  the loss as a picture: {run.folder.plot_path}")
     for what, command in _next(run):
-        print_as_it_is(f"  {what}:\n    {command}")
+        console.print(f"  {what}:\n    {command}")
 
 
 def _next(run: Run) -> list[tuple[str, str]]:
     """Returns what to try after a run, as pairs of a sentence and a command."""
-    c, where, program = run.config, shlex.quote(str(run.folder.path)), _program()
+    c, where = run.config, shlex.quote(str(run.folder.path))
+    # how this package's command is called from this shell
+    program = "delta-trn" if shutil.which("delta-trn") else f"{shlex.quote(sys.executable)} -m delta_trn"
     commands = []
     if run.folder.checkpoints.steps():
         prompt = shlex.quote(c.sample.prompt or "The")
@@ -181,11 +161,6 @@ def _next(run: Run) -> list[tuple[str, str]]:
         wider = f"{program} run {c.name} model.width={2 * c.model.width}"
         commands.append(("train a wider model; muP keeps the learning rate", wider))
     return commands
-
-
-def _program() -> str:
-    """Returns how this package's command is called from this shell."""
-    return "delta-trn" if shutil.which("delta-trn") else f"{shlex.quote(sys.executable)} -m delta_trn"
 
 
 def _table(name: str, found: dict[str, Any]) -> Table:
@@ -202,6 +177,6 @@ def _table(name: str, found: dict[str, Any]) -> Table:
     mine = (found["loss"], found["bits_per_byte"], f"this model ({name})")
     for row in sorted([*rows, mine], reverse=True):
         loss, bits, words = row
-        style, per_byte = "bold" if row is mine else None, "" if bits is None else f"{bits:.4f}"
-        table.add_row(words, f"{loss:.4f}", f"{math.exp(loss):,.2f}", per_byte, style=style)
+        style = "bold" if row is mine else None
+        table.add_row(words, f"{loss:.4f}", f"{math.exp(loss):,.2f}", f"{bits:.4f}", style=style)
     return table

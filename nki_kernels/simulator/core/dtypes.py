@@ -8,8 +8,6 @@ with its mantissa rounded to 10 bits.
 import ml_dtypes
 import numpy as np
 
-POISON_INTEGER = 4
-
 
 class DType(str):
     """An NKI dtype. It equals its name and carries what NumPy needs."""
@@ -34,7 +32,7 @@ class DType(str):
     @property
     def poison(self) -> float:
         """What memory holds before anything is written: NaN, or 4 for integers."""
-        return POISON_INTEGER if self.integer else float("nan")
+        return 4 if self.integer else float("nan")
 
 
 uint8 = DType("uint8", np.uint8)
@@ -56,11 +54,7 @@ float8_e4m3fn_x4 = DType("float8_e4m3fn_x4", np.uint32)
 float8_e5m2_x4 = DType("float8_e5m2_x4", np.uint32)
 float4_e2m1fn_x4 = DType("float4_e2m1fn_x4", np.uint16)
 
-ALL = (
-    uint8, int8, uint16, int16, uint32, int32, float16, bfloat16, float32, tfloat32,
-    float8_e4m3, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, bool_,
-    float8_e4m3fn_x4, float8_e5m2_x4, float4_e2m1fn_x4,
-)  # fmt: skip
+ALL = tuple(value for value in vars().values() if isinstance(value, DType))
 BY_NAME = {str(t): t for t in ALL} | {"bool": bool_}
 BY_NUMPY = {t.numpy: t for t in ALL if t not in (tfloat32, bool_) and not t.packed}
 FLOAT8 = (float8_e4m3, float8_e4m3fn, float8_e5m2)

@@ -1,18 +1,12 @@
-"""The exceptions of the simulator. Whatever a kernel does wrong is a ConstraintError.
-
-ConstraintError      AWS's simulator raises it too, there as here a subclass of AssertionError
-StrictError          breaks a rule of the hardware or of the compiler that AWS's simulator does not check
-NkiValidationError   asks for a launch that the target does not have; the name is AWS's
-NkiWarning           is not raised but warned of: AWS's text refuses it, and AWS's kernels or others do it
-"""
+"""The exceptions of the simulator. Whatever a kernel does wrong is a ConstraintError."""
 
 
 class ConstraintError(AssertionError):
-    """A kernel broke a rule of the instruction set."""
+    """A kernel broke a rule of the instruction set; AWS's simulator raises an AssertionError of this name."""
 
 
 class StrictError(ConstraintError):
-    """A kernel broke a rule that only the compiler or the chip would have caught."""
+    """A kernel broke a rule of the compiler or of the chip that AWS's simulator does not check."""
 
 
 class NkiWarning(UserWarning):
@@ -20,7 +14,7 @@ class NkiWarning(UserWarning):
 
 
 class NkiValidationError(Exception):
-    """A kernel was launched on a configuration that the target does not have."""
+    """A kernel was launched on a configuration that the target does not have; the name is AWS's."""
 
 
 def require(condition: object, message: str) -> None:

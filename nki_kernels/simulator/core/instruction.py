@@ -15,6 +15,7 @@ the trace behind its last line.
 import functools
 import inspect
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
@@ -30,6 +31,7 @@ from delta_trn.nki_kernels.simulator.core.memory import (
     MemoryRegion,
     NkiTensor,
 )
+from delta_trn.nki_kernels.simulator.core.operators import Operator
 from delta_trn.nki_kernels.simulator.core.precedents import OPTIONS
 from delta_trn.nki_kernels.simulator.core.releases import orders_of
 from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS
@@ -102,10 +104,23 @@ class Instruction:
         life.last = self.index
         storage.mark(dst.array, code)
 
-    def write_like(self, tensor: object, values: np.ndarray, source: NkiTensor) -> None:
-        """Check that `dst` has the shape of the operand `source`, and write values there."""
-        out = self.dst("dst", tensor)
+    def write_like(
+        self, tensor: object, values: np.ndarray, source: NkiTensor,
+        regions: tuple[MemoryRegion, ...] = ON_CHIP, dtype: str | None = None,
+    ) -> None:  # fmt: skip
+        """Check that `dst` has the shape of the operand `source`, and `dtype` if given, and write values."""
+        out = self.dst("dst", tensor, regions)
+        if dtype is not None:
+            self.has_dtype("dst", out, dtype)
         self.same_elements(out, source)
+        self.write(out, values)
+
+    def write_columns(
+        self, role: str, tensor: object, values: np.ndarray, regions: tuple[MemoryRegion, ...] = ON_CHIP
+    ) -> None:
+        """Check that an output operand has the shape of `values`, [partitions, columns], and write them."""
+        out = self.dst(role, tensor, regions)
+        self.has_columns(role, out, *values.shape)
         self.write(out, values)
 
     def done(self, flags: dict[str, Any]) -> "Handle":
@@ -207,6 +222,65 @@ class Instruction:
         )
         return values.reshape(partitions, 1)
 
+    # Checks of operators, members and ranges
+
+    def alu_operator(self, op: object, role: str = "op") -> Operator:
+        """Return `op` if it is an ALU operator; raise TypeError otherwise."""
+        if not isinstance(op, Operator):
+            raise TypeError(f"{self.op} {role} must be an nl operator such as nl.add, got {op!r}")
+        if op.alu is None:
+            raise TypeError(f"{self.op} {role} must be an ALU operator, which {op!r} is not")
+        return op
+
+    def activation_function(self, op: object) -> Operator:
+        """Return `op` if one Scalar instruction computes it; raise TypeError otherwise."""
+        if not isinstance(op, Operator) or op.activation is None or op.composed:
+            raise TypeError(f"{self.op} op must be an activation function such as nl.exp, got {op!r}")
+        return op
+
+    def one_of(self, role: str, op: object, names: tuple[str, ...]) -> Operator:
+        """Return `op` if it is an operator of one of these names; refuse others."""
+        listed = " or ".join(f"nl.{name}" for name in names)
+        self.require(isinstance(op, Operator) and op.name in names, f"{role} must be {listed}, got {op!r}")
+        assert isinstance(op, Operator)
+        return op
+
+    def has_integers(self, op: Operator, *tensors: NkiTensor) -> None:
+        """Require integer tensors: bitwise operators cast nothing."""
+        for t in tensors:
+            if isinstance(t, NkiTensor):
+                self.require(t.dtype.integer, f"with {op!r} needs integer tensors, got {t.dtype}")
+
+    def check_member(self, enumeration: str, member: object, *allowed: Enum) -> None:
+        """Refuse what is no member of an enumeration of nisa, or none that the instruction takes."""
+        if not isinstance(member, type(allowed[0])):
+            raise TypeError(f"{self.op} {enumeration} must be a member of nisa.{enumeration}, got {member!r}")
+        names = ", ".join(m.name for m in allowed)
+        self.require(member in allowed, f"{enumeration} must be one of {names}, got {member.name}")
+
+    def pick(self, engine: Engine, *allowed: Engine) -> None:
+        """Let the engine that the kernel names, if it names one, run the instruction."""
+        if engine is not Engine.unknown:
+            self.check_member("engine", engine, *allowed)
+            self.engine = engine
+
+    def check_range(self, function: Operator, values: np.ndarray) -> None:
+        """Refuse inputs outside the only range that is documented for a function, the Scalar engine's."""
+        if function.valid is None or not self.strict:
+            return
+        low, high = function.valid
+        magnitude = np.abs(values) if function.name == "reciprocal" else values
+        outside = (magnitude < np.float32(low)) | (magnitude > np.float32(high))
+        if outside.any():
+            where = [int(i) for i in np.argwhere(outside)[0]]
+            what = f"no other range is documented for the {self.engine.name} engine"
+            if self.engine is Engine.scalar:
+                what = "the Scalar engine returns wrong values outside it"
+            raise StrictError(
+                f"{self.op} {function!r} is valid for inputs in [{low:.3g}, {high:.3g}], got "
+                f"{values[tuple(where)]:.6g} at {where}; {what}: scale the input into that range"
+            )
+
     def _operand(self, role: str, tensor: object, regions: tuple[MemoryRegion, ...]) -> NkiTensor:
         if not isinstance(tensor, NkiTensor):
             raise TypeError(f"{self.op} {role} must be a tensor, got {type(tensor).__name__}")
@@ -248,7 +322,7 @@ class Instruction:
 
     def _check_start(self, role: str, tensor: NkiTensor) -> None:
         n, start = tensor.shape[0], tensor.partition
-        legal = (0,) if n > 64 else (0, 64) if n > 32 else (0, 32, 64, 96)
+        legal = list_starts(n)
         self.forbid(
             start not in legal,
             f"{role} `{tensor.name}` starts at partition {start}; {n} partitions may start at "
@@ -288,6 +362,11 @@ class Handle:
         return self
 
 
+def list_starts(partitions: int) -> tuple[int, ...]:
+    """Return at which partitions an operand of so many may start."""
+    return (0,) if partitions > 64 else (0, 64) if partitions > 32 else (0, 32, 64, 96)
+
+
 HANDLE = Handle()
 P = ParamSpec("P")
 
@@ -325,22 +404,25 @@ def instruction(
     return decorate
 
 
+def lack(name: str, generation: int, instead: str) -> Callable[..., Handle]:
+    """Return an instruction that the simulator lacks: it says what to do instead, where the target has it."""
+
+    def refuse(run: Instruction, **options: object) -> None:
+        run.needs_generation(generation, name)
+        raise NotImplementedError(f"{name} is not simulated; {instead}")
+
+    return instruction(Engine.unknown)(refuse)
+
+
 def _operand(role: str, tensor: NkiTensor) -> Operand:
     """Describe an operand for the trace; what a gather or scatter touches counts as the whole storage."""
-    array, unit = tensor.array, tensor.array.itemsize
-    shape, number = array.shape, tensor.storage.number
-    start = tensor.offset * unit if tensor.indirection is None else 0
-    first = 1 if tensor.on_chip else 0
-    reach = sum(s * (n - 1) for s, n in zip(array.strides[first:], shape[first:], strict=True)) + unit
-    if tensor.on_chip:
-        low = start % tensor.storage.free_bytes
-        region = Region(number, (tensor.partition, tensor.partition + shape[0]), (low, low + reach))
-    elif tensor.indirection is not None:
-        region = Region(number, (0, 1), (0, tensor.storage.base.nbytes))
-    else:
-        region = Region(number, (0, 1), (start, start + reach))
-    run = unit
-    for axis in range(array.ndim - 1, first - 1, -1):
+    array, shape, chip = tensor.array, tensor.shape, tensor.on_chip
+    gathers = tensor.indirection is not None and not chip
+    span = (0, tensor.storage.base.nbytes) if gathers else tensor.span
+    partitions = (tensor.partition, tensor.partition + shape[0]) if chip else (0, 1)
+    region = Region(tensor.storage.number, partitions, span)
+    run = array.itemsize
+    for axis in range(array.ndim - 1, 0 if chip else -1, -1):
         if shape[axis] > 1 and array.strides[axis] != run:
             break
         run *= shape[axis]

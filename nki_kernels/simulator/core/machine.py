@@ -14,6 +14,7 @@ from delta_trn.nki_kernels.simulator.core.cores import Pair
 from delta_trn.nki_kernels.simulator.core.dtypes import DType, dtype_of
 from delta_trn.nki_kernels.simulator.core.errors import NkiWarning, StrictError, require
 from delta_trn.nki_kernels.simulator.core.memory import (
+    BY_OTHER,
     ON_CHIP,
     PSUM,
     SBUF,
@@ -177,7 +178,7 @@ class Machine:
     def argument(self, array: np.ndarray, name: str) -> NkiTensor:
         """Return `array`, not copied, as a written tensor in shared HBM."""
         number = len(self.lives)
-        storage = Storage(array, dtype_of(array.dtype), MemoryRegion.shared_hbm, name, number, True)
+        storage = Storage(array, dtype_of(array.dtype), MemoryRegion.shared_hbm, name, number, BY_OTHER)
         self.lives.append(storage.life)
         return NkiTensor(array, storage)
 
@@ -225,9 +226,7 @@ class Machine:
 
 
 class _Running(threading.local):
-    """Holds the machine of each thread that runs a kernel."""
-
-    machine: Machine | None = None
+    machine: Machine | None = None  # that of the kernel that runs in this thread
 
 
 running = _Running()

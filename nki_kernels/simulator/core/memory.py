@@ -7,7 +7,7 @@ nothing copies.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 
@@ -26,6 +26,7 @@ class MemoryRegion(Enum):
     sbuf = "sbuf"
     psum = "psum"
     private_hbm = "private_hbm"
+    hbm = private_hbm  # another name of it
     shared_hbm = "shared_hbm"
 
 
@@ -38,21 +39,19 @@ def region_of(buffer: object) -> MemoryRegion:
     """Return the memory that a kernel names by a constant or by a string."""
     if isinstance(buffer, MemoryRegion):
         return buffer
-    if isinstance(buffer, str):
-        name = "private_hbm" if buffer == "hbm" else buffer
-        if name in MemoryRegion.__members__:
-            return MemoryRegion[name]
+    if isinstance(buffer, str) and buffer in MemoryRegion.__members__:
+        return MemoryRegion[buffer]
     raise TypeError(
         f"buffer {buffer!r} is not one of nl.sbuf, nl.psum, nl.hbm, nl.private_hbm, nl.shared_hbm"
     )
 
 
+@dataclass(frozen=True)
 class DynamicSlice:
     """A slice that is given by its start and its size: nl.ds(start, size)."""
 
-    def __init__(self, start: int, size: int) -> None:
-        self.start = start
-        self.size = size
+    start: int
+    size: int
 
 
 @dataclass(slots=True)
@@ -68,29 +67,24 @@ class Life:
     last: int = -1  # index of the last instruction that touches it
 
 
+@dataclass(slots=True, eq=False)
 class Storage:
     """One allocation. `writer` is one code for all elements, or an array of codes once they differ."""
 
-    __slots__ = ("address", "base", "buffer", "dtype", "life", "name", "number", "pointer", "writer")
+    base: np.ndarray
+    dtype: DType
+    buffer: MemoryRegion
+    name: str
+    number: int
+    writer: int | np.ndarray = UNWRITTEN
+    address: tuple[int, int] | None = None
+    life: Life = field(init=False)
+    pointer: int = field(init=False)
 
-    def __init__(
-        self,
-        base: np.ndarray,
-        dtype: DType,
-        buffer: MemoryRegion,
-        name: str,
-        number: int,
-        written: bool = False,
-    ) -> None:
-        self.base = base
-        self.dtype = dtype
-        self.buffer = buffer
-        self.name = name
-        self.number = number
-        self.writer: int | np.ndarray = BY_OTHER if written else UNWRITTEN
-        self.life = Life(name, base.shape, dtype, buffer, prod(base.shape[1:]) * base.itemsize)
-        self.address: tuple[int, int] | None = None
-        self.pointer: int = base.__array_interface__["data"][0]
+    def __post_init__(self) -> None:
+        free_bytes = prod(self.base.shape[1:]) * self.base.itemsize
+        self.life = Life(self.name, self.base.shape, self.dtype, self.buffer, free_bytes)
+        self.pointer = self.base.__array_interface__["data"][0]
 
     @property
     def free_bytes(self) -> int:
@@ -171,6 +165,15 @@ class NkiTensor:
     def offset(self) -> int:
         """Says how many elements lie between the start of the storage and this tensor's first."""
         return (self.array.__array_interface__["data"][0] - self.storage.pointer) // self.array.itemsize
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Its first byte, and the one behind its last: in a partition on chip, else in the storage."""
+        begin, first = self.offset * self.array.itemsize, 0
+        if self.on_chip:
+            begin, first = begin % self.storage.free_bytes, 1
+        steps = zip(self.array.strides[first:], self.shape[first:], strict=True)
+        return begin, begin + sum(step * (count - 1) for step, count in steps) + self.array.itemsize
 
     def __repr__(self) -> str:
         where = self.buffer.value

@@ -1,9 +1,8 @@
 """What the releases of NKI from 0.2.0 to 0.7.0 take: one table of rules, each with its source.
 
-A rule names a form, the releases that refuse it or get it wrong, and where that is written. Without a release
-every rule holds, so that what runs here runs under all of them. A rule that is `doubtful` stands in no text:
-no kernel of AWS's own library has the form (258 files of nki-library 2.28 and 350 of 2.29 were searched). A
-rule that `warns` stands in a text, and kernels that ran on chips break it: it is no error.
+Without a release every rule holds, so that what runs here runs under all of them. A rule that is `doubtful`
+stands in no text: no kernel of AWS's own library has the form (258 files of nki-library 2.28 and 350 of 2.29
+were searched). A rule that `warns` stands in a text, and kernels that ran on chips break it: it is no error.
 
 Sources: aws-neuron-sdk at the tag of each release (SDK), nki-library at 2.28 and 2.29.
 """

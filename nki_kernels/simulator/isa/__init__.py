@@ -7,17 +7,14 @@ from delta_trn.nki_kernels.simulator.core.instruction import Handle as NkiInstru
 from delta_trn.nki_kernels.simulator.core.machine import current
 from delta_trn.nki_kernels.simulator.isa import enums as constants
 from delta_trn.nki_kernels.simulator.isa.activation import *
+from delta_trn.nki_kernels.simulator.isa.control import *
 from delta_trn.nki_kernels.simulator.isa.dma import *
 from delta_trn.nki_kernels.simulator.isa.elementwise import *
 from delta_trn.nki_kernels.simulator.isa.enums import *
 from delta_trn.nki_kernels.simulator.isa.enums import nc_version
 from delta_trn.nki_kernels.simulator.isa.generate import *
-from delta_trn.nki_kernels.simulator.isa.later import *
 from delta_trn.nki_kernels.simulator.isa.matmul import *
-from delta_trn.nki_kernels.simulator.isa.paired import *
-from delta_trn.nki_kernels.simulator.isa.randomness import *
 from delta_trn.nki_kernels.simulator.isa.reduction import *
-from delta_trn.nki_kernels.simulator.isa.registers import *
 from delta_trn.nki_kernels.simulator.isa.search import *
 
 

@@ -7,11 +7,10 @@ import numpy as np
 from delta_trn.nki_kernels.simulator.core.dtypes import store, to_float32
 from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction
 from delta_trn.nki_kernels.simulator.core.memory import BY_OTHER, HBM, SBUF, UNWRITTEN, NkiTensor
-from delta_trn.nki_kernels.simulator.isa.arithmetic import one_of
+from delta_trn.nki_kernels.simulator.core.operators import Operator
 from delta_trn.nki_kernels.simulator.isa.enums import dge_mode as dge_modes
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import oob_mode as oob_modes
-from delta_trn.nki_kernels.simulator.isa.operators import Operator
 
 __all__ = ["dma_compute", "dma_copy", "dma_transpose"]
 
@@ -27,7 +26,8 @@ def dma_copy(
     """Copy src to dst between HBM and SBUF; different dtypes are cast through float32."""
     if priority is not None:
         run.needs_generation(4, "dma_copy priority")
-    _check_mode(run, dge_mode)
+    if dge_mode is dge_modes.hwdge:
+        run.needs_generation(3, "dma_copy dge_mode.hwdge")
     out = run.dst("dst", dst, DMA_MEMORY)
     keep = None
     if isinstance(src, NkiTensor) and src.indirection is not None:
@@ -50,11 +50,6 @@ def dma_copy(
         run.write(out, np.where(keep.reshape(out.shape), values.reshape(out.shape), out.array))
     else:
         run.write(out, values)
-
-
-def _check_mode(run: Instruction, dge_mode: dge_modes) -> None:
-    if dge_mode is dge_modes.hwdge:
-        run.needs_generation(3, f"{run.op} dge_mode.hwdge")
 
 
 def _in_bounds(run: Instruction, tensor: NkiTensor, oob_mode: oob_modes) -> np.ndarray:
@@ -91,7 +86,8 @@ def dma_transpose(
     oob_mode: oob_modes = oob_modes.error,
 ):  # fmt: skip
     """Copy src with its axes permuted to dst, which must have the permuted shape; None swaps two axes."""
-    _check_mode(run, dge_mode)
+    if dge_mode is dge_modes.hwdge:
+        run.needs_generation(3, "dma_transpose dge_mode.hwdge")
     values = run.read("src", src, DMA_MEMORY)
     default = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
     order = tuple(axes) if axes is not None else default.get(src.ndim, ())
@@ -109,7 +105,7 @@ def dma_compute(
     scales: list[float] | None = None, unique_indices: bool = True, oob_mode: oob_modes = oob_modes.error,
 ):  # fmt: skip
     """Reduce the scaled srcs to dst, computed in float32 by the DMA engines."""
-    op = one_of(run, "reduce_op", reduce_op, ("add", "multiply", "maximum", "minimum"))
+    op = run.one_of("reduce_op", reduce_op, ("add", "multiply", "maximum", "minimum"))
     factors = [1.0] * len(srcs) if scales is None else scales
     out = run.dst("dst", dst, DMA_MEMORY)
     terms = []

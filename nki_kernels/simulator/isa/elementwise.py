@@ -3,11 +3,10 @@
 import numpy as np
 
 from delta_trn.nki_kernels.simulator.core.dtypes import to_float32
-from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction
+from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction, list_starts
 from delta_trn.nki_kernels.simulator.core.memory import ON_CHIP, PSUM, NkiTensor
-from delta_trn.nki_kernels.simulator.isa.arithmetic import alu_operator, bits, check_range, combine, pick
+from delta_trn.nki_kernels.simulator.core.operators import Operator, combine
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
-from delta_trn.nki_kernels.simulator.isa.operators import Operator
 
 __all__ = [
     "memset", "nc_stream_shuffle", "reciprocal", "scalar_tensor_tensor", "tensor_copy",
@@ -29,12 +28,12 @@ def tensor_tensor(
 
     Nothing broadcasts, and the inputs are not both in PSUM.
     """
-    alu = alu_operator(run, op)
+    alu = run.alu_operator(op)
     tensors = [t for t in (dst, data1, data2) if isinstance(t, NkiTensor)]
     exact = all(t.dtype in INT32 for t in tensors)
     if alu.name in ON_GPSIMD or (exact and not any(t.buffer is PSUM for t in tensors)):
         run.engine = engines.gpsimd
-    pick(run, engine, engines.vector, engines.gpsimd)
+    run.pick(engine, engines.vector, engines.gpsimd)
     if alu.arity != 2:
         raise TypeError(f"tensor_tensor op must be a binary operator, got {alu!r}")
     a, b = run.read("data1", data1), run.read("data2", data2)
@@ -43,7 +42,7 @@ def tensor_tensor(
     run.same_elements(data1, data2)
     run.same_elements(out, data1)
     if alu.bitvec:
-        bits(run, alu, out, data1, data2)
+        run.has_integers(alu, out, data1, data2)
     elif not (exact and run.engine is engines.gpsimd):
         a, b = to_float32(a), to_float32(b)
     run.write(out, combine(alu, a, b.reshape(a.shape)))
@@ -56,11 +55,11 @@ def tensor_scalar(
     engine: engines = engines.unknown,
 ):  # fmt: skip
     """Compute dst = (data op0 operand0) op1 operand1; operands are numbers or float32 (P, 1) tiles."""
-    first = alu_operator(run, op0, "op0")
-    second = None if op1 is None else alu_operator(run, op1, "op1")
+    first = run.alu_operator(op0, "op0")
+    second = None if op1 is None else run.alu_operator(op1, "op1")
     slow = first.name in ON_GPSIMD or (second is not None and second.name in ON_GPSIMD)
     run.engine = engines.gpsimd if slow else engines.vector
-    pick(run, engine, engines.vector, engines.scalar, engines.gpsimd)
+    run.pick(engine, engines.vector, engines.scalar, engines.gpsimd)
     run.forbid(
         run.engine is engines.gpsimd and not slow,
         f"runs on GpSimd for rsqrt and power alone, got {first!r}: leave out the engine, or use "
@@ -77,7 +76,7 @@ def tensor_scalar(
     )
     values = run.read("data", data)
     if first.bitvec:
-        bits(run, first, data, dst)
+        run.has_integers(first, data, dst)
     else:
         values = to_float32(values)
     P = data.shape[0]
@@ -89,7 +88,7 @@ def tensor_scalar(
         if op is None:
             continue
         scalar = None if op.arity == 1 else run.scalar_operand(role, operand, P, bitvec=op.bitvec)
-        check_range(run, op, values)
+        run.check_range(op, values)
         values = combine(op, values, scalar, reverse)
     run.write_like(dst, values, data)
     return {"slow": slow}
@@ -101,7 +100,7 @@ def scalar_tensor_tensor(
     operand1: NkiTensor, reverse0: bool = False, reverse1: bool = False,
 ):  # fmt: skip
     """Compute dst = (data op0 operand0) op1 operand1: a number or (P, 1) tile, then a full tile."""
-    first, second = alu_operator(run, op0, "op0"), alu_operator(run, op1, "op1")
+    first, second = run.alu_operator(op0, "op0"), run.alu_operator(op1, "op1")
     bitwise = first.bitvec or second.bitvec
     run.require(not bitwise, f"takes arithmetic operators, got {first!r} and {second!r}")
     values = run.rows("data", data)
@@ -116,7 +115,7 @@ def scalar_tensor_tensor(
 @instruction(engines.vector)
 def tensor_copy(run: Instruction, dst: NkiTensor, src: NkiTensor, engine: engines = engines.unknown):
     """Copy src to dst, bit for bit where dtypes agree, through float32 otherwise."""
-    pick(run, engine, engines.vector, engines.scalar, engines.gpsimd)
+    run.pick(engine, engines.vector, engines.scalar, engines.gpsimd)
     if run.engine is engines.scalar:
         run.needs_generation(3, "tensor_copy on the Scalar engine (use activation with op=nl.copy)")
     values = run.read("src", src)
@@ -128,7 +127,7 @@ def tensor_copy(run: Instruction, dst: NkiTensor, src: NkiTensor, engine: engine
 @instruction(engines.vector)
 def memset(run: Instruction, dst: NkiTensor, value: float, engine: engines = engines.unknown):
     """Fill dst with a float if its dtype is a float, with an int if that is an integer."""
-    pick(run, engine, engines.vector, engines.gpsimd)
+    run.pick(engine, engines.vector, engines.gpsimd)
     out = run.dst("dst", dst)
     integer = out.dtype.integer
     # 0 and 0.0 have the same bits in every dtype, and AWS's own kernels write 0 into float tiles.
@@ -177,8 +176,7 @@ def nc_stream_shuffle(run: Instruction, dst: NkiTensor, src: NkiTensor, shuffle_
         out.size // out.shape[0] == src.size // src.shape[0],
         f"needs equal elements per partition, got {out.shape} and {src.shape}",
     )
-    active = -(-max(out.shape[0], src.shape[0]) // 32) * 32
-    legal = (0,) if active > 64 else (0, 64) if active == 64 else (0, 32, 64, 96)
+    legal = list_starts(max(out.shape[0], src.shape[0]))
     for role, t in (("src", src), ("dst", out)):
         run.forbid(t.partition not in legal, f"{role} starts at partition {t.partition}, legal are {legal}")
     result = out.array.copy()

@@ -4,7 +4,7 @@ import numpy as np
 
 from delta_trn.nki_kernels.simulator.core.dtypes import FLOAT8, MATMUL, round_to, to_float32
 from delta_trn.nki_kernels.simulator.core.errors import StrictError
-from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction
+from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction, lack
 from delta_trn.nki_kernels.simulator.core.memory import (
     BY_MATMUL,
     BY_OTHER,
@@ -15,11 +15,10 @@ from delta_trn.nki_kernels.simulator.core.memory import (
     NkiTensor,
 )
 from delta_trn.nki_kernels.simulator.core.targets import PARTITIONS, PSUM_BANK
-from delta_trn.nki_kernels.simulator.isa.arithmetic import pick
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import matmul_perf_mode
 
-__all__ = ["nc_matmul", "nc_transpose"]
+__all__ = ["nc_matmul", "nc_matmul_mx", "nc_transpose", "quantize_mx"]
 
 WIDE = ("float32", "tfloat32")
 
@@ -153,12 +152,8 @@ def _check_output(out: NkiTensor, product: np.ndarray) -> None:
 def _check_bank(run: Instruction, out: NkiTensor) -> None:
     if run.target.generation >= 4 or out.storage.free_bytes <= PSUM_BANK:
         return
-    start = (out.array.__array_interface__["data"][0] - out.storage.pointer) % out.storage.free_bytes
-    reach = (
-        sum(s * (n - 1) for s, n in zip(out.array.strides[1:], out.shape[1:], strict=True))
-        + out.dtype.itemsize
-    )
-    first, last = start // PSUM_BANK, (start + reach - 1) // PSUM_BANK
+    begin, end = out.span
+    first, last = begin // PSUM_BANK, (end - 1) // PSUM_BANK
     run.forbid(
         first != last,
         f"dst `{out.name}` spans psum banks {first} to {last}; one output must fit one bank of "
@@ -208,7 +203,7 @@ def nc_transpose(run: Instruction, dst: NkiTensor, data: NkiTensor, engine: engi
     from_sbuf = isinstance(data, NkiTensor) and data.buffer is SBUF
     if shape[0] <= 32 and F <= 32 and not (in_psum and from_sbuf):
         run.engine = engines.vector
-    pick(run, engine, engines.tensor, engines.vector)
+    run.pick(engine, engines.tensor, engines.vector)
     tensor = run.engine is engines.tensor
     values = run.read("data", data, (SBUF,) if tensor else ON_CHIP)
     out = run.dst("dst", dst, (PSUM,) if tensor else ON_CHIP)
@@ -241,3 +236,8 @@ def _check_tensor_transpose(run: Instruction, out: NkiTensor, data: NkiTensor, v
             f"nc_transpose data `{data.name}` holds {values[tuple(where)]} at {where}; on gen2 the Tensor "
             "engine multiplies by an identity, and NaN or Inf poison whole rows"
         )
+
+
+# gen4's products of packed tiles, 4 and 8 bits, which have no dtype here
+nc_matmul_mx = lack("nc_matmul_mx", 4, "multiply bfloat16 tiles with nc_matmul")
+quantize_mx = lack("quantize_mx", 4, "keep bfloat16 tiles")

@@ -1,31 +1,53 @@
 """Vector and GpSimd instructions that reduce or scan along an axis."""
 
+from typing import Any
+
 import numpy as np
 
 from delta_trn.nki_kernels.simulator.core.dtypes import to_float32
 from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction
 from delta_trn.nki_kernels.simulator.core.memory import SBUF, NkiTensor
-from delta_trn.nki_kernels.simulator.isa.arithmetic import (
-    alu_operator,
-    bits,
-    check_command,
-    combine,
-    fold,
-    one_of,
-    open_registers,
-    read_registers,
-)
+from delta_trn.nki_kernels.simulator.core.operators import Operator, combine, fold, maximum
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
-from delta_trn.nki_kernels.simulator.isa.operators import Operator
 
 __all__ = [
-    "bn_aggr", "bn_stats", "select_reduce", "tensor_partition_reduce", "tensor_reduce",
+    "bn_aggr", "bn_stats", "range_select", "select_reduce", "tensor_partition_reduce", "tensor_reduce",
     "tensor_scalar_cumulative", "tensor_scalar_reduce", "tensor_tensor_scan",
 ]  # fmt: skip
 
 ACCUMULATING = ("add", "multiply", "maximum", "minimum")
 BN_STATS_FMAX = 512
+FP32_MIN = float(np.finfo(np.float32).min)
+RANGE_COMPARISONS = ("equal", "less", "less_equal", "greater", "greater_equal")
+
+
+def open_registers(registers: np.ndarray, command: commands, identity: Any, initial: Any = None) -> None:
+    """Reset or load an engine's reduction registers, if the command says so."""
+    if command is commands.load_reduce:
+        registers[:] = initial
+    elif command in (commands.reset, commands.reset_reduce):
+        registers[:] = identity
+
+
+def read_registers(run: Instruction, reduce_res: NkiTensor | None, registers: np.ndarray) -> dict[str, Any]:
+    """Write an engine's (P, 1) reduction registers to `reduce_res`, if the kernel wants them."""
+    if reduce_res is not None:
+        run.write_columns("reduce_res", reduce_res, registers)
+    return {"reduces": reduce_res is not None}
+
+
+def accumulate(
+    run: Instruction, registers, op: Operator, result, command, reduce_res, initial=None
+) -> dict[str, Any]:
+    """Fold result along the free axis into the engine's registers, and read them out."""
+    open_registers(registers, command, op.identity, initial)
+    if command not in (commands.idle, commands.reset):
+        folded = result[:, :1]
+        for i in range(1, result.shape[1]):
+            folded = combine(op, folded, result[:, i : i + 1])
+        registers[:] = combine(op, registers, folded)
+    return read_registers(run, reduce_res, registers)
 
 
 @instruction(engines.vector)
@@ -34,7 +56,7 @@ def tensor_reduce(
     keepdims: bool = False,
 ):  # fmt: skip
     """Reduce data over its trailing free axes by arithmetic, logical or bitwise operators."""
-    alu = alu_operator(run, op)
+    alu = run.alu_operator(op)
     run.require(alu.reduce, f"op {alu!r} is not a legal reduction operator")
     values = run.read("data", data)
     axes = sorted(a + data.ndim if a < 0 else a for a in ([axis] if isinstance(axis, int) else axis))
@@ -44,7 +66,7 @@ def tensor_reduce(
         f"axis must be the last contiguous free axes of {data.shape}, got {axis}",
     )
     if alu.bitvec:
-        bits(run, alu, dst, data)
+        run.has_integers(alu, dst, data)
         run.require(not negate, "negate needs an arithmetic operator")
     else:
         values = to_float32(values)
@@ -61,18 +83,16 @@ def tensor_reduce(
 @instruction(engines.gpsimd)
 def tensor_partition_reduce(run: Instruction, dst: NkiTensor, op: Operator, data: NkiTensor):
     """Reduce data over its partitions to dst[1, F], on the slow GpSimd engine."""
-    one_of(run, "op", op, ("add", "average", "maximum", "max", "bitwise_or", "bitwise_and"))
+    run.one_of("op", op, ("add", "average", "maximum", "max", "bitwise_or", "bitwise_and"))
     values = run.read("data", data, (SBUF,))
     if op.bitvec:
-        bits(run, op, data, dst)
+        run.has_integers(op, data, dst)
         result = fold(op, values.T, (values.ndim - 1,)).T
     else:
         wide = to_float32(values)
         result = wide.max(axis=0) if op.name.startswith("max") else wide.sum(axis=0, dtype=np.float32)
         result = result / np.float32(values.shape[0]) if op.name == "average" else result
-    out = run.dst("dst", dst, (SBUF,))
-    run.has_columns("dst", out, 1, result.size)
-    run.write(out, result)
+    run.write_columns("dst", dst, result.reshape(1, -1), (SBUF,))
 
 
 @instruction(engines.vector)
@@ -81,7 +101,7 @@ def tensor_tensor_scan(
     op1: Operator, reverse0: bool = False, reverse1: bool = False,
 ):  # fmt: skip
     """Scan the free axis in float32: r[i] = (data0[i] op0 r[i-1]) op1 data1[i], with r[-1] = initial."""
-    first, second = alu_operator(run, op0, "op0"), alu_operator(run, op1, "op1")
+    first, second = run.alu_operator(op0, "op0"), run.alu_operator(op1, "op1")
     run.require(
         not (first.bitvec or second.bitvec) and first.arity == second.arity == 2,
         f"takes binary arithmetic operators, got {first!r} and {second!r}",
@@ -105,8 +125,8 @@ def tensor_scalar_cumulative(
     imm1: object = None, reduce_cmd: commands = commands.reset_reduce,
 ):  # fmt: skip
     """Scan the free axis: reg = op1(op0(src[i], imm0), reg), written for every element."""
-    first = alu_operator(run, op0, "op0")
-    second = one_of(run, "op1", op1, (*ACCUMULATING, "subtract"))
+    first = run.alu_operator(op0, "op0")
+    second = run.one_of("op1", op1, (*ACCUMULATING, "subtract"))
     for role, t in (("src", src), ("dst", dst)):
         if isinstance(t, NkiTensor):
             run.require(t.dtype not in ("int32", "uint32"), f"{role} dtype cannot be {t.dtype}")
@@ -127,7 +147,7 @@ def _registers(
     run: Instruction, op: Operator, P: int, init: object, command: object, role: str
 ) -> np.ndarray:
     """Reset or load the Vector engine's registers as the command says, and return those of P partitions."""
-    check_command(run, command, commands.reset_reduce, commands.reduce, commands.load_reduce)
+    run.check_member("reduce_cmd", command, commands.reset_reduce, commands.reduce, commands.load_reduce)
     assert isinstance(command, commands)
     initial = None
     if command is commands.load_reduce:
@@ -145,8 +165,8 @@ def tensor_scalar_reduce(
     reduce_init: object = None, reduce_res_negate: bool = False,
 ):  # fmt: skip
     """Compute dst = data op0 operand0, and reduce_res[P, 1] = reduce_op of dst along the free axes."""
-    first = alu_operator(run, op0, "op0")
-    second = one_of(run, "reduce_op", reduce_op, ACCUMULATING)
+    first = run.alu_operator(op0, "op0")
+    second = run.one_of("reduce_op", reduce_op, ACCUMULATING)
     run.require(not first.bitvec, f"takes an arithmetic op0, got {first!r}")
     run.forbid(reverse0, "reverse0 is not supported by the compiler")
     P = data.shape[0]
@@ -179,9 +199,9 @@ def select_reduce(
     result = np.where(~mask if reverse_pred else mask, values, other)
     run.write_like(dst, result, on_true)
     if reduce_cmd is not commands.idle:
-        check_command(run, reduce_cmd, commands.reset, commands.reduce, commands.reset_reduce)
+        run.check_member("reduce_cmd", reduce_cmd, commands.reset, commands.reduce, commands.reset_reduce)
         if reduce_op is not None:
-            one_of(run, "reduce_op", reduce_op, ("maximum",))
+            run.one_of("reduce_op", reduce_op, ("maximum",))
         registers = run.machine.vector_registers
         open_registers(registers, reduce_cmd, -np.inf)
         if reduce_cmd is not commands.reset:
@@ -191,21 +211,44 @@ def select_reduce(
 
 
 @instruction(engines.vector)
+def range_select(
+    run: Instruction, dst: NkiTensor, on_true_tile: NkiTensor, comp_op0: Operator, comp_op1: Operator,
+    bound0: NkiTensor, bound1: NkiTensor, reduce_cmd: commands = commands.reset_reduce,
+    reduce_res: NkiTensor | None = None, reduce_op: Operator = maximum, range_start: int = 0,
+    on_false_value: float = FP32_MIN,
+):  # fmt: skip
+    """Keep on_true_tile where index comp_op0 bound0 and index comp_op1 bound1; reduce to the row maximum.
+
+    Elsewhere dst = on_false_value, the least float32 unless the kernel says otherwise.
+    """
+    run.needs_generation(3, "range_select")
+    first = run.one_of("comp_op0", comp_op0, RANGE_COMPARISONS)
+    second = run.one_of("comp_op1", comp_op1, RANGE_COMPARISONS)
+    run.one_of("reduce_op", reduce_op, ("maximum",))
+    P = on_true_tile.shape[0]
+    values = run.rows("on_true_tile", on_true_tile)
+    index = range_start + np.arange(values.shape[1], dtype=np.float32)[None, :]
+    low, high = run.scalar_operand("bound0", bound0, P), run.scalar_operand("bound1", bound1, P)
+    keep = combine(first, index, low) * combine(second, index, high)
+    result = np.where(keep != 0, values, np.float32(on_false_value))
+    run.write_like(dst, result, on_true_tile)
+    return accumulate(run, run.machine.vector_registers[:P], reduce_op, result, reduce_cmd, reduce_res)
+
+
+@instruction(engines.vector)
 def bn_stats(run: Instruction, dst: NkiTensor, data: NkiTensor):
     """Write (count, mean, count * variance) of each partition's even, then odd elements to dst[P, 6]."""
     P = data.shape[0]
     values = run.rows("data", data)
     count = values.shape[1]
     run.require(count <= BN_STATS_FMAX, f"takes up to {BN_STATS_FMAX} elements per partition, got {count}")
-    out = run.dst("dst", dst)
-    run.has_columns("dst", out, P, 6)
     columns = []
     for part in (values[:, 0::2], values[:, 1::2]):
         n = part.shape[1]
         mean = part.mean(axis=1) if n else np.zeros(P, np.float32)
         variance = part.var(axis=1) if n else np.zeros(P, np.float32)
         columns += [np.full(P, n, np.float32), mean, variance * n]
-    run.write(out, np.stack(columns, axis=1).astype(np.float32))
+    run.write_columns("dst", dst, np.stack(columns, axis=1).astype(np.float32))
 
 
 @instruction(engines.vector)
@@ -214,9 +257,7 @@ def bn_aggr(run: Instruction, dst: NkiTensor, data: NkiTensor):
     P = data.shape[0]
     triples = run.rows("data", data).reshape(P, -1, 3)
     count, mean, spread = triples[..., 0], triples[..., 1], triples[..., 2]
-    out = run.dst("dst", dst)
-    run.has_columns("dst", out, P, 2)
     total = count.sum(axis=1)
     center = (count * mean).sum(axis=1) / total
     variance = (spread + count * (mean - center[:, None]) ** 2).sum(axis=1) / total
-    run.write(out, np.stack([center, variance], axis=1))
+    run.write_columns("dst", dst, np.stack([center, variance], axis=1))

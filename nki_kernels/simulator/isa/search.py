@@ -3,13 +3,13 @@
 import numpy as np
 
 from delta_trn.nki_kernels.simulator.core.errors import StrictError
-from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction
+from delta_trn.nki_kernels.simulator.core.instruction import Instruction, instruction, lack
 from delta_trn.nki_kernels.simulator.core.memory import SBUF, NkiTensor
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 
 __all__ = [
     "local_gather", "max8", "nc_find_index8", "nc_match_replace8", "nc_n_gather", "nonzero_with_count",
-    "sequence_bounds",
+    "sequence_bounds", "topk",
 ]  # fmt: skip
 
 LEAST, MOST = 8, 16384
@@ -29,9 +29,7 @@ def _searchable(run: Instruction, role: str, tensor: NkiTensor) -> np.ndarray:
 def max8(run: Instruction, dst: NkiTensor, src: NkiTensor):
     """Write the eight largest elements of each partition to dst[P, 8], largest first."""
     values = _searchable(run, "src", src)
-    out = run.dst("dst", dst)
-    run.has_columns("dst", out, out.shape[0], 8)
-    run.write(out, -np.sort(-values, axis=1)[:, :8])
+    run.write_columns("dst", dst, -np.sort(-values, axis=1)[:, :8])
 
 
 def _eight(run: Instruction, vals: NkiTensor) -> np.ndarray:
@@ -80,9 +78,7 @@ def nc_match_replace8(
     result[taken] = imm
     run.write_like(dst, result, data)
     if dst_idx is not None:
-        index = run.dst("dst_idx", dst_idx)
-        run.has_columns("dst_idx", index, index.shape[0], 8)
-        run.write(index, positions.astype(index.array.dtype))
+        run.write_columns("dst_idx", dst_idx, positions)
 
 
 @instruction(engines.gpsimd)
@@ -91,14 +87,10 @@ def nc_n_gather(run: Instruction, dst: NkiTensor, data: NkiTensor, indices: NkiT
     values = run.read("data", data, (SBUF,)).reshape(data.shape[0], -1)
     where = run.read("indices", indices, (SBUF,)).reshape(indices.shape[0], -1)
     run.has_dtype("indices", indices, "uint32")
-    out = run.dst("dst", dst, (SBUF,))
-    run.has_dtype("dst", out, data.dtype)
-    run.same_elements(out, indices)
-    run.require(
-        int(where.max()) < values.shape[1],
-        f"index {int(where.max())} exceeds the {values.shape[1]} elements of a partition",
-    )
-    run.write(out, np.take_along_axis(values, where.astype(np.int64), axis=1))
+    last, count = int(where.max()), values.shape[1]
+    run.require(last < count, f"index {last} exceeds the {count} elements of a partition")
+    gathered = np.take_along_axis(values, where.astype(np.int64), axis=1)
+    run.write_like(dst, gathered, indices, (SBUF,), data.dtype)
 
 
 @instruction(engines.gpsimd)
@@ -179,3 +171,7 @@ def nonzero_with_count(
         result[p, : len(hits)] = hits + index_offset
         result[p, n] = len(hits)
     run.write(out, result)
+
+
+# the documentation does not say which partitions hold its result
+topk = lack("topk", 2, "take max8 and nc_match_replace8 in turn")

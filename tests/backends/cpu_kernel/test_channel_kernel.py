@@ -20,7 +20,7 @@ WHOLE = Case(
     loss=BOTH, lengths=(110, 1, 0, 20), op="kimi_delta_attention",
 )  # fmt: skip
 pytestmark = pytest.mark.skipif(
-    chunked_kernel.channel_library().functions is None, reason=chunked_kernel.channel_library().note
+    chunked_kernel.library(True).functions is None, reason=chunked_kernel.library(True).note
 )
 
 

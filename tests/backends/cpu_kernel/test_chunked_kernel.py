@@ -27,7 +27,7 @@ WHOLE = Case(
     norm="random", state=True, loss=BOTH, lengths=(80, 1, 0, 70),
 )  # fmt: skip
 needs_kernel = pytest.mark.skipif(
-    chunked_kernel.library().functions is None, reason=chunked_kernel.library().note
+    chunked_kernel.library(False).functions is None, reason=chunked_kernel.library(False).note
 )
 
 

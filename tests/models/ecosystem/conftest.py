@@ -4,11 +4,16 @@ import pytest
 import torch
 
 from delta_trn import DeltaConfig, DeltaForCausalLM
-from tests.support.families import FAMILIES, make
+from tests.support.families import FAMILIES, INDEXED, make
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request):
+    return make(request.param)
+
+
+@pytest.fixture(scope="module", params=[name for name in FAMILIES if name != INDEXED])
+def packing_model(request):
     return make(request.param)
 
 

@@ -33,7 +33,7 @@ from delta_trn.models.head_numbers import NUMBERS, HeadNumbers
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import scaled_parameters
 from tests.support import team_run, tiny_run
-from tests.support.families import FAMILIES, make, tokens
+from tests.support.families import GATED, make, tokens
 
 # a mean of two gradients, rounded a few times; the gradient of one process alone is far from it
 ALLOWED = {torch.float32: 2**-20, torch.bfloat16: 2**-6}
@@ -174,7 +174,7 @@ def test_transformers_trainer_shards_a_model_in_bfloat16(words, tmp_path):
 
 QUICK = ["2 ours", "1 qwen3_5"]
 OTHERS = [f"{family} {kind}" for family in ("ours", "qwen3_5") for kind in ("lora", "float32")]
-EVERY = [f"{version} {case}" for case in (*FAMILIES, *OTHERS) for version in "12"]
+EVERY = [f"{version} {case}" for case in (*GATED, *OTHERS) for version in "12"]
 
 
 @pytest.mark.parametrize("cases", [QUICK, pytest.param([*EVERY, "1 ours"], marks=pytest.mark.slow)], ids=len)

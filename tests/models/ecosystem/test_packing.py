@@ -9,15 +9,31 @@ from delta_trn import DeltaConfig, DeltaForCausalLM, check_packing, patch_transf
 from delta_trn.backends.parity.judge import error
 from delta_trn.models.cache import CACHE_NAME
 from delta_trn.models.sequence import sequence_bounds
-from tests.support.families import make, tokens
+from tests.support.families import FAMILIES, INDEXED, make, tokens
 from tests.support.tiny_models import assert_same
 
 
-def test_packed_sequences_do_not_see_each_other_however_the_model_is_told(model):
-    with patch_transformers(model, backend="chunked"):
-        report = check_packing(model, lengths=(5, 64, 1, 20))
+def test_packed_sequences_do_not_see_each_other_however_the_model_is_told(packing_model):
+    with patch_transformers(packing_model, backend="chunked"):
+        report = check_packing(packing_model, lengths=(5, 64, 1, 20))
     assert report and not report.refused, str(report)
     assert {"default cache", "padding", "numbered mask"} < {row.way for row in report.sequences}
+
+
+def test_indexed_attention_refuses_packed_sequences():
+    model, ids = make(INDEXED), tokens(1, 20)
+    places = torch.tensor([[*range(7), *range(13)]])
+    with patch_transformers(model, backend="chunked"), torch.no_grad():
+        alone = model(ids, position_ids=torch.arange(20)[None]).logits
+        assert torch.equal(alone, model(ids).logits)
+        for told in ({"position_ids": places}, {"cu_seq_lens_q": torch.tensor([0, 7, 20])}):
+            with pytest.raises(ValueError, match="indexed attention reads a row as one sequence"):
+                model(ids, use_cache=False, **told)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(torch.compiler, "is_compiling", lambda: True)  # then nobody may ask a tensor
+            assert torch.equal(model(ids, position_ids=torch.arange(20)[None]).logits, alone)
+            with pytest.raises(RuntimeError, match="one sequence per row"):
+                model(ids, use_cache=False, position_ids=places)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
@@ -40,15 +56,15 @@ def test_packing_without_the_patch_is_shown_to_leak(model):
     assert not report and "sees its neighbors" in str(report) and "told by position_ids" in str(report)
 
 
-def test_a_packed_row_beside_a_padded_one_and_padding_on_either_side_are_kept_apart(model):
+def test_a_packed_row_beside_a_padded_one_and_padding_on_either_side_are_kept_apart(packing_model):
     ids = tokens(2, 20)
     places = torch.tensor([[*range(7), *range(13)], [0, 0, *range(14), *range(4)]])
     mask = torch.ones_like(ids)
     mask[1, :2] = mask[1, 16:] = 0
-    with torch.no_grad(), patch_transformers(model, backend="chunked"):
-        packed = model(ids, position_ids=places, attention_mask=mask).logits
+    with torch.no_grad(), patch_transformers(packing_model, backend="chunked"):
+        packed = packing_model(ids, position_ids=places, attention_mask=mask).logits
         for row, cut in ((0, slice(7)), (0, slice(7, 20)), (1, slice(2, 16))):
-            assert error(packed[row, cut], model(ids[row : row + 1, cut]).logits[0]) < 2**-16
+            assert error(packed[row, cut], packing_model(ids[row : row + 1, cut]).logits[0]) < 2**-16
 
 
 def attend(q, k, v, causal=False, softmax_scale=None, dropout_p=0.0):
@@ -87,9 +103,9 @@ def compute(model, attention, ids, **options):
         return model(ids, use_cache=False, **options).logits
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen4_exp", INDEXED)])
 def test_flash_attention_is_told_of_packed_sequences_as_other_attention_is(family, flash_attention):
-    """Qwen4-exp's sparse attention is its own, which transformers does not run with flash attention."""
+    """Sparse attention of Qwen4-exp and GLM-5 Next is their own, without flash attention in transformers."""
     model, ids = make(family), tokens(2, 20)
     places = torch.tensor([[*range(7), *range(13)], [*range(12), *range(8)]])
     with patch_transformers(model, backend="chunked"):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5ForConditio
 
 from delta_trn import DeltaConfig, DeltaForCausalLM, load_model, patch_transformers
 from delta_trn.train.data.tokenizer import plain_bytes
-from tests.support.families import FAMILIES, make, write_whole
+from tests.support.families import FAMILIES, GATED, make, write_whole
 
 trl = pytest.importorskip("trl", reason="trl is not installed here; make test-trl has it")
 PAGE = (Path(__file__).parents[3] / "docs" / "fine-tuning.md").read_text()
@@ -58,7 +58,7 @@ def place(tmp_path_factory) -> Path:
         (folder / name).write_text(text)
     small = {"hidden_size": 64, "vocab_size": BYTES, "max_position_embeddings": 256}
     make("qwen3_5", **small).save_pretrained(folder / "qwen")
-    for family in FAMILIES:
+    for family in GATED:
         make(family, vocab_size=BYTES).save_pretrained(folder / family)
     write_whole(folder / "released", "qwen3_5", vocab_size=BYTES)
     for name, base in (("ours", 32), ("ours-wide", 8)):
@@ -69,7 +69,7 @@ def place(tmp_path_factory) -> Path:
                 intermediate_multiple=16, attention_layers=[1], initializer_range=0.1,
             )
         ).save_pretrained(folder / name)  # fmt: skip
-    for name in (*FAMILIES, "qwen", "released", "ours", "ours-wide"):
+    for name in (*GATED, "qwen", "released", "ours", "ours-wide"):
         plain_bytes().save(folder / name)
     return folder
 
@@ -178,7 +178,7 @@ def adapters(how: str) -> LoraConfig | None:
     ("name", "mode", "how"),
     [
         *((name, mode, how) for name in MODELS for mode in MODES for how in ("all", "lora")),
-        *((family, "packed", "all") for family in FAMILIES),
+        *((family, "packed", "all") for family in GATED),
     ],
 )
 def test_the_first_logged_loss_of_sft_is_the_models_own(place, name, mode, how, tmp_path):

@@ -10,8 +10,9 @@ from collections import Counter
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from delta_trn.train.data import baselines, entropies, open_dataset
-from delta_trn.train.data.entropies import documents, leading_text
+from delta_trn.train.data import entropies
+from delta_trn.train.data.dataset import open_dataset
+from delta_trn.train.data.entropies import baselines, documents, leading_text
 from delta_trn.train.settings.errors import DiskFull
 from tests.support.corpus import prepare_text, write_jsonl
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from delta_trn.train.data import evaluation_batches, make_loader, open_dataset
+from delta_trn.train.data.dataset import open_dataset
+from delta_trn.train.data.loader import evaluation_batches, make_loader
 from delta_trn.train.data.shards import HEADER_BYTES, encode_header
 from delta_trn.train.settings.errors import ShardError
 from tests.support.corpus import prepare_text, write_jsonl

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from delta_trn.train.data import open_dataset
+from delta_trn.train.data.dataset import open_dataset
 from delta_trn.train.data.tokenizer import byte_alphabet
 from tests.support.corpus import PACKERS, pack, prepare_text, write_jsonl
 

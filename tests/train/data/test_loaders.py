@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from delta_trn.train.data import evaluation_batches, make_loader, open_dataset
-from delta_trn.train.data.loader import mix64
+from delta_trn.train.data.dataset import open_dataset
+from delta_trn.train.data.loader import evaluation_batches, make_loader, mix64
 from delta_trn.train.settings.errors import PositionMismatch, ShardError
 from tests.support.corpus import prepare_text, write_jsonl
 

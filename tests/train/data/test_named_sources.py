@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from delta_trn.train.data.sources import FileSource, find_source, python_stdlib, site_packages
+from delta_trn.train.data.sources import FileSource, find_source, named_source
 from delta_trn.train.settings.errors import SourceError
 from delta_trn.train.settings.schema import DataSection
 
 
 def test_the_standard_library_is_megabytes_of_source_without_tests_and_tables():
-    source = python_stdlib()
+    source = named_source("python-stdlib")
     assert source.names == tuple(sorted(source.names)) and len(source.names) > 300
     assert sum((source.root / name).stat().st_size for name in source.names) > 5e6
     parts = {part for name in source.names for part in Path(name).parts}
     assert not parts & {"test", "tests", "site-packages", "encodings", "__pycache__"}
     assert {"argparse.py", "json", "asyncio"} <= parts
     assert not any("_sysconfigdata" in name for name in source.names)
-    assert source.settings() == python_stdlib().settings()
+    assert source.settings() == named_source("python-stdlib").settings()
 
 
 def test_site_packages_are_the_modules_of_installed_packages_in_order(tmp_path, monkeypatch):
@@ -35,11 +35,11 @@ def test_site_packages_are_the_modules_of_installed_packages_in_order(tmp_path, 
     assert list(source.documents(skipped)) == mine[1:]
     assert skipped == {"files that are not text in UTF-8": 1}
     (tmp_path / "a" / "new.py").write_text("new")
-    assert source.settings() != site_packages().settings()
+    assert source.settings() != named_source("site-packages").settings()
 
 
-@pytest.mark.parametrize("named", [python_stdlib, site_packages])
-def test_an_installation_without_source_files_is_refused(tmp_path, monkeypatch, named):
+@pytest.mark.parametrize("name", ["python-stdlib", "site-packages"])
+def test_an_installation_without_source_files_is_refused(tmp_path, monkeypatch, name):
     monkeypatch.setattr("sysconfig.get_paths", lambda: dict.fromkeys(("stdlib", "purelib"), str(tmp_path)))
     with pytest.raises(SourceError, match=r"0 source files .* pass a folder of text"):
-        named()
+        named_source(name)

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from delta_trn.train.data import open_dataset, preparation
+from delta_trn.train.data import preparation
+from delta_trn.train.data.dataset import open_dataset
 from delta_trn.train.data.entropies import documents
 from delta_trn.train.files import hold_folder
 from delta_trn.train.settings.errors import DataError, DiskFull, SettingsDiffer, ShardError, SourceError

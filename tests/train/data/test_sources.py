@@ -15,7 +15,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from delta_trn.train.data import open_dataset, readers, sources
+from delta_trn.train.data import readers, sources
+from delta_trn.train.data.dataset import open_dataset
 from delta_trn.train.data.entropies import documents
 from delta_trn.train.data.sources import SECTION, FileSource, HubSource, find_source
 from delta_trn.train.settings.errors import SourceError

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
-from delta_trn.train.data.sources import python_stdlib
+from delta_trn.train.data.sources import named_source
 from delta_trn.train.data.tokenizer import (
     BOS,
     EOS,
@@ -94,7 +94,7 @@ sys.stdout.write(train_byte_bpe(iter(sys.argv[1:]), 1024).sha256)
 
 def test_training_a_bpe_has_one_result_on_any_number_of_threads():
     """In another process the seeds of hashes and the number of threads differ, as between machines."""
-    library = python_stdlib()
+    library = named_source("python-stdlib")
     texts = [text[:5000] for _, text in zip(range(60), library.documents(Counter()), strict=False)]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *texts],

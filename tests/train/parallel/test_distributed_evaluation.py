@@ -12,7 +12,7 @@ from torch import Tensor
 
 from delta_trn.models import DeltaForCausalLM
 from delta_trn.train.__main__ import main
-from delta_trn.train.data import Batch
+from delta_trn.train.data.loader import Batch
 from delta_trn.train.parallel.layout import Layout, layout_of
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.recipes import recipe

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from delta_trn.backends import machine
-from delta_trn.train.data import Loader, make_loader, open_dataset
+from delta_trn.train.data.dataset import open_dataset
+from delta_trn.train.data.loader import Loader, make_loader
 from delta_trn.train.neuron.feed import DeviceFeed
 
 STAND_IN = Path(__file__).parents[2] / "shims" / "torch_xla" / "distributed" / "parallel_loader.py"
@@ -29,7 +30,8 @@ def ahead(monkeypatch):
 @pytest.fixture
 def make(data):
     def make_one() -> Loader:
-        return make_loader(open_dataset(data), "train", batch=2, sequence=8, seed=3, rank=1, world=2)
+        options = {"batch": 2, "sequence": 8, "seed": 3, "rank": 1, "world": 2, "with_noise": True}
+        return make_loader(open_dataset(data), "train", **options)
 
     return make_one
 
@@ -37,16 +39,16 @@ def make(data):
 @pytest.mark.parametrize("taken", [0, 3])
 def test_batches_and_position_are_those_of_a_loader_that_does_not_read_ahead(make, taken):
     loader, plain, again = make(), make(), make()
-    feed = DeviceFeed(loader, CPU, with_noise=True)
+    feed = DeviceFeed(loader, CPU)
     for _ in range(taken):
-        noise, batch, expected = plain.noise(), feed.next_batch(), plain.next_batch()
-        assert batch.noise is not None and torch.equal(batch.noise, noise)
+        batch, expected = feed.next_batch(), plain.next_batch()
+        assert batch.noise is not None and torch.equal(batch.noise, expected.noise)
         assert batch.position_ids is None and torch.equal(batch.targets, expected.targets)
-    assert feed.position() == plain.state_dict()
-    again.load_state_dict(feed.position())
+    assert feed.state_dict() == plain.state_dict()
+    again.load_state_dict(feed.state_dict())
     assert torch.equal(again.next_batch().inputs, feed.next_batch().inputs)
     # the loader itself has gone on: its own position would skip batches
-    assert loader.state_dict()["samples"] > feed.position()["samples"]
+    assert loader.state_dict()["samples"] > feed.state_dict()["samples"]
 
 
 def test_what_reading_raises_is_raised_when_that_batch_is_taken(make, monkeypatch):
@@ -59,7 +61,7 @@ def test_what_reading_raises_is_raised_when_that_batch_is_taken(make, monkeypatc
         return read()
 
     monkeypatch.setattr(loader, "next_batch", fail_at_the_third)
-    feed = DeviceFeed(loader, CPU, with_noise=False)
+    feed = DeviceFeed(loader, CPU)
     feed.next_batch()
     feed.next_batch()
     with pytest.raises(OSError, match="the disk is gone"):
@@ -67,7 +69,7 @@ def test_what_reading_raises_is_raised_when_that_batch_is_taken(make, monkeypatc
 
 
 def test_a_closed_feed_reads_no_more(make):
-    feed = DeviceFeed(make(), CPU, with_noise=False)
+    feed = DeviceFeed(make(), CPU)
     feed.next_batch()
     feed.close()
     with pytest.raises(RuntimeError, match="the feed is closed"):

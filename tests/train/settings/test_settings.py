@@ -8,15 +8,15 @@ from pydantic import ValidationError
 
 from delta_trn.train.recipes import RECIPES, recipe, summary
 from delta_trn.train.settings.errors import ConfigError, UsageError
-from delta_trn.train.settings.overrides import annotation, apply, change, parse
+from delta_trn.train.settings.overrides import apply, change, parse
 from delta_trn.train.settings.schema import (
     NOT_MATHEMATICS,
     RunConfig,
+    declaration,
     differences,
     flatten,
     is_one_of,
     may_change_on_resume,
-    meaning,
     read_saved,
     validate,
 )
@@ -63,7 +63,8 @@ def choose_other(key: str, value: Any) -> str:
     if isinstance(value, float):
         return str(value / 2 or 0.25)
     if value is None:
-        return "1" if "int" in str(annotation(key)) or "float" in str(annotation(key)) else "other"
+        kind = str(declaration(key).annotation)
+        return "1" if "int" in kind or "float" in kind else "other"
     return "other"
 
 
@@ -90,7 +91,7 @@ class TestOverrides:
 
     def test_documented_keys_exist_and_every_key_has_a_description(self):
         assert set(FIXED) <= set(KEYS)
-        assert [key for key in KEYS if len(meaning(key)) < 4] == []
+        assert [key for key in KEYS if len(declaration(key).description or "") < 4] == []
 
     @pytest.mark.parametrize(
         ("assignment", "nearest"),

@@ -8,7 +8,7 @@ import torch
 
 from delta_trn.backends import gated_delta_rule
 from delta_trn.train.checkpoints.run_folder import RunFolder
-from delta_trn.train.data import Batch
+from delta_trn.train.data.loader import Batch
 from delta_trn.train.studies.probe_plots import PANELS, load_probes
 from delta_trn.train.studies.probes import measure, normalize, observe, recall, rms
 from tests.support.tiny_models import model, tokens
@@ -59,11 +59,11 @@ class TestFormulas:
 def test_observing_a_model_leaves_outputs_unchanged_and_sees_its_tensors():
     m, ids = model(num_v_heads=8, num_hidden_layers=5, attention_layers=[1]), tokens(2, 20)
     plain = m(ids, use_cache=False).logits
-    with observe(m) as view:
+    with observe(m) as (mixers, _):
         seen = m(ids, use_cache=False).logits
     assert torch.equal(plain, seen) and torch.equal(m(ids, use_cache=False).logits, seen)
-    assert set(view.mixers) == {0, 3, 4}
-    for mixer in view.mixers.values():
+    assert set(mixers) == {0, 3, 4}
+    for mixer in mixers.values():
         q, k, v = mixer.split()
         g, beta = mixer.gates()
         arguments = (normalize(q), normalize(k), v, g, beta)

@@ -185,16 +185,15 @@ class Maker:
         `delta_trn.mup`. Readouts that are not tied begin at 0: from their own size they add noise to all
         gradients that only dies out at larger widths.
         """
-        base = self.model(self.base)
-        if parametrization != PLAIN:
+        base, of_mup = self.model(self.base), parametrization != PLAIN
+        if of_mup:
             draw_taps(base)
 
         def start(width: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
             model = self.model(width, seed)
-            if parametrization != PLAIN:
-                draw_taps(model)
             groups: Any = list(model.parameters())
-            if parametrization != PLAIN:
+            if of_mup:
+                draw_taps(model)
                 options: Any = {"base": base, "table": parametrization, "roles": self.roles}
                 if tied := is_tied(model):
                     scale_readout(model, base=base, table=options["table"])

@@ -113,9 +113,9 @@ def _find_allowed(theory: Theory, name: str, step: int, quantity: str) -> tuple[
 def _fit(points: Sequence[tuple[int, float]], low: float, high: float) -> Slope:
     if not all(0 < y < math.inf for _, y in points):
         return Slope(math.nan, math.nan, False)
-    fit = line([math.log2(x) for x, _ in points], [math.log2(y) for _, y in points])
-    reach = TOLERANCE + 2 * fit.stderr
-    return Slope(fit.slope, fit.stderr, low - reach <= fit.slope <= high + reach)
+    slope, error = line([math.log2(x) for x, _ in points], [math.log2(y) for _, y in points])
+    reach = TOLERANCE + 2 * error
+    return Slope(slope, error, low - reach <= slope <= high + reach)
 
 
 def table(rows: Sequence[Verdict], theory: Theory = THEORY) -> str:

@@ -47,8 +47,7 @@ class Trial:
 
     def coordinates(self) -> dict[str, str | int | float]:
         """Returns the part of a result that is known before the run is made."""
-        names = ("arm", "parametrization", "optimizer", "width", "lr", "seed")
-        return {name: getattr(self, name) for name in names}
+        return {name: value for name, value in vars(self).items() if name != "config"}
 
     @property
     def place(self) -> Place:
@@ -146,13 +145,7 @@ def _config(
 
 
 def parse_arms(text: str) -> Arms:
-    """Reads arms from the command line.
-
-        KEY=V1,V2       one arm for every value of a key, named after the value
-        FILE.json       {"name": {"key": "value", ...}, ...}
-
-    Raises UsageError for anything else.
-    """
+    """Reads arms: one for every value of a key, named after it, or those of a file; else UsageError."""
     key, equals, values = text.partition("=")
     try:
         if equals:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from delta_trn.train.files import disk_errors
+from delta_trn.train.watch.metrics import parse_line
 
 Result = Mapping[str, Any]
 Place = tuple[str, str, str, int, float, int]  # arm, parametrization, optimizer, width, log2 rate, seed
@@ -40,8 +41,7 @@ class Results:
         text += self.path.read_bytes() if self.path.exists() else b""
         results: dict[Place, Result] = {}
         for line in text.splitlines(keepends=True):
-            result = _parse(line)
-            if result is not None:
+            if (result := parse_line(line, "seed", "loss")) is not None:
                 results.setdefault(place_of(result), result)
         return results
 
@@ -56,13 +56,3 @@ class Results:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
-
-
-def _parse(line: bytes) -> Result | None:
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        result = json.loads(line)
-    except ValueError:
-        return None
-    return result if isinstance(result, dict) and "seed" in result and "loss" in result else None

@@ -145,9 +145,8 @@ def run_trial(config: RunConfig, folder: Path) -> int:
     """
     from delta_trn.train.run.loop import train
     from delta_trn.train.run.setup import resume, start
-    from delta_trn.train.studies.probes import ProbeObserver
+    from delta_trn.train.studies.probes import probe_of
     from delta_trn.train.watch.display import Display
-    from delta_trn.train.watch.metrics import read
 
     if _load_result(folder) is not None:
         return 0  # the runner was killed before it wrote the line
@@ -157,18 +156,16 @@ def run_trial(config: RunConfig, folder: Path) -> int:
     else:
         opened = start(config)
     with opened as run:
-        observers = [ProbeObserver(run)] if config.log.probes else []
         try:
-            outcome = train(run, Display(config.steps, run.state.step, show=False), observers)
+            outcome = train(run, Display(config.steps, run.state.step, show=False), probe_of(run))
             if outcome.stopped:
                 return 128 + (outcome.signal or signal.SIGTERM)
             diverged = None
         except Diverged as error:
             diverged = str(error)
-        lines = read(run.folder.metrics.path)
-        held_out = [line["loss"] for line in lines if line["split"] == "val" and line["step"] == config.steps]
+        held_out = run.folder.evaluation_after(config.steps) or {}
         result = {
-            "loss": None if diverged else held_out[-1],
+            "loss": None if diverged else held_out["loss"],
             "steps": run.state.step,
             "tokens": run.state.tokens,
             "seconds": round(run.state.seconds, 2),

@@ -68,17 +68,9 @@ def _silu_dx(x: np.ndarray) -> np.ndarray:
     return s * (1 + x * (1 - s))
 
 
-def _gelu(x: np.ndarray) -> np.ndarray:
-    return _F32(0.5) * x * (1 + _erf(x * _F32(1 / math.sqrt(2))))
-
-
 def _gelu_dx(x: np.ndarray) -> np.ndarray:
     density = np.exp(-_F32(0.5) * x * x) * _F32(1 / math.sqrt(2 * pi))
     return _F32(0.5) * (1 + _erf(x * _F32(1 / math.sqrt(2)))) + x * density
-
-
-def _gelu_tanh(x: np.ndarray) -> np.ndarray:
-    return _F32(0.5) * x * (1 + np.tanh(_F32(math.sqrt(2 / pi)) * (x + _F32(0.044715) * x * x * x)))
 
 
 def _softplus(x: np.ndarray) -> np.ndarray:
@@ -147,9 +139,12 @@ tanh = _scalar("tanh", np.tanh)
 sigmoid = _scalar("sigmoid", _sigmoid)
 silu = _scalar("silu", lambda x: x * _sigmoid(x))
 silu_dx = _scalar("silu_dx", _silu_dx)
-gelu = _scalar("gelu", _gelu)
+gelu = _scalar("gelu", lambda x: _F32(0.5) * x * (1 + _erf(x * _F32(1 / math.sqrt(2)))))
 gelu_dx = _scalar("gelu_dx", _gelu_dx)
-gelu_apprx_tanh = _scalar("gelu_apprx_tanh", _gelu_tanh)
+gelu_apprx_tanh = _scalar(
+    "gelu_apprx_tanh",
+    lambda x: _F32(0.5) * x * (1 + np.tanh(_F32(math.sqrt(2 / pi)) * (x + _F32(0.044715) * x * x * x))),
+)
 gelu_apprx_sigmoid = _scalar("gelu_apprx_sigmoid", lambda x: x * _sigmoid(_F32(1.702) * x))
 gelu_apprx_sigmoid_dx = _scalar("gelu_apprx_sigmoid_dx", _gelu_sigmoid_dx)
 softplus = _scalar("softplus", _softplus)
@@ -161,3 +156,30 @@ prelu = Operator("prelu", arity=1)  # activate2 alone knows its slope, relu_para
 # fmt: on
 
 OPERATORS = tuple(value for value in vars().values() if isinstance(value, Operator))
+
+
+def number(values: np.ndarray) -> np.ndarray:
+    """Turn NumPy's booleans into what comparisons give on the engines, 1.0 and 0.0."""
+    return values.astype(np.float32) if values.dtype == np.bool_ else values
+
+
+def combine(op: Operator, a: Any, b: Any, reverse: bool = False) -> np.ndarray:
+    """Return a op b, or b op a if reversed; unary operators ignore b."""
+    assert op.alu is not None
+    if op.arity == 1:
+        return number(op.alu(a))
+    return number(op.alu(b, a) if reverse else op.alu(a, b))
+
+
+def fold(op: Operator, values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """Fold `op` over trailing axes. Differences subtract every later element from the first."""
+    assert op.alu is not None
+    if op.name == "add":
+        return values.sum(axis=axes, dtype=values.dtype)
+    if op.name in ("maximum", "minimum", "multiply", "bitwise_and", "bitwise_or", "bitwise_xor"):
+        return op.alu.reduce(values, axis=axes)  # pyright: ignore[reportFunctionMemberAccess]
+    flat = values.reshape(*values.shape[: values.ndim - len(axes)], -1)
+    result = flat[..., 0]
+    for i in range(1, flat.shape[-1]):
+        result = number(op.alu(result, flat[..., i]))
+    return result
