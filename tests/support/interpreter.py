@@ -92,11 +92,8 @@ def convert_float(otherwise, x, source, target, rounding):
 
 def remember_shapes():
     """Lets tiles of one shape share what Triton makes of it: a tuple, its type, a number and their names."""
-    unwrap, make_block, make_tensor = (
-        core._unwrap_if_constexpr,
-        core.block_type.__init__,
-        core.tensor.__init__,
-    )
+    unwrap, make_block = core._unwrap_if_constexpr, core.block_type.__init__
+    make_tensor = core.tensor.__init__
     broadcast, check, get, equal = (
         TritonSemantic.broadcast_impl_value,
         TritonSemantic.binary_op_type_checking_impl,
