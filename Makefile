@@ -56,7 +56,7 @@ test test-cpus: export KMP_BLOCKTIME = 0
 # pytest exits with 5 where it finds no test: a folder may have none that runs alone.
 test: SERIAL = $(shell grep -rl mark.serial tests)
 test: $(READY)
-	$(RUN) -m pytest -n 3 -m "not slow and not serial" $(ARGS)
+	$(RUN) -m pytest -n 3 --dist worksteal -m "not slow and not serial" $(ARGS)
 	$(RUN) -m pytest -m "serial and not slow" $(or $(ARGS),$(SERIAL)) $(if $(ARGS),|| test $$? -eq 5)
 
 emulate: $(READY)

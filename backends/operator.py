@@ -117,25 +117,22 @@ class Operator:
         Device and dtype are those of the first tensor. Meta tensors have the backend that CPU tensors have.
         Raises TypeError inside torch.func's transforms.
         """
-        name = self._choose(tensors, sizes, backend, options, required=True)
+        name = self.find(tensors, sizes, backend, *options, required=True)
         assert name is not None
         return name, gradients_wanted(*tensors)
 
     def find(
-        self, tensors: Sequence[Tensor | None], sizes: Mapping[str, int], backend: str | None, *options: str
-    ) -> str | None:
-        """Returns what `choose` does; None where no backend runs the call, or only one that is allowed to."""
-        return self._choose(tensors, sizes, backend, options, required=False)
-
-    def _choose(
         self,
         tensors: Sequence[Tensor | None],
         sizes: Mapping[str, int],
         backend: str | None,
-        options: tuple[str, ...],
-        *,
-        required: bool,
+        *options: str,
+        required: bool = False,
     ) -> str | None:
+        """Returns the name of the backend for a call.
+
+        Unless one is `required`, None where no backend runs the call, or only one that is allowed to.
+        """
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             raise TypeError(
                 f"{self.name} was called inside torch.vmap or another transform of torch.func, which do not "

@@ -16,6 +16,7 @@ from delta_trn.models.attention import Attention
 from delta_trn.models.cache import CACHE_NAME, DeltaCache, LayerCache, take_cache
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.gated_deltanet import GatedDeltaNet
+from delta_trn.models.kimi_delta_attention import KimiDeltaAttention
 from delta_trn.models.layers import MLPS, NORMS, Dropout, Embedding
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag, initialize
@@ -30,6 +31,8 @@ IGNORED = frozenset(
     }
 )
 
+MIXERS = {"gated_deltanet": GatedDeltaNet, "kimi_delta_attention": KimiDeltaAttention}
+
 
 class Block(GradientCheckpointingLayer):
     """Computes x + Mixer(Norm(x)), then x + MLP(Norm(x)); `models.residual` has other residuals than +.
@@ -42,7 +45,7 @@ class Block(GradientCheckpointingLayer):
         d, norm = config.hidden_size, NORMS[config.norm]
         self.read = make_read(config)
         self.mixer_norm = norm(d, config.rms_norm_eps)
-        self.mixer = Attention(config) if index in config.attention_layers else GatedDeltaNet(config)
+        self.mixer = (Attention if index in config.attention_layers else MIXERS[config.mixer])(config)
         self.mixer_write = make_write(config)
         self.mlp_norm = norm(d, config.rms_norm_eps)
         self.mlp = MLPS[config.mlp](d, config.intermediate_size, config.mlp_output_scale, config.inner_ratio)

@@ -44,6 +44,7 @@ class DeltaConfig(PretrainedConfig):
         self.attention_layers = list(settings.attention_layers)
         self._derive()
         self._require_heads()
+        self._require_mixer()
         self._require_attention()
         self._require_residual()
         tokens = {name: getattr(self, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -123,6 +124,13 @@ class DeltaConfig(PretrainedConfig):
             near = " or ".join(f"{n / K:.6g}" for n in sorted({max(int(V), 1), int(V) + 1}))
             raise ValueError(
                 f"expand_v={self.expand_v} makes V = {V:.6g} of K = {K}, which must be whole; nearest: {near}"
+            )
+
+    def _require_mixer(self) -> None:
+        if self.decay_bound is not None and (self.mixer, self.forgetting) != ("kimi_delta_attention", 1.0):
+            raise ValueError(
+                f"decay_bound={self.decay_bound} with mixer={self.mixer!r}, forgetting={self.forgetting}: it "
+                "bounds the decays of mixer='kimi_delta_attention', whose rates start at 1: forgetting=1"
             )
 
     def _require_attention(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,9 @@ class GatedDeltaNet(Float32Numbers):
             between processes. A single token that continues a cache goes through `gated_delta_rule_step`.
     """
 
+    rule, step = staticmethod(gated_delta_rule), staticmethod(gated_delta_rule_step)
+    decays = 1  # of a token and head
+
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__()
         d, H, HV = config.hidden_size, config.num_heads, config.num_v_heads
@@ -61,26 +64,33 @@ class GatedDeltaNet(Float32Numbers):
         self.K, self.V, self.sizes = K, V, (H * K, H * K, HV * V)
         self.beta_max = 2.0 if config.allow_neg_eigval else 1.0
         self.scale = K**0.5 if config.readout == "sqrt_k" else K**-0.5
-        self.scan: Callable[..., tuple[Tensor, Tensor | None]] = gated_delta_rule
+        self.scan: Callable[..., tuple[Tensor, Tensor | None]] = self.rule
         self.q_proj, self.k_proj = Linear(d, H * K, heads=H), Linear(d, H * K, stored=True, heads=H)
-        self.v_proj, self.g_proj = Linear(d, HV * V, stored=True, heads=HV), Linear(d, HV * V, heads=HV)
+        self.v_proj = Linear(d, HV * V, stored=True, heads=HV)
         self.o_proj = Linear(HV * V, d, scale=config.mixer_output_scale, heads=HV, of_columns=True)
-        self.a_proj, self.b_proj = (Linear(d, HV, Role.GATE, stored=True) for _ in range(2))
+        self._make_gates(config)
+        self.b_proj = Linear(d, HV, Role.GATE, stored=True)
         tap = Tag(Role.VECTOR, law=taps, stored=True)
         self.conv = ShortConvolution(sum(self.sizes), config.conv_size, tap)
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        self.A_log, self.dt_bias = (nn.Parameter(torch.empty(HV, dtype=wide)) for _ in range(2))
+        self.A_log = nn.Parameter(torch.empty(HV, dtype=wide))
+        self.dt_bias = nn.Parameter(torch.empty(HV * self.decays, dtype=wide))
         rates = partial(decay_rates, factor=config.forgetting)
         self.tags = {
             "A_log": Tag(Role.SCALAR, law=rates, stored=True),
-            "dt_bias": Tag(Role.SCALAR, law=time_steps, stored=True),
+            "dt_bias": Tag(Role.SCALAR if self.decays == 1 else Role.VECTOR, law=time_steps, stored=True),
         }
         self.o_norm = RMSNorm(V, config.rms_norm_eps)
+
+    def _make_gates(self, config: DeltaConfig) -> None:
+        """Makes the projections of the decays and of the output's gate."""
+        d, HV = config.hidden_size, config.num_v_heads
+        self.a_proj, self.g_proj = Linear(d, HV, Role.GATE, stored=True), Linear(d, HV * self.V, heads=HV)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d], zero at padding, to [B, T, d]."""
         rows = token_rows(x)
-        qkv, gate = project(rows, (self.q_proj, self.k_proj, self.v_proj), (self.g_proj,))
+        qkv, gate = self._project(rows)
         qkv, gate = like_rows(x, qkv), gate.view(*x.shape[:2], -1, self.V)
         a, b = self._gate_inputs(x, rows, sequences)
         backend = self._find_kernel(qkv, sequences, cache)
@@ -89,6 +99,10 @@ class GatedDeltaNet(Float32Numbers):
         else:
             y = self._mix_in_one_kernel((qkv, gate, a, b), sequences, cache, backend)
         return like_rows(x, self.o_proj(y.reshape(*rows.shape[:-1], -1)))
+
+    def _project(self, rows: Tensor) -> Sequence[Tensor]:
+        """Returns q, k and v side by side, and the output's gate."""
+        return project(rows, (self.q_proj, self.k_proj, self.v_proj), (self.g_proj,))
 
     def _find_kernel(self, qkv: Tensor, sequences: Sequences, cache: LayerCache | None) -> str | None:
         """Returns the backend that computes all between the projections in one kernel; None: `_mix` does."""
@@ -125,14 +139,17 @@ class GatedDeltaNet(Float32Numbers):
         v = v.unflatten(-1, (-1, self.V))
         if cache is not None and cache.state is not None and qkv.shape[1] == 1:
             token = (y[:, 0] for y in (q, k, v, a, b))
-            o, cache.state = gated_delta_rule_step(*token, state=cache.state, **self._options())
+            o, cache.state = self.step(*token, state=cache.state, **self._options(sequences))
             o = o[:, None]
         else:
             state = None if cache is None else cache.state
-            options = {"output_final_state": cache is not None, **self._options()}
+            options = {"output_final_state": cache is not None, **self._options(sequences)}
             o, state = self.scan(q, k, v, a, b, initial_state=state, **options)
             if cache is not None:
                 cache.state = state
+        return self._gate_output(o, gate)
+
+    def _gate_output(self, o: Tensor, gate: Tensor) -> Tensor:
         return self.o_norm(o, gate)
 
     def gates(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
@@ -147,17 +164,21 @@ class GatedDeltaNet(Float32Numbers):
         The first token of a sequence gets a value that forgets all, which is exact: exp(g) is 0, and so is
         every gradient that would pass.
         """
-        with torch.autocast(x.device.type, enabled=False):
-            (both,) = project(rows.to(self.a_proj.weight.dtype), (self.a_proj, self.b_proj))
-        both = like_rows(x, both)
+        both = like_rows(x, self._project_gates(rows))
         if sequences.real is not None:
             both = both.masked_fill(~sequences.real, CLOSED)
-        a, z = consecutive_parts(both, [both.shape[-1] // 2] * 2)
+        HV = both.shape[-1] // (self.decays + 1)
+        a, z = consecutive_parts(both, [self.decays * HV, HV])
         if sequences.begins is not None:
             a = a.masked_fill(sequences.begins, min(FORGET, torch.finfo(a.dtype).max))
         return a, z
 
-    def _options(self) -> dict[str, Any]:
+    def _project_gates(self, rows: Tensor) -> Tensor:
+        """Returns W_a x and W_b x side by side, in the dtype of their weights."""
+        with torch.autocast(rows.device.type, enabled=False):
+            return project(rows.to(self.a_proj.weight.dtype), (self.a_proj, self.b_proj))[0]
+
+    def _options(self, sequences: Sequences) -> dict[str, Any]:
         """Returns the options of the delta rule, which makes g and beta from the projections."""
         return {
             "scale": self.scale,

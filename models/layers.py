@@ -21,7 +21,7 @@ SHORT = 64  # tokens of a sequence for which putting weights side by side costs 
 
 
 class Linear(nn.Linear):
-    """Computes y = W x, W [outputs, inputs]; options are those of `Tag`, `ratio` is its `inputs`."""
+    """Computes y = W x, or W x + b; options are those of `Tag`, `ratio` is its `inputs`."""
 
     def __init__(
         self,
@@ -34,14 +34,16 @@ class Linear(nn.Linear):
         heads: int = 1,
         of_columns: bool = False,
         ratio: float | None = None,
+        bias: bool = False,
     ) -> None:
-        super().__init__(inputs, outputs, bias=False)
+        super().__init__(inputs, outputs, bias)
         tag = Tag(role, scale=scale, stored=stored, heads=heads, of_columns=of_columns, inputs=ratio)
-        self.tags = {"weight": tag}
+        self.tags = {"weight": tag, "bias": Tag(Role.VECTOR, law=partial(constant, value=0.0))}
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps input [..., inputs] to [..., outputs]."""
-        return multiply(input, self.weight)[0]
+        (y,) = multiply(input, self.weight)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def reset_parameters(self) -> None:
         """Leaves the weight as it is: `initialize` fills the whole model."""

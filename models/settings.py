@@ -33,7 +33,7 @@ class Section(BaseModel):
 
 
 class ModelSettings(Section):
-    """The language model: Gated DeltaNet (arXiv:2412.06464) or attention over time, a residual over depth."""
+    """The language model: a delta rule (arXiv:2412.06464) or attention over time, a residual over depth."""
 
     width: Count = 256
     """width of the residual stream, d"""
@@ -58,9 +58,13 @@ class ModelSettings(Section):
     intermediate_multiple: Count = 256
     """rounds an inner size of the MLP that is derived from the width up to a multiple of this number"""
     attention_layers: tuple[NotNegative, ...] = ()
-    """indices of the layers that are softmax attention instead of Gated DeltaNet, such as 3,7"""
+    """indices of the layers that are softmax attention instead of the mixer, such as 3,7"""
+    mixer: Literal["gated_deltanet", "kimi_delta_attention"] = "gated_deltanet"
+    """token mixer of the other layers: one decay per head, or one per channel of its keys"""
+    decay_bound: Annotated[float, Field(lt=0, allow_inf_nan=False)] | None = None
+    """smallest logarithm of a decay of kimi_delta_attention, such as -5; none: there is no smallest"""
     allow_neg_eigval: bool = False
-    """lets beta of Gated DeltaNet lie in (0, 2) instead of (0, 1): reflections"""
+    """lets beta of the delta rule lie in (0, 2) instead of (0, 1): reflections"""
     forgetting: Positive = 1.0
     """multiplies Mamba2's initial decay rates; at 1/16 heads remember 16 times as long"""
     rms_norm_eps: Positive = 1e-6

@@ -54,7 +54,7 @@ from delta_trn.nki_kernels.tiles import (
     add_transposed,
     copy_scaled,
     invert_sums,
-    keep_upper,
+    keep_triangle,
     load_padded,
     multiply,
     multiply_elements,
@@ -252,7 +252,7 @@ def compute_decays(spread, table):
         add_selected(sums_ps, table["strict_lower"], spread[part].reshape((rows, lanes * rows)))
     out_sb = sbuf((rows, lanes, rows))
     nisa.activation(dst=out_sb, op=nl.exp, data=sums_ps.reshape((rows, lanes, rows)))
-    keep_upper(out_sb, nl.greater_equal)
+    keep_triangle(out_sb, 1, 0)
     return out_sb
 
 

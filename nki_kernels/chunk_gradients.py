@@ -55,7 +55,7 @@ from delta_trn.nki_kernels.tiles import (
     add_transposed,
     choose_factors,
     copy_scaled,
-    keep_upper,
+    keep_triangle,
     multiply,
     multiply_elements,
     multiply_on_gpsimd,
@@ -80,7 +80,7 @@ def divide_norms(norms):
     inverse_norms = norms[0].reshape((rows, sides * heads))
     factors_sb, growth_sb = choose_factors(inverse_norms)
     nisa.scalar_tensor_tensor(
-        dst=inverse_norms, data=growth_sb, op0=nl.maximum, operand0=1.0, op1=nl.multiply,
+        dst=inverse_norms, data=growth_sb, op0=nl.add, operand0=1.0, op1=nl.multiply,
         operand1=inverse_norms,
     )  # fmt: skip
     return (factors_sb,)
@@ -204,7 +204,7 @@ def compute_pair_gradients(chunk, table):
     chunk.reads_t, chunk.erasures_t = sbuf(UdO_sb.shape), sbuf(UdO_sb.shape)
     multiply_on_gpsimd(chunk.E_t, UdO_sb, chunk.D_t)
     multiply_on_gpsimd(chunk.weighted_Z_t, UdR_sb, chunk.weighted_D_t)
-    keep_upper(chunk.weighted_Z_t, nl.greater)
+    keep_triangle(chunk.weighted_Z_t, 1, 1)
     multiply_on_gpsimd(chunk.reads_t, UdO_sb, chunk.P_t)
     multiply_on_gpsimd(chunk.erasures_t, UdR_sb, chunk.minus_L_t)
 

@@ -182,8 +182,9 @@ def join_blocks(low_sb, sum_sb):
     """Computes -l [tokens, 1] from minus the largest logit and the sum of each block."""
     P, count = low_sb.shape
     least_sb, share_sb, total_sb, out_sb = sbuf((P, 1)), sbuf((P, count)), sbuf((P, 1)), sbuf((P, 1))
-    nisa.tensor_reduce(dst=least_sb, op=nl.minimum, data=low_sb, axis=1)
-    nisa.activation(dst=share_sb, op=nl.exp, data=low_sb, scale=-1.0, bias=least_sb)
+    nisa.tensor_scalar(dst=share_sb, data=low_sb, op0=nl.multiply, operand0=-1.0)
+    nisa.tensor_reduce(dst=least_sb, op=nl.maximum, data=share_sb, axis=1, negate=True)
+    nisa.activation(dst=share_sb, op=nl.exp, data=share_sb, bias=least_sb)
     multiply(share_sb, share_sb, sum_sb)
     nisa.tensor_reduce(dst=total_sb, op=nl.add, data=share_sb, axis=1)
     nisa.activation(dst=out_sb, op=nl.log, data=total_sb)
@@ -218,10 +219,9 @@ def compute_dlogits(x_t_sb, w_t_sb, span, block, low_sb, goal_sb, places_sb, dty
     p_sb, dz_sb, place_sb = sbuf((P, words)), sbuf((P, words), dtype), sbuf((P, 1))
     nisa.activation(dst=p_sb, op=nl.exp, data=z_ps, bias=low_sb)
     nisa.tensor_scalar(dst=place_sb, data=goal_sb, op0=nl.subtract, operand0=float(first))
-    nisa.scalar_tensor_tensor(
-        dst=dz_sb, data=places_sb[0:P, 0:words], op0=nl.equal, operand0=place_sb, op1=nl.subtract,
-        operand1=p_sb, reverse1=True,
-    )  # fmt: skip
+    onehot_sb = sbuf((P, words), nl.bfloat16)
+    nisa.tensor_scalar(dst=onehot_sb, data=places_sb[0:P, 0:words], op0=nl.equal, operand0=place_sb)
+    nisa.tensor_tensor(dst=dz_sb, data1=p_sb, data2=onehot_sb, op=nl.subtract)
     return dz_sb
 
 

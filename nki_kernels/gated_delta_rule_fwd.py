@@ -154,7 +154,7 @@ def enlarge_residual(chunk, bundle):
     for scale_sb in (chunk.value_scale, chunk.minus_strength_gamma):
         columns = scale_sb.reshape(per_head)
         nisa.scalar_tensor_tensor(
-            dst=columns, data=growth, op0=nl.maximum, operand0=1.0, op1=nl.multiply, operand1=columns
+            dst=columns, data=growth, op0=nl.add, operand0=1.0, op1=nl.multiply, operand1=columns
         )
     factors = []
     for lane in range(lanes):

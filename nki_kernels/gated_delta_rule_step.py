@@ -317,14 +317,13 @@ def build_owners(tiles, heads, parts):
     """Builds [heads * parts, tiles, heads], 1 where a partition holds the state of a tile's i-th head."""
     out_sb = sbuf((heads * parts, tiles, heads))
     nisa.memset(dst=out_sb, value=1.0)
-    band = [[0, tiles], [-parts, heads]]
     nisa.affine_select(  # i parts <= p
-        dst=out_sb, pattern=band, offset=0, channel_multiplier=1, on_true_tile=out_sb, on_false_value=0.0,
-        cmp_op=nl.greater_equal,
+        dst=out_sb, pattern=[[0, tiles], [-parts, heads]], channel_multiplier=1, offset=0,
+        on_true_tile=out_sb, on_false_value=0.0, cmp_op=nl.greater_equal,
     )  # fmt: skip
     nisa.affine_select(  # p < (i + 1) parts
-        dst=out_sb, pattern=band, channel_multiplier=1, offset=1 - parts, on_true_tile=out_sb,
-        on_false_value=0.0, cmp_op=nl.less_equal,
+        dst=out_sb, pattern=[[0, tiles], [parts, heads]], channel_multiplier=-1, offset=parts - 1,
+        on_true_tile=out_sb, on_false_value=0.0, cmp_op=nl.greater_equal,
     )  # fmt: skip
     return out_sb
 

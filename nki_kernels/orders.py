@@ -8,7 +8,7 @@ from delta_trn.nki_kernels.schedule import read_order
 
 MADE = {
     "RULE_FORWARD": (244.64, 270.94, 173.12),
-    "RULE_BACKWARD": (504.35, 503.83, 306.94),
+    "RULE_BACKWARD": (515.96, 525.09, 316.20),
     "LAYER_FORWARD": (357.98, 344.11, 214.23),
     "LAYER_BACKWARD": (818.60, 718.27, 474.04),
     "CHANNELS_FORWARD": (277.36, 262.47),
@@ -27,26 +27,26 @@ RULE_FORWARD = read_order("""
 """)
 
 RULE_BACKWARD = read_order("""
-    store odd 2; load even 0; dS even 1; merge odd 1; R odd 1; sum along keys even 1; square keys even 0;
-    apply T odd 1; sum decays even 0; invert norms even 0; choose factors even 0; read states even 1; apply T
-    odd 1; multiply terms even 1; dq, dk even 1; dR odd 1; sum crossing pairs even 1; shorten keys even 0; U
-    odd 1; gates even 0; dS odd 1; sum along keys even 1; transpose keys even 0; dg even 2; R odd 1; L, P even
-    0; dg even 4; dg odd 4; dbeta even 1; differentiate norms even 1; sum terms even 1; differentiate norms
-    even 1; U odd 1; spread columns even 0; transpose gradients odd 1; substitute even 0; transpose states odd
-    1; multiply pairs odd 1; dg odd 4; dR odd 1; dP, dL odd 1; read states odd 1; transpose gradients odd 1;
-    merge even 0; transpose pairs odd 1; multiply pairs odd 1; merge even 0; store even 1; multiply terms odd
-    1; dq, dk odd 1; load odd 0; merge even 0; R even 0; square keys odd 0; sum crossing pairs odd 1; merge
-    even 0; sum decays odd 0; dP, dL odd 1; transpose states odd 1; merge even 0; differentiate norms odd 2;
-    sum along keys odd 1; store even 1; merge even 0; dS odd 1; sum terms odd 2; sum crossing pairs odd 1;
-    merge even 0; invert norms odd 0; merge even 0; choose factors odd 0; read states odd 1; merge even 0;
-    shorten keys odd 0; transpose pairs odd 1; gates odd 0; apply T even 0; dbeta odd 2; multiply terms odd 1;
-    transpose keys odd 0; apply T even 0; L, P odd 0; dq, dk odd 1; sum terms odd 1; dR even 0; U even 0;
-    spread columns odd 0; dbeta even 1; dbeta odd 1; dS even 0; R even 0; differentiate norms odd 1;
-    substitute odd 0; dR even 0; U even 0; transpose gradients even 0; transpose states even 0; multiply pairs
-    even 0; dP, dL even 0; read states even 0; transpose gradients even 0; merge odd 0; transpose pairs even
-    0; multiply pairs even 0; merge odd 0; sum crossing pairs even 0; merge odd 0; merge odd 0; dP, dL even 0;
-    store odd 3; merge odd 0; transpose pairs even 0; multiply terms even 0; sum terms even 0; dq, dk even 0;
-    merge odd 0; sum along keys odd 1; merge odd 0; transpose states even 0; merge odd 0
+    sum crossing pairs even 1; dbeta even 1; load even 0; transpose states even 1; merge odd 1; read states
+    even 1; merge odd 1; transpose pairs even 1; merge odd 1; dS odd 2; R odd 1; merge odd 1; square keys even
+    0; dP, dL even 1; apply T odd 1; sum decays even 0; invert norms even 0; U odd 1; choose factors even 0;
+    shorten keys even 0; multiply terms even 1; transpose pairs even 1; dq, dk even 1; gates even 0; transpose
+    keys even 0; R odd 1; sum along keys even 1; sum terms even 1; apply T odd 1; L, P even 0; dq, dk even 1;
+    differentiate norms even 1; dR odd 1; store even 1; sum crossing pairs even 1; spread columns even 0; dS
+    odd 1; U odd 1; transpose gradients odd 1; substitute even 0; transpose states odd 1; read states odd 1;
+    dR odd 1; merge even 0; transpose gradients odd 1; merge even 0; multiply pairs odd 1; multiply terms odd
+    1; merge even 0; dg even 10; dg even 1; sum terms odd 1; merge even 0; multiply pairs odd 1; dP, dL odd 1;
+    merge even 0; transpose states odd 1; merge even 0; read states odd 1; merge even 0; load odd 0; transpose
+    pairs odd 1; merge even 0; R even 0; sum along keys even 1; merge even 0; square keys odd 0; sum crossing
+    pairs odd 1; dP, dL odd 1; apply T even 0; dq, dk odd 1; differentiate norms even 1; invert norms odd 0;
+    store even 1; choose factors odd 0; sum along keys odd 1; transpose pairs odd 1; apply T even 0; multiply
+    terms odd 1; dq, dk odd 1; differentiate norms odd 1; dbeta odd 1; store odd 1; sum crossing pairs odd 1;
+    sum decays odd 0; sum along keys odd 1; dR even 0; shorten keys odd 0; dbeta even 1; dg odd 1; dS even 0;
+    U even 0; gates odd 0; transpose keys odd 0; R even 0; sum terms odd 1; L, P odd 0; differentiate norms
+    odd 1; U even 0; spread columns odd 0; transpose gradients even 0; dbeta odd 1; substitute odd 0; dR even
+    0; multiply pairs even 0; transpose states even 0; dP, dL even 0; merge odd 0; store odd 1; dg odd 1;
+    merge odd 0; dS even 0; merge odd 0; read states even 0; transpose gradients even 0; merge odd 0; multiply
+    pairs even 0; multiply terms even 0; sum terms even 0; merge odd 0
 """)
 
 LAYER_FORWARD = read_order("""

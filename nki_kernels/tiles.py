@@ -104,11 +104,11 @@ def build_identity(n, dtype):
     return out_sb
 
 
-def select_triangle(ones_sb, sign, compare, dtype=nl.float32):
-    """Builds a matrix like ones_sb: 1 where compare(sign (row - column), 0) holds, else 0."""
+def select_triangle(ones_sb, sign, least, compare=nl.greater_equal, dtype=nl.float32):
+    """Builds a matrix like ones_sb: 1 where sign (row - column) >= least, or as `compare` says, else 0."""
     n = ones_sb.shape[0]
     out_sb = sbuf((n, n), dtype)
-    select_affine(out_sb, ones_sb, sign, [[-sign, n]], compare)
+    select_affine(out_sb, ones_sb, sign, [[-sign, n]], compare, -least)
     return out_sb
 
 
@@ -128,15 +128,15 @@ def build_constants(C, products=nl.float32):
     """
     ones_sb = sbuf((PARTITIONS, PARTITIONS))
     nisa.memset(dst=ones_sb, value=1.0)
-    eye_sb = select_triangle(ones_sb, 1, nl.equal, products)
+    eye_sb = select_triangle(ones_sb, 1, 0, nl.equal, products)
     corner = ones_sb[0:C, 0:C]
     identity_sb, rounded_identity_sb = sbuf((C, C)), sbuf((C, C), products)
     nisa.tensor_copy(dst=identity_sb, src=eye_sb[0:C, 0:C])
     nisa.tensor_copy(dst=rounded_identity_sb, src=eye_sb[0:C, 0:C])
-    upper_sb = select_triangle(corner, -1, nl.greater_equal)
-    strict_lower_sb = select_triangle(corner, 1, nl.greater)
-    lower_sb = select_triangle(corner, 1, nl.greater_equal)
-    strict_upper_sb = select_triangle(corner, -1, nl.greater)
+    upper_sb = select_triangle(corner, -1, 0)
+    strict_lower_sb = select_triangle(corner, 1, 1)
+    lower_sb = select_triangle(corner, 1, 0)
+    strict_upper_sb = select_triangle(corner, -1, 1)
     return {
         "rows": C, "products": products, "ones": ones_sb, "eye": eye_sb, "identity": identity_sb,
         "rounded_identity": rounded_identity_sb, "upper": upper_sb, "lower": lower_sb,
@@ -184,9 +184,10 @@ def sum_rows(dst, data, op):
     )  # fmt: skip
 
 
-def keep_upper(x_sb, compare):
-    """Sets x [rows, lanes, columns] to 0 unless compare(column - row, 0), on the GpSimd engine."""
-    select_affine(x_sb, x_sb, -1, [[0, x_sb.shape[1]], [1, x_sb.shape[2]]], compare)
+def keep_triangle(x_sb, sign, least):
+    """Sets x [rows, lanes, columns] to 0 unless sign (column - row) >= least, on the GpSimd engine."""
+    _, lanes, columns = x_sb.shape
+    select_affine(x_sb, x_sb, -sign, [[0, lanes], [sign, columns]], nl.greater_equal, -least)
 
 
 def multiply_elements(x, y, dtype=nl.float32):

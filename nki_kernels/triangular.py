@@ -42,7 +42,7 @@ from delta_trn.nki_kernels.tiles import (
     add_selected,
     add_transposed,
     copy_scaled,
-    keep_upper,
+    keep_triangle,
     multiply,
     multiply_on_gpsimd,
     psum,
@@ -324,10 +324,10 @@ def refine(chunks, both):
     """
     residuals = []
     for chunk in chunks:
-        keep_upper(chunk.minus_L_t, nl.greater)
+        keep_triangle(chunk.minus_L_t, 1, 1)
         E_sb = sbuf(chunk.T.shape)
         multiply_and_add(E_sb, chunk.minus_L_t, chunk.T, chunk.T, nl.subtract)
-        keep_upper(E_sb, nl.less)
+        keep_triangle(E_sb, -1, 1)
         residuals.append(E_sb)
     for b in range(len(chunks)):
         chunk, E_sb = chunks[b], residuals[b]
@@ -376,7 +376,7 @@ def substitute_columns(step, chunks, blocks):
             lanes = chunk.minus_L_t.shape[1]
             chunk.solution = sbuf((C, lanes, n))
             at_p = place_sb.ap(pattern=[[place_sb.shape[1], C], [0, lanes], [1, n]], offset=0)
-            nisa.tensor_copy(dst=chunk.solution, src=at_p, engine=nisa.engine.gpsimd)
+            multiply_on_gpsimd(chunk.solution, at_p, at_p)  # copies zeros and ones
     last = n - 1
     substitute(chunks, min(step * COLUMNS, last), min((step + 1) * COLUMNS, last))
     if step == SUBSTITUTIONS - 1:

@@ -89,7 +89,10 @@ SEARCHES = {
         (WIDE, NARROW, Bound(SIZES[2] | {"every": 0, "target": "trn2"}, time=158.0),
          Bound({"T": 1024, "H": 1, "K": 128, "V": 128, "width": 1, "every": 0}, time=95.0)),
     ),
-    "RULE_BACKWARD": Search(gated_delta_rule_bwd, {"every": 2}, 1.25, 100_000, (WIDE, NARROW)),
+    "RULE_BACKWARD": Search(  # of more than 512 tokens, which do not hold all that waits for later chunks
+        gated_delta_rule_bwd, {"every": 2}, 1.25, 100_000,
+        (*(Bound(bound.options | {"T": 1024}) for bound in (WIDE, NARROW)), Bound(SIZES[0] | {"every": 2})),
+    ),
     "LAYER_FORWARD": Search(
         fwd, {"save": 1}, 4.0, 100_000,
         (Bound(LONG | {"H": 5, "save": 1}),

@@ -56,13 +56,13 @@ def spread_over_chunks(x: Tensor, chunks: Chunks) -> Tensor:
 
 def segment_count(chunks: Chunks, HV: int, K: int, V: int, config: Config) -> int:
     """Returns how many segments there are, unused slots included; 0: sequences stay whole."""
-    length = _length(chunks, HV, K, V, config)
+    length = segment_length(chunks, HV, K, V, config)
     return length and _count(chunks, length)
 
 
 def segment_tables(chunks: Chunks, HV: int, K: int, V: int, config: Config) -> Segments | None:
     """Returns the segments of `chunks`, which has its tables; None: sequences stay whole."""
-    length = _length(chunks, HV, K, V, config)
+    length = segment_length(chunks, HV, K, V, config)
     if not length:
         return None
     count, span = _count(chunks, length), length * chunks.size
@@ -93,7 +93,7 @@ def _count(chunks: Chunks, length: int) -> int:
     return chunks.sequences * -(-chunks.per_sequence // length)
 
 
-def _length(chunks: Chunks, HV: int, K: int, V: int, config: Config) -> int:
+def segment_length(chunks: Chunks, HV: int, K: int, V: int, config: Config) -> int:
     """Returns the chunks per segment; 0: sequences stay whole."""
     if SEGMENT != "auto":
         return SEGMENT or 0

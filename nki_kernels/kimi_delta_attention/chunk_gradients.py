@@ -36,7 +36,7 @@ from delta_trn.nki_kernels.tiles import (
     add_selected,
     add_transposed,
     copy_scaled,
-    keep_upper,
+    keep_triangle,
     multiply,
     multiply_elements,
     multiply_on_gpsimd,
@@ -71,7 +71,7 @@ def round_pair_gradients(chunk, table):
     for lane in range(lanes):
         sum_rows(chunk.own[:, lane : lane + 1], diagonals_sb[:, lane, :], nl.copy)
     for x_sb in (chunk.UdO, chunk.UdR):
-        keep_upper(x_sb, nl.greater)
+        keep_triangle(x_sb, 1, 1)
         chunk.halves.append(round_tile(x_sb, table["products"]))
 
 

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from delta_trn.backends import gated_delta_rule
+from delta_trn.backends import gated_delta_rule, kimi_delta_attention
 from delta_trn.backends.parity.judge import error
 from delta_trn.models import DeltaConfig, DeltaForCausalLM
 from delta_trn.models.gated_deltanet import GatedDeltaNet
+from delta_trn.models.kimi_delta_attention import KimiDeltaAttention
 from delta_trn.models.sequence import places_in_sequences
 from tests.support.tiny_models import VARIANTS, VOCABULARY, assert_same, config, model, packed, rows, tokens
 
@@ -31,21 +32,32 @@ class TestLayer:
         sizes = (layer.K, layer.K, layer.V)
         parts = zip(qkv.split(layer.sizes, dim=-1), sizes, strict=True)
         q, k, v = (y.unflatten(-1, (-1, size)) for y, size in parts)
-        g = -layer.A_log.exp() * F.softplus(x @ layer.a_proj.weight.T + layer.dt_bias)
-        beta = layer.beta_max * (x @ layer.b_proj.weight.T).sigmoid()
-        o, _ = gated_delta_rule(
+        beta, rule = layer.beta_max * (x @ layer.b_proj.weight.T).sigmoid(), gated_delta_rule
+        if isinstance(layer, KimiDeltaAttention):
+            (f0, f1), (g0, g1), rule = layer.f_proj, layer.g_proj, kimi_delta_attention
+            f = (x @ f0.weight.T @ f1.weight.T + layer.dt_bias).unflatten(-1, (-1, layer.K))
+            rate, bound = layer.A_log.exp()[:, None], layer.bound
+            g = -rate * F.softplus(f) if bound is None else bound * (rate * f).sigmoid()
+            gate = (x @ g0.weight.T @ g1.weight.T + g1.bias).sigmoid()
+        else:
+            g = -layer.A_log.exp() * F.softplus(x @ layer.a_proj.weight.T + layer.dt_bias)
+            gate = F.silu(x @ layer.g_proj.weight.T)
+        o, _ = rule(
             q, k, v, g, beta, scale=math.sqrt(layer.K), use_qk_l2norm_in_kernel=True, backend="recurrent"
         )
-        gate = F.silu(x @ layer.g_proj.weight.T).unflatten(-1, (-1, layer.V))
+        gate = gate.unflatten(-1, (-1, layer.V))
         normalized = o / torch.sqrt(o.square().mean(-1, keepdim=True) + 1e-6) * layer.o_norm.weight
         return (normalized * gate).flatten(-2) @ layer.o_proj.weight.T
 
-    @pytest.mark.parametrize("variant", ["gdn", "grouped", "untied"])
+    @pytest.mark.parametrize("variant", ["gdn", "grouped", "untied", "kimi", "bounded"])
     @pytest.mark.parametrize("T", [1, 2, 3, 17])
     def test_forward_computes_the_equations_of_its_docstring(self, variant: str, T: int):
         layer = model(**VARIANTS[variant]).model.blocks[0].mixer
         x = torch.randn(1, T, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(T))
         with torch.no_grad():
+            for name, parameter in layer.named_parameters():
+                if name.endswith("bias"):  # one starts at 0
+                    parameter += torch.linspace(-1, 1, len(parameter), dtype=torch.float64)
             assert_same(layer(x, rows(T)), self.by_its_equations(layer, x))
 
 

@@ -55,7 +55,7 @@ BUGS = (
     Bug("pairs count for the token that reads alone", f"{GRADIENTS}:mask_pair_gradients",
         "add_selected(both_ps[:, lane, :], identity, half_sb[:, lane, :])", "pass", "groups"),
     Bug("gradients of later pairs are kept", f"{GRADIENTS}:round_pair_gradients",
-        "keep_upper(x_sb, nl.greater)", "pass", "groups"),
+        "keep_triangle(x_sb, 1, 1)", "pass", "groups"),
     Bug("dq and dk lack what a token wrote itself", f"{GRADIENTS}:begin_gradients",
         "add_to_keys(chunk, own_sb, 0)", "pass", "groups"),
     Bug("dk of a group is one head's", f"{GRADIENTS}:store_key_gradients",

@@ -18,6 +18,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {"num_v_heads": 8, "allow_neg_eigval": True},
     "hybrid": {"attention_layers": [1]},
     "untied": {"tie_word_embeddings": False, "conv_size": 2, "expand_v": 1.0},
+    "kimi": {"mixer": "kimi_delta_attention", "num_v_heads": 8, "attention_layers": [1]},
+    "bounded": {"mixer": "kimi_delta_attention", "decay_bound": -5.0, "expand_v": 1.0},
 }
 
 

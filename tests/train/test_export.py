@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from delta_trn.train.__main__ import main
 from delta_trn.train.run import export as exporting
 from tests.support import load_without_package, tiny_run
 from tests.support.tiny_run import keys, run_command, train
@@ -119,6 +120,12 @@ class TestContent:
         assert model.dtype == torch.float32 and model.generation_config.eos_token_id == 257
 
 
+def _export_until_the_card(words: list[str]) -> None:
+    """Runs the command in a process that ends where the card would be written."""
+    exporting.model_card = lambda *arguments: os._exit(9)
+    main(words)
+
+
 class TestAtomic:
     def test_a_failed_export_leaves_nothing(self, run, tmp_path, monkeypatch):
         def fail(*arguments, **options):
@@ -131,16 +138,10 @@ class TestAtomic:
 
     def test_a_killed_export_leaves_no_folder_and_the_next_one_is_whole(self, run, tmp_path):
         """The process ends at once, without a chance to clean up, when weights and tokenizer are written."""
-        code = (
-            "import os, sys\n"
-            "from delta_trn.train.run import export\n"
-            "export.model_card = lambda *arguments: os._exit(9)\n"
-            "from delta_trn.train.__main__ import main\n"
-            "main(sys.argv[1:])\n"
-        )
         words = ["export", str(run), "--to", str(tmp_path / "model")]
-        done = subprocess.run([sys.executable, "-c", code, *words], timeout=100, capture_output=True)
-        assert done.returncode == 9 and not (tmp_path / "model").exists()
+        child = tiny_run.WARM.Process(target=_export_until_the_card, args=(words,))
+        child.start()
+        assert tiny_run.join(child) == 9 and not (tmp_path / "model").exists()
         assert (tmp_path / ".model.tmp" / "model.safetensors").exists()
         train(*words)
         assert (tmp_path / "model" / "README.md").exists() and not (tmp_path / ".model.tmp").exists()

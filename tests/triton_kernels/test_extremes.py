@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
+from triton.language import core
 from triton.runtime import interpreter
 
 from delta_trn.backends import gated_delta_rule, gated_delta_rule_step
@@ -331,3 +332,17 @@ def test_float16_takes_states_and_their_gradients_of_any_size(monkeypatch):
         if gradient in (2.0**-25, 2.0**20):  # out of the range of dk and dv
             found = {name: found[name] for name in ("o", "final_state", "dinitial_state", "dg", "dbeta")}
         assert all(value <= FACTOR * usual[name] for name, value in found.items()), (state, gradient, found)
+
+
+@interpreted
+@pytest.mark.parametrize("low", [None, 0, 1, 0x7FFF, 0x8000, 0xFFFF])
+def test_quick_conversions_to_bfloat16_and_back_give_the_interpreters_bits(low):
+    """Of every bfloat16 number that is not subnormal, or of float32's with these last 16 bits."""
+    bits = np.arange(2**16, dtype=np.uint16)
+    bits = bits[(bits & 0x7F80 != 0) | ((bits << 1 == 0) & (not low))]
+    x, types = bits, (core.bfloat16, core.float32)
+    if low is not None:
+        x, types = (bits.astype(np.uint32) << 16 | np.uint32(low)).view(np.float32), types[::-1]
+    quick = interpreter._convert_float
+    found = quick.func(None, x, *types, None)
+    assert np.array_equal(found, quick.args[0](x, *types, None)) and len(found) > 65000

@@ -11,6 +11,7 @@ state, as in training.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from delta_trn.backends.gated_delta_rule.triton_time_adapter import segment_length
 from delta_trn.triton_kernels import (
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
@@ -18,7 +19,7 @@ from delta_trn.triton_kernels import (
     gated_delta_rule_reverse,
     segments,
 )
-from delta_trn.triton_kernels.chunks import PROCESSORS, chunks_per_segment
+from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.launch import adds_pairs, config, power_of_two
 from delta_trn.triton_kernels.variants import Variant, by_heads, of_pair, rows_of
 from tools.estimate import machine
@@ -116,7 +117,8 @@ class _Calls:
         self.C = self.row.C
         self.per_sequence = -(-shape.tokens // self.C)
         self.chunks = shape.sequences * self.per_sequence
-        self.span = self._chunks_per_segment() or self.per_sequence
+        cut = Chunks(self.C, self.chunks, shape.sequences, shape.tokens, self.per_sequence, packed=False)
+        self.span = segment_length(cut, shape.HV, shape.K, shape.V, self.row) or self.per_sequence
         self.segments = -(-self.per_sequence // self.span)
         # bytes of one tensor
         rows = shape.sequences * shape.tokens * ITEM
@@ -125,14 +127,6 @@ class _Calls:
         self.T = self.P = self.chunks * shape.HV * self.C * self.C * ITEM
         self.factor = self.chunks * shape.HV * self.C * 4  # one of the rows
         self.mask = shape.K / power_of_two(shape.K)
-
-    def _chunks_per_segment(self) -> int:
-        """Returns how triton_time_adapter cuts sequences; 0: not at all."""
-        NV, NK = (-(-size // self.row.scan.columns) for size in (self.shape.V, self.shape.K))
-        programs = self.shape.sequences * self.shape.HV * NV
-        if 2 * programs > PROCESSORS or self.per_sequence < 8:
-            return 0
-        return chunks_per_segment(self.per_sequence, programs, (NV + NK) / NV, PROCESSORS)
 
     def _variant(self, module, options: str, kernel: str, **values) -> Variant:
         """Returns one of the variants that compile_only compiles, with this shape's heads."""

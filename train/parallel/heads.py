@@ -40,7 +40,7 @@ def divide_heads(
                     order = moved[f"model.blocks.{index}.{kind}.{name}"] = channels(layer.sizes, parts)
                     whole = whole[order.to(whole.device)]
                 # the gains of norms are on every process
-                is_shared = name.startswith(("o_norm", "q_norm", "k_norm"))
+                is_shared = name.startswith(("o_norm", "q_norm", "k_norm", "f_proj.0", "g_proj.0"))
                 dim = None if is_shared else 1 if name.startswith(("o_proj", "down_proj")) else 0
                 owner, _, slot = name.rpartition(".")
                 layer.get_submodule(owner).register_parameter(slot, divide(whole, dim))

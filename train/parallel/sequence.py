@@ -8,6 +8,7 @@ nothing waits for the segment before: two scans instead of one, and one gather.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,19 +18,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from delta_trn.backends import gated_delta_rule
 from delta_trn.models import DeltaForCausalLM
 from delta_trn.models.cache import LayerCache
 from delta_trn.models.convolution import ShortConvolution
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.sequence import Sequences
 
+Rule = Callable[..., tuple[Tensor, Tensor | None]]
+
 
 def pass_states_on(model: DeltaForCausalLM, mesh: DeviceMesh) -> None:
     """Makes every layer continue from the segment before. With a cache, layers work as they did."""
     for module in model.modules():
         if isinstance(module, GatedDeltaNet):
-            module.scan = _Scan(mesh)
+            module.scan = _Scan(module.rule, mesh)
         elif isinstance(module, ShortConvolution):
             module.forward = _Convolution(module, mesh)  # type: ignore[method-assign]
 
@@ -41,20 +43,18 @@ def gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def segment_map(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+    rule: Rule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Returns A [B, HV, K, K] and B [B, HV, K, V]: a segment that starts with the state S ends with A S + B.
 
-    Arguments and options are those of `gated_delta_rule`. One scan with values [v, 0] from the state [0, I]
+    Arguments and options are those of the rule. One scan with values [v, 0] from the state [0, I]
     computes both: the two do not meet, because the columns of a state do not.
     """
     K, V = q.shape[-1], v.shape[-1]
     wide = F.pad(v, (0, K))
     full = torch.float64 if v.dtype == torch.float64 else torch.float32
     begin = F.pad(torch.eye(K, dtype=full, device=v.device), (V, 0)).expand(v.shape[0], v.shape[2], K, V + K)
-    _, end = gated_delta_rule(
-        q, k, wide, g, beta, initial_state=begin.contiguous(), output_final_state=True, **options
-    )
+    _, end = rule(q, k, wide, g, beta, initial_state=begin.contiguous(), output_final_state=True, **options)
     assert end is not None
     return end[..., V:], end[..., :V]
 
@@ -79,19 +79,19 @@ def _zero_of(x: Tensor) -> Tensor:
 
 
 class _Scan:
-    """Computes `gated_delta_rule` of this process's segment; stands in a layer's `scan`."""
+    """Computes a layer's rule of this process's segment; stands in its `scan`."""
 
-    def __init__(self, mesh: DeviceMesh):
-        self.mesh = mesh
+    def __init__(self, rule: Rule, mesh: DeviceMesh):
+        self.rule, self.mesh = rule, mesh
 
     def __call__(
         self, *inputs: Any, initial_state: Tensor | None, output_final_state: bool, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         if output_final_state:  # a cache is filled: every process has the whole text
-            return gated_delta_rule(*inputs, initial_state=initial_state, output_final_state=True, **options)
+            return self.rule(*inputs, initial_state=initial_state, output_final_state=True, **options)
         with torch.autocast(inputs[0].device.type, enabled=False):
-            S = state_before(*segment_map(*inputs, **options), self.mesh)
-        return gated_delta_rule(*inputs, initial_state=S, **options)
+            S = state_before(*segment_map(self.rule, *inputs, **options), self.mesh)
+        return self.rule(*inputs, initial_state=S, **options)
 
 
 class _Convolution:

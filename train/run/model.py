@@ -117,7 +117,8 @@ def choose_backend(
     capability = machine.compute_capability(device.type, device.index)
     call = Call("delta_residual", device.type, torch.float32, gradients=True, capability=capability)
     try:
-        chosen = choose(replace(call, op="gated_delta_rule", dtype=dtype, sizes=heads), named)
+        op = "gated_delta_rule" if configuration.mixer == "gated_deltanet" else configuration.mixer
+        chosen = choose(replace(call, op=op, dtype=dtype, sizes=heads), named)
     except BackendRefusal as refusal:
         raise BackendRefusal(
             f"{refusal}\nleave out backend={named}, or name another: `delta-trn backends` says what runs here"

@@ -38,7 +38,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from delta_trn.backends import gated_delta_rule
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.residual import DeepDelta, LatentUpdate, WriteOnly
 from delta_trn.train.data.loader import Batch
@@ -94,14 +93,15 @@ class MixerView:
         return q, k, v
 
     def gates(self) -> tuple[Tensor, Tensor]:
-        """Returns g = log(alpha) and beta, [B, T, HV]."""
+        """Returns g = log(alpha) and beta, [B, T, HV]; g of Kimi Delta Attention for each channel."""
         return self.mixer.gates(self.x, self.sequences)
 
     def state(self, tokens: int) -> Tensor:
         """Returns the state [B, HV, K, V] after the first `tokens`."""
         q, k, v = (x[:, :tokens] for x in self.split())
         g, beta = (x[:, :tokens] for x in self.gates())
-        _, state = gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, output_final_state=True)
+        options: Any = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+        _, state = self.mixer.rule(q, k, v, g, beta, **options)
         assert state is not None
         return state
 
@@ -190,7 +190,8 @@ def layer_probes(view: MixerView) -> dict[str, float]:
     g, beta = view.gates()
     beta = beta / view.mixer.beta_max
     alpha = g.exp()
-    x = view.x.to(view.mixer.a_proj.weight.dtype)
+    heads = beta.shape[-1]
+    decay, strength = view.mixer._project_gates(view.x).tensor_split((-heads,), -1)
     cosine = (normalize(q) * normalize(k)).sum(-1)
     forgets = -torch.expm1(g).mean((0, 1))  # 1 - alpha without its cancellation
     probes = {
@@ -201,8 +202,8 @@ def layer_probes(view: MixerView) -> dict[str, float]:
         "beta_strong": float((beta > 0.5).float().mean()),
         "alpha_mean": float(alpha.mean()),
         "memory": float((1 / forgets.clamp_min(1e-12)).median()),
-        "gate_decay_std": float((x @ view.mixer.a_proj.weight.T).std()),
-        "gate_beta_std": float((x @ view.mixer.b_proj.weight.T).std()),
+        "gate_decay_std": float(decay.std()),
+        "gate_beta_std": float(strength.std()),
         "qk_mean": float(cosine.mean()),
     }
     for i in range(PLACES + 1):

@@ -1,0 +1,84 @@
+"""Kimi Delta Attention as a token mixer (arXiv:2510.26692)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from delta_trn.backends import kimi_delta_attention, kimi_delta_attention_step, log_decay, write_strength
+from delta_trn.models.config import DeltaConfig
+from delta_trn.models.gated_deltanet import GatedDeltaNet
+from delta_trn.models.initialization import constant
+from delta_trn.models.layers import Linear, at_least_float32, project
+from delta_trn.models.mup import Role
+from delta_trn.models.parameters import Tag
+from delta_trn.models.sequence import Sequences
+
+
+class KimiDeltaAttention(GatedDeltaNet):
+    """Gated DeltaNet with a decay for each channel of a key, and gates of rank V; all else is its.
+
+        f       = W_f1 W_f0 x + dt_bias                     [B, T, HV, K]
+        g       = -exp(A_log) softplus(f)                   float32; A_log [HV]
+                  or decay_bound sigmoid(exp(A_log) f)      with a bound below 0, g's smallest value
+        o       = kimi_delta_attention(q, k, v, g, beta)    [B, T, HV, V], q and k normalized, scale sqrt(K)
+        y       = W_o ( RMSNorm(o) * sigmoid(W_g1 W_g0 x + b_g) )
+
+    Parameters have flash-linear-attention's names. muP: V grows with the width, so W_f0 and W_g0 [V, d] as
+    well as W_f1 [HV K, V] and W_g1 [HV V, V] are hidden matrices; dt_bias has a number per channel.
+    """
+
+    rule, step = staticmethod(kimi_delta_attention), staticmethod(kimi_delta_attention_step)
+
+    def __init__(self, config: DeltaConfig) -> None:
+        self.decays, self.bound = config.head_dim_k, config.decay_bound
+        super().__init__(config)
+        if self.bound is not None:  # a rate of 10 would start a bounded decay where it has no gradient
+            self.tags["A_log"] = Tag(Role.SCALAR, law=partial(constant, value=0.0), stored=True)
+
+    def _make_gates(self, config: DeltaConfig) -> None:
+        d, HV, K, V = config.hidden_size, config.num_v_heads, self.K, self.V
+        self.f_proj = nn.Sequential(Linear(d, V, stored=True), Linear(V, HV * K, stored=True, heads=HV))
+        self.g_proj = nn.Sequential(Linear(d, V), Linear(V, HV * V, heads=HV, bias=True))
+
+    def _project(self, rows: Tensor) -> Sequence[Tensor]:
+        return *project(rows, (self.q_proj, self.k_proj, self.v_proj)), self.g_proj(rows)
+
+    def _project_gates(self, rows: Tensor) -> Tensor:
+        f = self.f_proj(rows)
+        with torch.autocast(rows.device.type, enabled=False):
+            return torch.cat([f, self.b_proj(rows.to(self.b_proj.weight.dtype))], dim=-1)
+
+    def _gate_output(self, o: Tensor, gate: Tensor) -> Tensor:
+        return (self.o_norm(o) * at_least_float32(gate).sigmoid()).to(o.dtype)
+
+    def gates(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Returns g [B, T, HV, K] and beta [B, T, HV], in float32."""
+        return self._make(*super()._gate_inputs(x, x, sequences), sequences)
+
+    def _gate_inputs(self, x: Tensor, rows: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        a, z = super()._gate_inputs(x, rows, sequences)
+        if self._has_to_make(sequences):
+            return self._make(a, z, sequences)
+        return a.unflatten(-1, (-1, self.K)), z
+
+    def _has_to_make(self, sequences: Sequences) -> bool:
+        """Returns whether g is made here: a bounded decay forgets nothing at once, whatever it is made of."""
+        return self.bound is not None and sequences.is_packed
+
+    def _make(self, a: Tensor, z: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        with torch.autocast(a.device.type, enabled=False):
+            bias = self.dt_bias.view(-1, self.K)
+            g = log_decay(a.unflatten(-1, (-1, self.K)), self.A_log[:, None], bias, self.bound)
+            if sequences.begins is not None:
+                g = g.masked_fill(sequences.begins[..., None], -torch.inf)
+            return g, write_strength(z, self.beta_max)
+
+    def _options(self, sequences: Sequences) -> dict[str, Any]:
+        if self._has_to_make(sequences):
+            return {"scale": self.scale, "use_qk_l2norm_in_kernel": True}
+        return super()._options(sequences) | {"lower_bound": self.bound}
