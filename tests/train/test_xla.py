@@ -17,6 +17,7 @@ import torch
 from delta_trn.backends import default_backend, gated_delta_rule, machine
 from delta_trn.train.neuron import reduction
 from delta_trn.train.neuron.sharding import NeuronSharding
+from delta_trn.train.parallel import pytorch
 from delta_trn.train.parallel import sharding as whole
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.recipes import recipe
@@ -144,7 +145,7 @@ class TestReduction:
         from torch_xla import _XLAC
 
         monkeypatch.setenv("XLA_ALWAYS_ALLREDUCE", "1")
-        monkeypatch.setattr(whole, "DistributedDataParallel", None)
+        monkeypatch.setattr(pytorch, "DistributedDataParallel", None)
         config = apply(
             recipe("tiny"), {"model.layers": "1", "optimizer.lr": "0.01", "optimizer.clip": "0.01"}
         )

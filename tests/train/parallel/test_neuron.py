@@ -19,7 +19,7 @@ import torch
 from delta_trn.backends import machine
 from delta_trn.train.neuron import reduction
 from delta_trn.train.neuron import sharding as neuron
-from delta_trn.train.parallel import sharding as whole
+from delta_trn.train.parallel import pytorch
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import DistributionSection
 from tests.support import team_run, tiny_models, tiny_run
@@ -46,7 +46,7 @@ def run_on_stand_in(arguments: list[str], log: str) -> None:
     """Runs one rank as if its CPU were a NeuronCore. No DistributedDataParallel may be made."""
     sys.path.insert(0, str(SHIMS))
     neuron.serves = lambda device: True
-    whole.DistributedDataParallel = _refuse
+    pytorch.DistributedDataParallel = _refuse
     tiny_run.run_and_exit(arguments, log)
 
 
