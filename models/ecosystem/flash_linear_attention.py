@@ -1,7 +1,8 @@
-"""Turns flash-linear-attention 0.5.2's GatedDeltaNetForCausalLM into our model, and ours into that.
+"""Turns flash-linear-attention's GatedDeltaNet and KDA language models into ours, and ours into those.
 
-Both have the same layers under nearly the same names. Where one side has a setting that the other lacks, it
-is moved into the weights if that computes the same numbers. Otherwise it is refused by name.
+They are GatedDeltaNetForCausalLM of version 0.5.2 and KDAForCausalLM of 0.6.0. Both sides have the same
+layers under nearly the same names. Where one side has a setting that the other lacks, it is moved into the
+weights if that computes the same numbers. Otherwise it is refused by name.
 
 Our readout is S^T q sqrt(K), theirs is S^T q / sqrt(K), and one epsilon serves all norms of a model. On the
 way there, the whole residual stream is therefore made s = 1/K times as large, and epsilon s^2 times. Every
@@ -16,6 +17,7 @@ norm then returns what it returned before.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import isclose
 from typing import Any
 
@@ -25,7 +27,6 @@ from torch import Tensor
 from delta_trn.models.config import DeltaConfig
 
 State = dict[str, Tensor]
-MODEL_TYPE = "gated_deltanet"
 CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 # settings under the same name on both sides, and those that have another one there
 SAME = (
@@ -37,7 +38,7 @@ SETTINGS = {**{name: name for name in SAME}, "head_dim": "head_dim_k", "norm_eps
 # theirs alone, without effect on what a model computes: kept, so that the way back restores them
 KEPT = (
     *("attn_mode", "hidden_ratio", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy"),
-    *("fuse_linear_cross_entropy", "use_l2warp"),
+    *("fuse_linear_cross_entropy", "use_l2warp", "safe_gate"),
 )
 # the values that a config.json without them stands for
 DEFAULTS: Mapping[str, Any] = {
@@ -47,6 +48,31 @@ DEFAULTS: Mapping[str, Any] = {
     "initializer_range": 0.02, "vocab_size": 32000, "tie_word_embeddings": False, "bos_token_id": 1,
     "eos_token_id": 2, "attnres_block_size": None,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """Their models with one of our mixers: the settings, and defaults, that the other family has not."""
+
+    mixer: str
+    architecture: str
+    defaults: Mapping[str, Any]
+    settings: Mapping[str, str]
+    constants: Mapping[str, Any]
+
+
+# by the name that their config.json gives the family
+FAMILIES: Mapping[str, Family] = {
+    "gated_deltanet": Family("gated_deltanet", "GatedDeltaNetForCausalLM", {}, {}, {"use_gate": True}),
+    "kda": Family(
+        "kimi_delta_attention",
+        "KDAForCausalLM",
+        {"num_hidden_layers": 24, "num_heads": 16, "head_dim": 128, "expand_v": 1.0, "safe_gate": False},
+        {"lower_bound": "decay_bound"},
+        {},
+    ),
+}
+SAFE = -5  # the smallest bound at which their kernels take the faster products of safe_gate
 # beginnings, or parts, of their names of parameters, and ours
 NAMES = (
     ("model.embeddings.", "model.embed."),
@@ -59,8 +85,11 @@ BACK = tuple((ours, theirs) for theirs, ours in NAMES)
 
 def to_config(theirs: Mapping[str, Any]) -> DeltaConfig:
     """Returns our configuration for their config.json. Raises ValueError that names what has no equal."""
-    given = {**DEFAULTS, **theirs}
+    family = FAMILIES[theirs["model_type"]]
+    given = {**DEFAULTS, **family.defaults, **theirs}
     wrong = []
+    if given.get("safe_gate") and given.get("lower_bound") is None:
+        wrong.append("safe_gate=True without a lower_bound: it promises that decays have one")
     if not given["use_gate"]:
         wrong.append("use_gate=False: our output norm always has a gate")
     if given["hidden_act"] not in ("swish", "silu"):
@@ -71,7 +100,8 @@ def to_config(theirs: Mapping[str, Any]) -> DeltaConfig:
         wrong.append(f"attn={given['attn']}: attention layers have another size of heads here")
     if wrong:
         raise ValueError(f"{'; '.join(wrong)}. Train on with the code that made the weights")
-    settings = {ours: given[name] for name, ours in SETTINGS.items() if given.get(name) is not None}
+    names = {**SETTINGS, **family.settings}
+    settings = {ours: given[name] for name, ours in names.items() if given.get(name) is not None}
     if given["intermediate_size"] is None:
         inner = int(given["hidden_size"] * (given["hidden_ratio"] or 4) * 2 / 3)
         settings["intermediate_size"] = -(-inner // 256) * 256
@@ -81,6 +111,7 @@ def to_config(theirs: Mapping[str, Any]) -> DeltaConfig:
         parametrization="sp",
         base_width=given["hidden_size"],
         readout="none",
+        mixer=family.mixer,
         fla={name: given[name] for name in KEPT if name in given},
         **settings,
     )
@@ -93,14 +124,20 @@ def from_config(config: DeltaConfig) -> dict[str, Any]:
     wrong = [f"{name}={x!r}" for name, value in only.items() if (x := getattr(config, name)) != value]
     if wrong:
         raise ValueError(f"{', '.join(wrong)}: that code has no such model; keep this one in our format")
-    return {
-        "model_type": MODEL_TYPE,
-        "architectures": ["GatedDeltaNetForCausalLM"],
-        **{name: getattr(config, ours) for name, ours in SETTINGS.items()},
+    model_type, family = next((key, x) for key, x in FAMILIES.items() if x.mixer == config.mixer)
+    kept = getattr(config, "fla", {})
+    written = {
+        "model_type": model_type,
+        "architectures": [family.architecture],
+        **{name: getattr(config, ours) for name, ours in {**SETTINGS, **family.settings}.items()},
         "norm_eps": config.rms_norm_eps * _shrink(config) ** 2,
-        **{"use_gate": True, "use_short_conv": True, "hidden_act": "swish", "attnres_block_size": None},
-        **{"attn": None, **getattr(config, "fla", {})},
+        **{"use_short_conv": True, "hidden_act": "swish", "attnres_block_size": None, "attn": None},
+        **{**family.constants, **kept},
     }
+    if "lower_bound" in written:  # safe_gate changes no number, and is refused there without such a bound
+        bound = written["lower_bound"]
+        written["safe_gate"] = bound is not None and bound >= SAFE and kept.get("safe_gate", True)
+    return written
 
 
 def to_state(state: State, theirs: Mapping[str, Any], config: DeltaConfig) -> State:

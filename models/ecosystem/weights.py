@@ -54,7 +54,7 @@ def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> Pr
 
 def _load(folder: Path, dtype: torch.dtype | str | None) -> PreTrainedModel:
     theirs = _read_config(folder)
-    if theirs["model_type"] == flash_linear_attention.MODEL_TYPE:
+    if theirs["model_type"] in flash_linear_attention.FAMILIES:
         config = flash_linear_attention.to_config(theirs)
         state = flash_linear_attention.to_state(_read_weights(folder), theirs, config)
         _require_all(state, config)
@@ -107,7 +107,7 @@ def save_model(
 
         format      "delta": as save_pretrained does, and with the tensors of the folder that the model was
                     opened from and does not use (`complete_weights`); "fla": flash-linear-attention 0.5.2's
-                    GatedDeltaNetForCausalLM
+                    GatedDeltaNetForCausalLM, or 0.6.0's KDAForCausalLM for Kimi Delta Attention
         dtype       of the weights; None: as in the folder that the model was opened from, or else as they are
 
     Raises ValueError for a model that the other code cannot be, naming what it lacks, and for adapters.

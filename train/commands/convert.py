@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-DESCRIPTION = """Write the weights of a Gated DeltaNet language model in our format, delta, or in that of
-flash-linear-attention's GatedDeltaNetForCausalLM, fla. What FROM is in is seen from its config.json. The
-model computes the same afterwards; what has no equivalent is refused."""
+DESCRIPTION = """Write the weights of a language model of ours in our format, delta, or in that of
+flash-linear-attention's GatedDeltaNetForCausalLM and KDAForCausalLM, fla. What FROM is in is seen from its
+config.json. The model computes the same afterwards; what has no equivalent is refused."""
 # what belongs to a text model besides config.json and weights
 BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json")
 

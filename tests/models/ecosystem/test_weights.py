@@ -24,6 +24,7 @@ from tests.support.families import make, tokens
 # float64: weights are scaled by numbers that are no powers of 2, and summed in another order
 ALLOWED = 2**-40
 UNTIED = {"num_v_heads": 12, "allow_neg_eigval": True, "tie_word_embeddings": False}
+BOUNDED = {"mixer": "kimi_delta_attention", "decay_bound": -7.0}
 
 
 def ours(**settings):
@@ -44,7 +45,7 @@ def difference(a, b):
 
 
 class TestOursToOthersAndBack:
-    @pytest.mark.parametrize("settings", [{}, UNTIED], ids=str)
+    @pytest.mark.parametrize("settings", [{}, UNTIED, BOUNDED], ids=str)
     def test_a_default_model_computes_the_same_after_its_way_there_and_back(self, settings, tmp_path):
         model = ours(**settings).double()
         save_model(model, tmp_path, "fla", max_shard_size="50KB")
