@@ -50,12 +50,13 @@ WHOLE = Case(
     norm="random", state=True, loss=BOTH,
 )  # fmt: skip
 
-
 # sequences whose order by length is no exchange of two, some of them empty
 PACKED = replace(WHOLE, name="packed", T=111, lengths=(0, 5, 0, 70, 33, 3))
 SEGMENTS = replace(WHOLE, name="segments", T=40, H=1, HV=1, K=72, V=24)
 TILES = replace(WHOLE, name="tiles", T=20, H=1, HV=2, K=80, V=40)
 FLOAT16 = replace(WHOLE, name="float16", T=20, scale=1e-4)
+EQUATIONS = test_language_model.TestLayer().test_forward_computes_the_equations_of_its_docstring
+PACKING = test_language_model.TestInfluenceOfTokens().test_packed_sequences_have_the_logits_of_separate_ones
 # three chunks, badly conditioned: with one of 64 tokens a wrong sign passed
 ALIKE = Case("alike", 1, 130, 4, 16, 64, "", keys="equal", beta=2.0, decay="none")
 HEADS = replace(STEPS["decode_gva_2"], name="heads", B=11, T=2, K=144)
@@ -187,10 +188,6 @@ def mixer_passes(*names, dtype=torch.float32):
     return all(
         verdict.passed for case in cases for verdict in mixer_cases.verdicts(case, dtype, "nki-simulator")
     )
-
-
-def mixer_gradients_pass():
-    return mixer_passes("mixer_129", "mixer_packed_empty")
 
 
 def widths_pass():
@@ -391,7 +388,7 @@ CHECKS = {
     "values first": values_come_first,
     "nki, K = 256": lambda: judged("nki-simulator", BY_NAME["k256_short"]),
     "nki, layer": mixer_passes,
-    "nki, layer's gradients": mixer_gradients_pass,
+    "nki, layer's gradients": lambda: mixer_passes("mixer_129", "mixer_packed_empty"),
     "nki, layer's sequences": lambda: mixer_passes("mixer_carry"),
     "convolution": lambda: layer_passes("conv_packed"),
     "norm": lambda: layer_passes("gated_norm_tiny"),
@@ -420,6 +417,8 @@ CHECKS = {
     ),
     "loss": loss_passes,
     "padding": padding_passes,
+    "kimi": lambda: all(holds(EQUATIONS, variant, 3) for variant in ("kimi", "bounded")),
+    "kimi, packed": lambda: holds(PACKING, "bounded", [1, 2, 3, 0, 4]),
     "hidden states": lambda: holds(
         test_language_model.TestPadding().test_hidden_states_of_padded_rows_are_those_of_the_rows_alone
     ),
@@ -493,8 +492,6 @@ def test_many_bugs_are_planted_in_every_part():
 
 
 def test_a_line_that_is_gone_is_named():
-    with (
-        pytest.raises(ValueError, match=r"has 'no such line' 0 times, not once"),
-        planted(replace(BUGS[0], line="no such line")),
-    ):
+    bug = replace(BUGS[0], line="no such line")
+    with pytest.raises(ValueError, match=r"has 'no such line' 0 times, not once"), planted(bug):
         pass

@@ -40,7 +40,7 @@ NKI_BACK, NKI_LAYER = "nki_kernels.chunk_gradients", "nki_kernels.gated_delta_la
 TRITON_SEGMENTS, NKI_STEP = "triton_kernels.segments:chain_kernel", "nki_kernels.gated_delta_rule_step"
 NKI_CONVOLUTION = "nki_kernels.short_convolution"
 LAYERS = "backends.layers.pytorch"
-READOUT = "models.language_model"
+READOUT, KIMI = "models.language_model", "models.kimi_delta_attention:KimiDeltaAttention"
 
 # fmt: off
 BUGS = (
@@ -183,6 +183,17 @@ BUGS = (
         "hidden = hidden * multiplier", "hidden = hidden * 1.0", "loss"),
     Bug("models: padding decays and writes", "models.gated_deltanet:GatedDeltaNet._gate_inputs",
         "both = both.masked_fill(~sequences.real, CLOSED)", "both = both * 1.0", "padding"),
+    Bug("kimi: decays have no bias", "models.gated_deltanet:GatedDeltaNet._options",
+        '"dt_bias": self.dt_bias', '"dt_bias": 0 * self.dt_bias', "kimi"),
+    Bug("kimi: the output's gate has no bias", f"{KIMI}._project",
+        "self.g_proj(rows)", "self.g_proj(rows) - self.g_proj[1].bias", "kimi"),
+    Bug("kimi: the output's gate is SiLU", f"{KIMI}._gate_output",
+        ").sigmoid()", ").sigmoid() * gate", "kimi"),
+    Bug("kimi: heads lie inside of channels", f"{KIMI}._gate_inputs",
+        "a.unflatten(-1, (-1, self.K))", "a.unflatten(-1, (self.K, -1)).mT", "kimi"),
+    Bug("kimi: decays have no bound", f"{KIMI}._options", "self.bound}", "None}", "kimi"),
+    Bug("kimi: a packed sequence only decays from the one before", f"{KIMI}._make",
+        "-torch.inf", "self.bound", "kimi, packed"),
     Bug("optimizer: every group has the run's rate", "train.run.optimizer:set_learning_rate",
         'lr * group["factor"]', "lr", "rates"),
     Bug("optimizer: warm-up begins a step early", "train.run.optimizer:learning_rate",
