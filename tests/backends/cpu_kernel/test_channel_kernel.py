@@ -75,5 +75,5 @@ def test_a_mistake_in_the_kernel_turns_parity_red(line, mistake, tmp_path, monke
     assert passes(step)
     library = compiler.load(kernel)
     assert library.functions is not None, library.note
-    monkeypatch.setattr(chunked_kernel, "channel_library", lambda: library)
+    monkeypatch.setattr(chunked_kernel, "library", lambda channels: library)
     assert not passes(step)

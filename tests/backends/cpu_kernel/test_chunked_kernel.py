@@ -144,7 +144,7 @@ def test_a_mistake_in_the_kernel_turns_parity_red(line, mistake, cache, tmp_path
     assert all(verdict.passed for verdict in rule.verdicts(WHOLE, torch.float32, "chunked"))
     library = compiler.load(folder / "kernel.cpp")
     assert library.functions is not None, library.note
-    monkeypatch.setattr(chunked_kernel, "library", lambda: library)
+    monkeypatch.setattr(chunked_kernel, "library", lambda channels: library)
     assert not all(verdict.passed for verdict in rule.verdicts(WHOLE, torch.float32, "chunked"))
 
 
@@ -160,7 +160,7 @@ def test_without_a_kernel_pytorch_computes_and_describe_says_why(variable, value
     monkeypatch.setenv(variable, value)
     library = compiler.load(SOURCE)
     assert library.functions is None and reason in library.note
-    monkeypatch.setattr(chunked_kernel, "library", lambda: library)
+    monkeypatch.setattr(chunked_kernel, "library", lambda channels: library)
     (row,) = (row for row in describe() if (row.op, row.backend) == ("gated_delta_rule", "chunked"))
     assert row.reasons[-1] == f"here: {library.note}" and row.automatic == ("cpu",)
     assert describe_choice("chunked", torch.bfloat16, "cpu") == f"chunked ({library.note})"
