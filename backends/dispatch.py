@@ -333,6 +333,8 @@ def _nki(devices: frozenset[str], automatic: frozenset[str]) -> dict[str, Row]:
 
     return {
         **dict.fromkeys(_RULES, row("gated_delta_rule", "rule_nki")),
+        "kimi_delta_attention": row("gated_delta_rule", "channels_nki"),
+        "kimi_delta_attention_step": row("gated_delta_rule", "rule_nki"),
         "delta_residual": row("delta_residual", "residual_nki"),
         "short_convolution": row("layers", "nki_convolution"),
         "gated_rms_norm": row("layers", "nki_norm"),

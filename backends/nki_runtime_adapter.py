@@ -35,6 +35,8 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
 from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step
 from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
+from delta_trn.nki_kernels.kimi_delta_attention.bwd import kimi_delta_attention_bwd
+from delta_trn.nki_kernels.kimi_delta_attention.fwd import kimi_delta_attention_fwd
 from delta_trn.nki_kernels.language import RUNTIME, nki
 from delta_trn.nki_kernels.short_convolution import short_convolution_bwd, short_convolution_fwd
 
@@ -145,11 +147,14 @@ SCALARS: dict[type, str] = {
     int: "every C lanes width K",
     float: "scale eps k_eps",
 }
+FORWARD = "q k v g beta initial_state scale l2norm has_state every C lanes width"
+BACKWARD = "q k v g beta do dstate initial_state states scale l2norm has_dstate has_state every C lanes width"
 KERNELS = (
-    (gated_delta_rule_fwd, "q k v g beta initial_state scale l2norm has_state every C lanes width"),
-    (gated_delta_rule_bwd, "q k v g beta do dstate initial_state states scale l2norm has_dstate has_state "
-                           "every C lanes width"),
+    (gated_delta_rule_fwd, FORWARD),
+    (gated_delta_rule_bwd, BACKWARD),
     (gated_delta_rule_step, "q k v g beta state scale l2norm"),
+    (kimi_delta_attention_fwd, FORWARD),
+    (kimi_delta_attention_bwd, BACKWARD),
     (delta_residual_fwd, "x k v beta k_eps"),
     (delta_residual_bwd, "dout x k v beta k_eps"),
     (short_convolution_fwd, "x weight position packed prefix continued"),

@@ -4,6 +4,7 @@
     gated_delta_rule_fwd     the gated delta rule over a sequence, forward (arXiv:2412.06464)
     gated_delta_rule_bwd     its gradients
     gated_delta_rule_step    one token of it, for decoding
+    kimi_delta_attention     the rule with a decay per channel, forward and gradients (arXiv:2510.26692)
     delta_residual           Deep Delta Learning's rank-1 residual update, forward and backward
     short_convolution        causal, depthwise, over time, then SiLU; forward and backward
     gated_rms_norm           RMS norm of rows, times a gain and SiLU of a gate; forward and backward

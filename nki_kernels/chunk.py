@@ -342,7 +342,8 @@ def compute_residual(chunk, S, bundle):
     out_sb = sbuf((rows, lanes, V))
     for lane in range(lanes):
         KS_ps = psum((rows, V))
-        multiply_parts(KS_ps, chunk.k_t, S, find_key_head(bundle, lane), lane)
+        own = lane if chunk.k_t[0].shape[1] == lanes else find_key_head(bundle, lane)
+        multiply_parts(KS_ps, chunk.k_t, S, own, lane)
         scale_and_add(
             out_sb[:, lane, :], KS_ps, chunk.minus_strength_gamma[:, lane : lane + 1], beta_v_sb[:, lane, :]
         )

@@ -54,6 +54,18 @@ class Chunk(nl.NKIObject):
     T_t: Any = None  # [rows, lanes, rows], like T
     T: Any = None
     odd: Any = None  # of T_t, what `list_odd_columns` returns
+    # A decay per channel, `nki_kernels.kimi_delta_attention`; gamma is [rows, lanes, K] there
+    keys: Any = None  # normalized q and k of each lane [rows, 2, lanes, K]
+    qk_t: Any = None  # their transposes [K, 2, lanes, rows]
+    own: Any = None  # forward <q_i, k_i>, backward <dO_i, U_i> [rows, lanes]
+    channel_lambda: Any = None  # lambda [rows, lanes, K]
+    scaled: Any = None  # what `multiply_factors` makes
+    pairs: Any = None  # P^T and kk^T [rows, lanes, 2, rows]
+    halves: Any = None  # what `round_pair_gradients` makes, and `mask_pair_gradients`
+    masked: Any = None
+    level_tiles: Any = None  # what `differentiate_levels` has made of levels up to now
+    dg_ps: Any = None  # dg [rows, lanes K], and dq and dk [rows, 2, lanes K], in PSUM
+    dqk_ps: Any = None
     # What T and the state make
     W: Any = None  # [rows, lanes, K]
     PT_t: Any = None  # forward: (P T)^T, rounded [rows, lanes, rows]

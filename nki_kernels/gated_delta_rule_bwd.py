@@ -50,7 +50,9 @@ from delta_trn.nki_kernels.chunk_gradients import (
     transpose_writes,
 )
 from delta_trn.nki_kernels.chunk_tiles import Stream
-from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
+from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state, take_table
+from delta_trn.nki_kernels.kimi_delta_attention.chunk import build_levels, prepare_channels
+from delta_trn.nki_kernels.kimi_delta_attention.chunk_gradients import differentiate_channels
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.orders import RULE_BACKWARD
 from delta_trn.nki_kernels.plan import count_slots, list_waves, pad_to_rows, split_evenly
@@ -64,7 +66,6 @@ from delta_trn.nki_kernels.tiles import (
     psum,
     rule_inputs,
     sbuf,
-    take_corners,
     transpose,
 )
 from delta_trn.nki_kernels.triangular import (
@@ -158,9 +159,8 @@ def invert_beta(chunk):
     nisa.reciprocal(dst=chunk.inverse_beta, data=beta_sb)
 
 
-def load_again(inputs, do, bundle, start, stop, constants):
+def load_again(inputs, do, bundle, start, stop, table):
     """Loads what the gradients take of tokens start .. stop, but the state; returns a `Chunk`."""
-    table = take_corners(constants, pad_to_rows(stop - start))
     chunk = load_chunk(inputs, bundle, start, stop - start, table)
     chunk.do = load_lanes(do, bundle, start, stop - start, table["rows"], table["products"])
     return chunk
@@ -193,7 +193,7 @@ def list_runs(chunks):
 
 
 def apply_inverse(chunk, bundle, parts, goes_on):
-    """Adds what T and the gates make, W only where another chunk of the stretch follows."""
+    """Adds what T and gates per token make, W only where another chunk of the stretch follows."""
     table = chunk.table
     products, T_sb = table["products"], chunk.T
     if products == nl.float32:
@@ -208,8 +208,9 @@ def apply_inverse(chunk, bundle, parts, goes_on):
             W_ps = psum((T_sb.shape[0], chunk.W.shape[2]))
             add_product(W_ps, T_sb[:, lane, :], chunk.lambda_k[:, lane, :])
             copy_scaled(chunk.W[:, lane, :], W_ps, chunk.share[:, lane : lane + 1])
-    chunk.gamma_q = scale_heads(chunk.qk, 0, chunk.gamma, bundle, products)
-    chunk.erased_k = scale_heads(chunk.qk, 1, chunk.minus_strength_gamma, bundle, products)
+    if len(chunk.gamma.shape) == 2:
+        chunk.gamma_q = scale_heads(chunk.qk, 0, chunk.gamma, bundle, products)
+        chunk.erased_k = scale_heads(chunk.qk, 1, chunk.minus_strength_gamma, bundle, products)
 
 
 def solve_residual(chunk, S, bundle):
@@ -307,9 +308,10 @@ def load_stretch(stream, stretch, call):
     """Loads the chunks of a stretch, and the state before it."""
     C, T, every = call["C"], call["T"], call["every"]
     for start in range(stretch * every * C, min((stretch + 1) * every * C, T), C):
-        stream.chunks[stretch].append(
-            load_again(call["inputs"], call["do"], stream.bundle, start, min(start + C, T), call["constants"])
-        )
+        stop = min(start + C, T)
+        table = take_table(call, stop - start)
+        chunk = load_again(call["inputs"], call["do"], stream.bundle, start, stop, table)
+        stream.chunks[stretch].append(chunk)
     stream.S[stretch] = load_kept_state(
         call["initial_state"], call["states"], stretch, stream.bundle, call["parts"], call["V"],
         call["has_state"],
@@ -344,7 +346,13 @@ def run_stage(stage, share, shares, stream, stretch, call):
                 stream.S[stretch] = decay_and_add(chunk.S, chunk.carry, [(chunk.W, chunk.R)], call["parts"])
             compute_writes(chunk, call["constants"])
         else:
-            prepare_again(stage, chunk, stream, call)
+            if stage == "strengths":
+                invert_beta(chunk)
+            if call["channels"]:
+                prepare_channels(stage, chunk, stream.bundle, call)
+                differentiate_channels(stage, chunk, stream, call)
+            else:
+                prepare_again(stage, chunk, stream, call)
             differentiate_chunk(stage, chunk, stream, call)
 
 
@@ -387,6 +395,15 @@ def gated_delta_rule_bwd(
                 dS = the gradient of the state that the chunk meets
         dinitial_state = dS
     """
+    options = (scale, l2norm, has_dstate, has_state, every, C, lanes, width)
+    work = list_work(ORDER, (q.shape[1] + C * every - 1) // (C * every))
+    return run_backward((q, k, v, g, beta), do, dstate, initial_state, states, options, work, False)
+
+
+def run_backward(inputs, do, dstate, initial_state, states, options, work, channels):
+    """Allocates outputs and runs what `list_work` returns; channels says whether decays are per channel."""
+    scale, l2norm, has_dstate, has_state, every, C, lanes, width = options
+    q, v, g, beta = inputs[0], inputs[2], inputs[3], inputs[4]
     N, T, H, K = q.shape
     HV, V = v.shape[2], v.shape[3]
     assert every <= MOST_EVERY, (
@@ -399,18 +416,20 @@ def gated_delta_rule_bwd(
     dq = nl.ndarray((N, T, heads, K), dtype=key_dtype, buffer=nl.shared_hbm)
     dk = nl.ndarray((N, T, heads, K), dtype=key_dtype, buffer=nl.shared_hbm)
     dv = nl.ndarray((N, T, HV, V), dtype=v.dtype, buffer=nl.shared_hbm)
-    dg = nl.ndarray((N, T, HV), dtype=g.dtype, buffer=nl.shared_hbm)
+    dg = nl.ndarray(g.shape if channels else (N, T, HV), dtype=g.dtype, buffer=nl.shared_hbm)
     dbeta = nl.ndarray((N, T, HV), dtype=beta.dtype, buffer=nl.shared_hbm)
     dinitial_state = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
     largest = min(C, pad_to_rows(T))
     call = {
-        "inputs": (q, k, v, g, beta), "do": do, "initial_state": initial_state, "has_state": has_state,
+        "inputs": inputs, "do": do, "initial_state": initial_state, "has_state": has_state,
         "states": states, "scale": scale, "l2norm": l2norm, "every": every, "C": C, "T": T, "V": V,
         "parts": parts, "value_parts": split_evenly(V), "gradients": (dq, dk, dv, dg, dbeta),
         "constants": build_gradient_constants(largest, q.dtype), "blocks": build_block_constants(largest),
+        "channels": channels, "both": True,
     }  # fmt: skip
+    if channels:
+        call["levels"] = build_levels(call["constants"], True)
     stretches = (chunks + every - 1) // every
-    work = list_work(ORDER, stretches)
     for wave in list_waves(N, H, HV, width, lanes):
         streams = []
         for bundle in wave:

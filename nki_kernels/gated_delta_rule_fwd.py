@@ -31,6 +31,7 @@ from delta_trn.nki_kernels.chunk import (
     weight_decays,
 )
 from delta_trn.nki_kernels.chunk_tiles import Stream
+from delta_trn.nki_kernels.kimi_delta_attention.chunk import build_levels, prepare_channels
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.orders import RULE_FORWARD
 from delta_trn.nki_kernels.plan import list_waves, pad_to_rows, split_evenly
@@ -127,13 +128,18 @@ def compute_output(chunk, dtype):
     return out_sb
 
 
+def take_table(call, tokens):
+    """Returns the constants for a chunk of tokens; with a decay per channel all chunks have as many rows."""
+    rows = call["constants"]["rows"] if call["channels"] else pad_to_rows(tokens)
+    return take_corners(call["constants"], rows)
+
+
 def load_forward(stream, index, call):
     """Loads chunk number `index` of a stream."""
     q = call["inputs"][0]
     start = index * call["C"]
     tokens = min(call["C"], q.shape[1] - start)
-    table = take_corners(call["constants"], pad_to_rows(tokens))
-    return load_chunk(call["inputs"], stream.bundle, start, tokens, table)
+    return load_chunk(call["inputs"], stream.bundle, start, tokens, take_table(call, tokens))
 
 
 def enlarge_residual(chunk, bundle):
@@ -247,7 +253,10 @@ def run_stage(stage, share, shares, streams, index, call):
         invert_chunks(stage, share, shares, chunks, spaces, False, call["blocks"])
         return
     for i in range(len(streams)):
-        prepare(stage, chunks[i], streams[i].bundle, call)
+        if call["channels"]:
+            prepare_channels(stage, chunks[i], streams[i].bundle, call)
+        else:
+            prepare(stage, chunks[i], streams[i].bundle, call)
         advance(stage, chunks[i], streams[i], index, call)
 
 
@@ -292,11 +301,19 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, has_sta
                 S = gamma_C S + W^T R
             final_state = S
     """
+    work = list_work(ORDER, (q.shape[1] + C - 1) // C)
+    options = (scale, l2norm, has_state, every, C, lanes, width)
+    return run_forward((q, k, v, g, beta), initial_state, options, work, False)
+
+
+def run_forward(inputs, initial_state, options, work, channels):
+    """Allocates outputs and runs what `list_work` returns; channels says whether decays are per channel."""
+    scale, l2norm, has_state, every, C, lanes, width = options
+    q, v = inputs[0], inputs[2]
     N, T, H, K = q.shape
     HV, V = v.shape[2], v.shape[3]
     parts = split_evenly(K)
     chunks = (T + C - 1) // C
-    inputs = (q, k, v, g, beta)
     o = nl.ndarray((N, T, HV, V), dtype=v.dtype, buffer=nl.shared_hbm)
     final_state = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
     states = final_state
@@ -307,9 +324,10 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, has_sta
     call = {
         "inputs": inputs, "constants": build_constants(largest, q.dtype),
         "blocks": build_block_constants(largest), "parts": parts, "scale": scale, "l2norm": l2norm,
-        "every": every, "C": C, "o": o, "states": states,
+        "every": every, "C": C, "o": o, "states": states, "channels": channels, "both": False,
     }  # fmt: skip
-    work = list_work(ORDER, chunks)
+    if channels:
+        call["levels"] = build_levels(call["constants"], False)
     for wave in list_waves(N, H, HV, width, lanes):
         groups = [[], [], []]  # streams: EVEN, ODD, ALL
         for b in range(len(wave)):

@@ -4,7 +4,7 @@
     S' = exp(g) S + k u^T     o = scale (exp(g) p + (k . q) u)          S'^T q, without reading S' again
 
 Source: arXiv:2412.06464. The state [K, V] travels once each way, 8 K V bytes per head, and DMA bounds the
-time.
+time. With a decay per channel (Kimi Delta Attention) S is decayed first, line by line, and exp(g) above is 1.
 
 On chip (b, head) is one index, "row". A group of n rows is in flight, in two arrangements:
 
@@ -26,6 +26,7 @@ from delta_trn.nki_kernels.tiles import (
     add_transposed,
     build_identity,
     build_norm,
+    copy_scaled,
     invert_scaled_norms,
     load,
     multiply_elements,
@@ -49,7 +50,7 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
     Args:
         q, k        [B, H, K]; value head j reads key head j // (HV // H)
         v           [B, HV, V], V <= 512
-        g, beta     [B, HV]
+        g, beta     [B, HV]; g may be [B, HV, K]
         state       [B, HV, K, V] float32
         scale       a number, of q
         l2norm      bool: normalize q and k
@@ -83,7 +84,7 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
     o = nl.ndarray((B, HV, V), dtype=v.dtype, buffer=nl.shared_hbm)
     new_state = nl.ndarray((B, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
     v, o_rows = v.reshape((rows, V)), o.reshape((rows, V))
-    g, beta = g.reshape((rows, 1)), beta.reshape((rows, 1))
+    g, beta = g.reshape((rows, K if len(g.shape) == 3 else 1)), beta.reshape((rows, 1))
     # a line is what a partition holds: m lines of a head's S [K, V]
     old_lines = state.reshape((rows * parts, m * V))
     new_lines = new_state.reshape((rows * parts, m * V))
@@ -102,6 +103,8 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
             for row in range(first, last, heads):
                 lines = old_lines[row * parts : min(row + heads, last) * parts, :]
                 states.append(load(lines, nl.float32).reshape((lines.shape[0], m, V)))
+            if g.shape[1] > 1:
+                decay_lines(states, g.reshape((rows * parts, m)), first * parts)
             k_blocks_sb, q_blocks_sb = build_block_diagonal(vectors["k"]), build_block_diagonal(vectors["q"])
             loads.append((states, vectors, decays_sb, k_blocks_sb, q_blocks_sb))
         if turn > 0:
@@ -130,16 +133,26 @@ def load_vectors(q, k, v, g, beta, first, last, shared, scale, l2norm, norm):
     k_sb = load_key_rows(k, first, last - first, shared)
     q_sb = load_key_rows(q, first, last - first, shared)
     v_sb = load(v[first:last, :], nl.float32)
-    decay_sb = load(g[first:last, :], nl.float32)
+    decay_sb = load(g[first:last, 0:1], nl.float32)
     beta_sb = load(beta[first:last, :], nl.float32)
     if l2norm:
         normalize(k_sb, 1.0, norm)
         normalize(q_sb, scale, norm)
     else:
         nisa.tensor_scalar(dst=q_sb, data=q_sb, op0=nl.multiply, operand0=scale)
-    nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb)
+    nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb, scale=1.0 if g.shape[1] == 1 else 0.0)
     kq_sb = multiply_rows(k_sb, q_sb)
     return {"k": k_sb, "q": q_sb, "v": v_sb, "decay": decay_sb, "beta": beta_sb, "kq": kq_sb}
+
+
+def decay_lines(states, g_lines, first):
+    """Decays the lines of states [P, m, V] in place, each by its own channel; g_lines is [partitions, m]."""
+    for S_sb in states:
+        decay_sb = load(g_lines[first : first + S_sb.shape[0], :], nl.float32)
+        nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb)
+        for j in range(S_sb.shape[1]):
+            copy_scaled(S_sb[:, j, :], S_sb[:, j, :], decay_sb[:, j : j + 1])
+        first += S_sb.shape[0]
 
 
 def compute_writes(r_ps, vectors):
@@ -325,9 +338,10 @@ def spread_decays(g, first, last, owners_sb):
     decay_sb = sbuf((P, tiles * heads))
     if tiles * heads > c:
         nisa.memset(dst=decay_sb, value=0.0)
-    # g [rows, 1], its c rows to each of P partitions
-    nisa.dma_copy(dst=decay_sb[:, 0:c], src=g.ap(pattern=[[0, P], [1, c]], offset=first))
-    nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb)
+    # g [rows, 1], its c rows to each of P partitions; of decays per channel the first ones, which become 1
+    K = g.shape[1]
+    nisa.dma_copy(dst=decay_sb[:, 0:c], src=g.ap(pattern=[[0, P], [K, c]], offset=first * K))
+    nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb, scale=1.0 if K == 1 else 0.0)
     # head i of tile t is row t heads + i
     own_sb = multiply_elements(decay_sb.reshape((P, tiles, heads)), owners_sb[:, 0:tiles, :])
     out_sb = sbuf((P, tiles))
@@ -335,9 +349,9 @@ def spread_decays(g, first, last, owners_sb):
     return out_sb
 
 
-def example(B=1, H=6, HV=0, K=128, V=256, l2norm=1):
-    """Returns (kernel, arguments) for the simulator's report; HV=0 means H."""
+def example(B=1, H=6, HV=0, K=128, V=256, l2norm=1, channels=0):
+    """Returns (kernel, arguments) for the simulator's report; HV=0 means H, channels=1 a decay for each."""
     HV = HV or H
     q, k, v, state = normals("float32", (B, H, K), (B, H, K), (B, HV, V), (B, HV, K, V))
-    g, beta = -uniforms(B, HV), uniforms(B, HV)
+    g, beta = -uniforms(*(B, HV, K)[: 2 + channels]), uniforms(B, HV)
     return gated_delta_rule_step, (q, k, v, g, beta, state, K**-0.5, bool(l2norm))

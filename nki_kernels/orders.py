@@ -1,7 +1,7 @@
 """Has the orders in which the kernels issue their stages; `tools/schedule.py` finds them.
 
 `nki_kernels.schedule` says what an entry means. MADE has the estimates of each order in microseconds, on Trn1
-for each of the program's SIZES.
+for each of the sizes that its search has.
 """
 
 from delta_trn.nki_kernels.schedule import read_order
@@ -11,6 +11,8 @@ MADE = {
     "RULE_BACKWARD": (515.96, 525.09, 316.20),
     "LAYER_FORWARD": (357.98, 344.11, 214.23),
     "LAYER_BACKWARD": (818.60, 718.27, 474.04),
+    "CHANNELS_FORWARD": (277.36, 262.47),
+    "CHANNELS_BACKWARD": (648.93, 558.23),
 }
 
 RULE_FORWARD = read_order("""
@@ -93,4 +95,37 @@ LAYER_BACKWARD = read_order("""
     1; do odd 0; spread columns even 0; load taps even 1; multiply taps even 1; sum taps even 1; dR odd 1;
     substitute even 0; multiply taps even 1; transpose gradients odd 1; square keys odd 0; multiply pairs odd
     1; load taps even 1; load taps odd 1
+""")
+
+CHANNELS_FORWARD = read_order("""
+    load odd 0; load even 0; O odd 4; W even 3; merge all 2; pairs even 1; normalize even 0; S odd 4; merge
+    all 2; S even 3; R odd 3; merge all 2; merge all 2; sum channels odd 1; weigh pairs even 1; merge all 2;
+    list columns even 1; pairs odd 1; R even 2; merge all 2; weigh pairs odd 1; merge all 2; sum channels even
+    0; list columns odd 1; merge all 2; normalize odd 0; merge all 2; spread columns all 1; P T even 2; scale
+    keys odd 1; transpose q, k even 0; scale keys even 0; substitute all 1; W odd 3; transpose q, k odd 0;
+    substitute all 1; substitute all 1; factors even 0; factors odd 0; P T odd 2; strengths odd 0; O even 2;
+    strengths even 0
+""")
+
+CHANNELS_BACKWARD = read_order("""
+    R odd 1; merge odd 1; merge odd 1; load even 0; begin dg even 1; merge odd 1; normalize even 0; merge odd
+    1; levels 2 even 1; levels 1 even 1; transpose q, k even 0; sum channels even 0; strengths even 0; dS even
+    1; apply T odd 1; levels 3 even 1; levels 2 even 1; U odd 1; levels 4 even 1; R odd 1; norms odd 2; levels
+    3 even 1; factors even 0; apply T odd 1; pairs even 0; weigh pairs even 0; U odd 1; dR by channel odd 1;
+    list columns even 0; transpose gradients odd 1; levels 4 even 1; sum along even 1; dS odd 1; multiply
+    pairs odd 1; spread columns even 0; scale keys even 0; dR by channel odd 1; round pairs odd 1; substitute
+    even 0; mask pairs odd 1; transpose states odd 1; read channels odd 1; transpose gradients odd 1; store
+    keys odd 2; transpose states odd 1; merge even 0; multiply pairs odd 1; norms even 1; begin dg odd 1; sum
+    rows odd 2; round pairs odd 1; merge even 0; load odd 0; levels 1 odd 1; merge even 0; levels 2 odd 1;
+    merge even 0; merge even 0; R even 0; sum rows even 1; merge even 0; levels 3 odd 1; read channels odd 1;
+    merge even 0; merge even 0; normalize odd 0; merge even 0; begin dg odd 1; strengths odd 0; mask pairs odd
+    1; levels 1 odd 1; apply T even 0; apply T even 0; levels 2 odd 1; U even 0; levels 4 odd 1; sum along odd
+    1; levels 3 odd 1; norms odd 1; R even 0; dR by channel even 0; levels 4 odd 1; store keys even 1; sum
+    along odd 1; dS odd 1; transpose q, k odd 0; sum channels odd 0; sum rows even 1; dS even 0; factors odd
+    0; U even 0; transpose gradients even 0; pairs odd 0; weigh pairs odd 0; list columns odd 0; sum along
+    even 1; multiply pairs even 0; spread columns odd 0; transpose states even 0; store keys odd 1; dR by
+    channel even 0; scale keys odd 0; round pairs even 0; transpose gradients even 0; substitute odd 0; mask
+    pairs even 0; norms even 1; read channels even 0; merge odd 0; multiply pairs even 0; transpose states
+    even 0; merge odd 0; begin dg even 0; round pairs even 0; sum rows odd 1; merge odd 0; mask pairs even 0;
+    store keys even 1; read channels even 0; merge odd 0; levels 1 even 0; merge odd 0
 """)

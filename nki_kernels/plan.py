@@ -23,6 +23,8 @@ LANES = (
     (128, 256, 6),
     (256, 512, 2),
 )  # most K, most V, lanes: at most 166 of SBUF's 176 KiB are live
+# the same with a decay per channel, K at most 128
+CHANNEL_LANES = ((128, 256, 4), (128, 512, 2))
 LAYER_LANES = 6  # of a whole layer in float32, where the convolution's tiles lie in SBUF, too
 # A wave of a whole layer takes at most LONG_LANES lanes of sequences of more than LONG tokens: more of the
 # convolution's results wait in SBUF then, and six lanes of 1,536 tokens do not fit.
@@ -45,10 +47,11 @@ class Plan:
     width: int
 
 
-def choose(N: int, H: int, HV: int, K: int, V: int, most: int = 8) -> Plan:
+def choose(N: int, H: int, HV: int, K: int, V: int, most: int = 8, channels: bool = False) -> Plan:
     """Chooses as many lanes as fit SBUF, in two bundles where there are two; tests check the peaks."""
-    lanes = min(most, next(count for most_k, most_v, count in LANES if most_k >= K and most_v >= V))
-    width = max(min(max(2, lanes // 2), -(-N * HV // 2)), min(HV // H, lanes, WIDTH))
+    table, most_width = (CHANNEL_LANES, 2) if channels else (LANES, WIDTH)
+    lanes = min(most, next(count for most_k, most_v, count in table if most_k >= K and most_v >= V))
+    width = max(min(max(2, lanes // 2), -(-N * HV // 2)), min(HV // H, lanes, most_width))
     return Plan(EVERY, CHUNK, lanes, width)
 
 

@@ -161,14 +161,14 @@ def repeat_over_lanes(table, name, lanes):
 
 
 def transpose(x_sb, parts, table):
-    """Transposes [rows, lanes, free], of dtype `products`: a tile [f, lanes, rows] per part of free."""
+    """Transposes [rows, lanes, free], float32 or `products`: a tile [f, lanes, rows] per part of free."""
     rows, lanes = x_sb.shape[0], x_sb.shape[1]
-    tiles = []
+    identity_sb, tiles = table["identity" if x_sb.dtype == nl.float32 else "rounded_identity"], []
     for span in parts:
         start, stop = span
         out_ps = psum((stop - start, lanes, rows))
         for lane in range(lanes):
-            add_transposed(out_ps[:, lane, :], x_sb[:, lane, start:stop], table["rounded_identity"])
+            add_transposed(out_ps[:, lane, :], x_sb[:, lane, start:stop], identity_sb)
         out_sb = sbuf((stop - start, lanes, rows), x_sb.dtype)
         copy_scaled(out_sb, out_ps)
         tiles.append(out_sb)

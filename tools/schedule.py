@@ -26,6 +26,8 @@ import numpy as np
 
 from delta_trn.nki_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, orders
 from delta_trn.nki_kernels.gated_delta_layer import bwd, cells, fwd
+from delta_trn.nki_kernels.kimi_delta_attention import bwd as channels_bwd
+from delta_trn.nki_kernels.kimi_delta_attention import fwd as channels_fwd
 from delta_trn.nki_kernels.schedule import ALL, BUNDLES, EVEN, ODD, list_waits, rank
 from tools.instruction_times import Trace, build_timer, find_kind, number_entries
 
@@ -33,6 +35,10 @@ SIZES = (  # that an order is judged by
     {"T": 1024, "H": 6, "K": 128, "V": 256, "lanes": 6, "width": 3},
     {"T": 1024, "H": 8, "K": 64, "V": 128, "lanes": 8, "width": 4},
     {"T": 1024, "H": 2, "HV": 4, "K": 128, "V": 128, "lanes": 6, "width": 2},
+)
+CHANNEL_SIZES = (  # with a decay per channel
+    {"T": 1024, "H": 4, "K": 128, "V": 128, "lanes": 4, "width": 2},
+    {"T": 1024, "H": 4, "K": 64, "V": 128, "lanes": 4, "width": 2},
 )
 RUNS = 0.3  # of all proposals
 SIDE_BY_SIDE = ("spread columns", "substitute", "merge", *cells.CONVOLUTION)  # forward: ALL bundles
@@ -43,7 +49,7 @@ SHARES = {
 HEAD = '''"""Has the orders in which the kernels issue their stages; `tools/schedule.py` finds them.
 
 `nki_kernels.schedule` says what an entry means. MADE has the estimates of each order in microseconds, on Trn1
-for each of the program's SIZES.
+for each of the sizes that its search has.
 """
 
 from delta_trn.nki_kernels.schedule import read_order
@@ -69,11 +75,13 @@ class Search:
     turns: float  # over which the rule spreads a chunk's stages
     proposals: int
     bounds: tuple[Bound, ...]
+    sizes: tuple[dict[str, int], ...] = SIZES
 
 
 RULE = {"T": 512, "dtype": "float32", "every": 2}
 WIDE = Bound(RULE | {"H": 6, "K": 128, "V": 256, "lanes": 6, "width": 3})
 NARROW = Bound(RULE | {"H": 8, "K": 64, "V": 128, "lanes": 8, "width": 4})
+CHANNEL_BOUNDS = (Bound(CHANNEL_SIZES[0]), Bound(CHANNEL_SIZES[0] | RULE | {"V": 256}))
 LONG = {"T": 1536, "K": 128, "V": 256, "lanes": 6, "width": 3}
 SEARCHES = {
     "RULE_FORWARD": Search(
@@ -94,6 +102,8 @@ SEARCHES = {
     "LAYER_BACKWARD": Search(
         bwd, {}, 2.5, 100_000, (Bound(SIZES[0], psum=7), Bound(LONG | {"H": 5}, psum=7))
     ),
+    "CHANNELS_FORWARD": Search(channels_fwd, {"every": 2}, 3.0, 20_000, CHANNEL_BOUNDS, CHANNEL_SIZES),
+    "CHANNELS_BACKWARD": Search(channels_bwd, {"every": 2}, 1.25, 60_000, CHANNEL_BOUNDS, CHANNEL_SIZES),
 }  # fmt: skip
 
 
@@ -108,7 +118,7 @@ class Plan:
 
     def __init__(self, search: Search) -> None:
         stages = search.module.STAGES
-        forward = search.module in (gated_delta_rule_fwd, fwd)
+        forward = search.module in (gated_delta_rule_fwd, channels_fwd, fwd)
         again = [stage.name for stage in stages].index("apply T") if not forward else len(stages)
         self.entries: list[tuple[str, int, int, int]] = []  # stage, bundles, share, shares
         for i, stage in enumerate(stages):
@@ -200,17 +210,18 @@ class Judge:
     def __init__(self, search: Search, plan: Plan, timer: Any, rule: list[float]) -> None:
         self.timer = timer
         order = plan.order(rule)
-        self.traces = [Trace(search.module, search.options | sizes, order) for sizes in SIZES]
+        self.traces = [Trace(search.module, search.options | sizes, order) for sizes in search.sizes]
         self.bounds = [(bound, Trace(search.module, bound.options, order)) for bound in search.bounds]
         self.first = [trace.time_packed(plan.pack(rule), timer)[0] for trace in self.traces]
 
     def time(self, packed: np.ndarray) -> list[float]:
-        """Returns the estimate of each of SIZES."""
+        """Returns the estimate of each of the search's sizes."""
         return [trace.time_packed(packed, self.timer, peaks=False)[0] for trace in self.traces]
 
     def compare(self, packed: np.ndarray) -> float:
         """Returns the mean estimate, as a share of the rule's."""
-        return sum(own / rule for own, rule in zip(self.time(packed), self.first, strict=True)) / len(SIZES)
+        shares = [own / rule for own, rule in zip(self.time(packed), self.first, strict=True)]
+        return sum(shares) / len(shares)
 
     def find_excess(self, packed: np.ndarray) -> float:
         """Returns by which shares an order is beyond its bounds, or 0."""

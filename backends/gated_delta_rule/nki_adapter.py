@@ -1,4 +1,4 @@
-"""Cuts a call of the gated delta rule into NKI kernel calls of bounded length, runs them, and joins results.
+"""Cuts a call of a delta rule into NKI kernel calls of bounded length, runs them, and joins results.
 
 The module serves two backends, `nki` and `nki-simulator`; `backends.nki_runtime_adapter` tells them apart by
 the device. A kernel call takes all sequences. Kernels are unrolled, so it takes at most `plan.LANE_CHUNKS`
@@ -31,6 +31,8 @@ from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import gated_delta_rule_fwd
 from delta_trn.nki_kernels.gated_delta_rule_step import gated_delta_rule_step, has_lines
+from delta_trn.nki_kernels.kimi_delta_attention.bwd import kimi_delta_attention_bwd
+from delta_trn.nki_kernels.kimi_delta_attention.fwd import kimi_delta_attention_fwd
 
 TINY = 2.0**-32  # a scale below it is applied to gradients, not in the kernel
 
@@ -92,19 +94,20 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     take.
     """
     call = _prepare(call)
-    q, v, g = call.q, call.v, torch.stack(plan.split_decays(call.g), -1)
+    q, v, g = call.q, call.v, _decays(call)
+    kernel = kimi_delta_attention_fwd if call.has_channels else gated_delta_rule_fwd
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
     outs, finals, states = [], [], []
     for group, rows, sequences in _groups(q, v, call.cu_seqlens):
         S = None if call.initial_state is None else call.initial_state[sequences]
         for piece in group:
             inputs = [x[piece.rows, piece.tokens] for x in (q, call.k, v, g, call.beta)]
-            sizes = plan.choose(rows.stop - rows.start, H, HV, K, V)
+            sizes = plan.choose(rows.stop - rows.start, H, HV, K, V, channels=call.has_channels)
             if save and S is not None and piece is not group[0]:
                 states.append((piece.rows, piece.handed_on, S.transpose(1, 2).unsqueeze(1)))
             how = (sizes.every if save else 0, sizes.C, sizes.lanes, sizes.width)
             given = S is not None
-            o, S, *kept = run(gated_delta_rule_fwd, *inputs, S, call.scale, call.l2norm, given, *how)
+            o, S, *kept = run(kernel, *inputs, S, call.scale, call.l2norm, given, *how)
             outs.append((piece.rows, piece.tokens, o))
             states += [(piece.rows, piece.kept, x) for x in kept]
         if S is None:
@@ -132,7 +135,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         return Gradients._make(None if x is None or y is None else x + y for x, y in both)
     call = _prepare(call)
     inputs = q, _, v, g, _ = (call.q, call.k, call.v, call.g, call.beta)
-    g = torch.stack(plan.split_decays(g), -1)
+    g = _decays(call)
+    kernel = kimi_delta_attention_bwd if call.has_channels else gated_delta_rule_bwd
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
     parts: list[list[tuple[slice, slice, Tensor]]] = [[] for _ in inputs]
     firsts = []
@@ -140,14 +144,14 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         dS = None if dstate is None else dstate[sequences]
         for piece in reversed(group):
             tensors = [x[piece.rows, piece.tokens] for x in (q, call.k, v, g, call.beta, do)]
-            sizes = plan.choose(rows.stop - rows.start, H, HV, K, V)
+            sizes = plan.choose(rows.stop - rows.start, H, HV, K, V, channels=call.has_channels)
             S = None if call.initial_state is None else call.initial_state[sequences]
             if piece is not group[0]:
                 S = saved[0][piece.rows, piece.handed_on].squeeze(1).transpose(1, 2)
             states = saved[0][piece.rows, piece.kept] if piece.kept.start < piece.kept.stop else None
             options = (call.scale, call.l2norm, dS is not None, S is not None)
             how = (sizes.every, sizes.C, sizes.lanes, sizes.width)
-            *gradients, dS = run(gated_delta_rule_bwd, *tensors, dS, S, states, *options, *how)
+            *gradients, dS = run(kernel, *tensors, dS, S, states, *options, *how)
             for part, gradient, x in zip(parts, gradients, inputs, strict=True):
                 part.append((piece.rows, piece.tokens, _sum_parts(gradient, x)))
         if dS is None:
@@ -168,7 +172,8 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
     if not has_lines(K, V):
         # K is prime and cannot be split over partitions: pad it by one zero
         q, k, state = pad(call.q, (0, 1)), pad(call.k, (0, 1)), pad(call.state, (0, 0, 0, 1))
-        o, state = step(replace(call, q=q, k=k, state=state))
+        g = pad(call.g, (0, 1)) if call.has_channels else call.g
+        o, state = step(replace(call, q=q, k=k, g=g, state=state))
         return o, state[:, :, :K].contiguous()
     g = call.g.clamp(min=RESET)
     B, HV = call.v.shape[:2]
@@ -201,6 +206,11 @@ def _prepare(call: Rule) -> Rule:
     return replace(call, g=g.masked_fill(_first_tokens(g, call.cu_seqlens), RESET), cu_seqlens=None)
 
 
+def _decays(call: Rule) -> Tensor:
+    """Returns g as a kernel takes it: in two parts, or per channel, where the kernel makes the parts."""
+    return call.g if call.has_channels else torch.stack(plan.split_decays(call.g), -1)
+
+
 def _require_norms(call: Rule | Step) -> None:
     if call.l2norm:
         require_norms_within_rsqrt({"q": call.q, "k": call.k}, L2NORM_EPS)
@@ -212,10 +222,10 @@ def _is_stateless(call: Rule) -> bool:
 
 
 def _first_tokens(g: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Returns where in g [1, T, HV] a packed sequence begins, on the device that cu_seqlens is on."""
+    """Returns where in g [1, T, HV, ..] a packed sequence begins, on the device that cu_seqlens is on."""
     T = g.shape[1]  # empty sequences at the end begin at T, which is cut off again
     first = torch.zeros(T + 1, dtype=torch.bool, device=g.device)
-    return first.index_fill(0, cu_seqlens[:-1].long(), True)[:T].view(1, T, 1)
+    return first.index_fill(0, cu_seqlens[:-1].long(), True)[:T].view(1, T, *[1] * (g.dim() - 2))
 
 
 def _bounds(cu_seqlens: Tensor) -> list[int]:

@@ -310,7 +310,7 @@ def gated_delta_layer_fwd(
         "x": x, "weight": weight, "g": g, "beta": beta, "z": z, "position": position, "packed": packed,
         "prefix": prefix, "continued": continued, "W": W, "H": H, "K": K, "V": V,
         "gain": load_everywhere(gain), "norm": build_norm(eps), "save": save, "saved": saved, "u": u,
-        "constants": build_constants(largest, x.dtype),
+        "constants": build_constants(largest, x.dtype), "channels": False,
         "blocks": build_block_constants(largest), "parts": parts, "scale": scale, "l2norm": True,
         "every": 1 if save else 0, "C": C, "o": o, "y": y, "states": states, "whole": K % PARTITIONS == 0,
     }  # fmt: skip

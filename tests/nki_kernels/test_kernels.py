@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from delta_trn.nki_kernels import (
     gated_rms_norm,
     short_convolution,
 )
+from delta_trn.nki_kernels.kimi_delta_attention import bwd, fwd
 from delta_trn.nki_kernels.simulator import TARGETS, nisa
 from delta_trn.nki_kernels.simulator.__main__ import traffic
 from delta_trn.nki_kernels.simulator.core.machine import Machine
@@ -31,7 +33,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "trainium.md"
 RULE = {"B": 1, "T": 40, "H": 1, "HV": 2, "K": 48, "V": 96, "C": 32, "dtype": "bfloat16"}
 RESIDUAL = {"M": 3, "D": 96, "dtype": "bfloat16"}
 NORM = {"M": 300, "V": 96, "dtype": "bfloat16"}
-READOUT = {"N": 130, "d": 140, "V": 600}
+READOUT: dict[str, Any] = {"N": 130, "d": 140, "V": 600}
 LAYER = {"T": 40, "H": 3, "K": 32, "V": 48, "C": 32, "lanes": 3, "width": 2}
 CONVOLUTION = {"T": 130, "C": 48, "dtype": "bfloat16"}
 
@@ -55,6 +57,9 @@ EXAMPLES = [
     gated_delta_rule_fwd.example(**RULE, every=1),
     gated_delta_rule_bwd.example(**RULE, every=1),
     gated_delta_rule_step.example(H=2, HV=4, K=96, V=192),
+    fwd.example(**RULE, every=1),
+    bwd.example(**RULE, every=1),
+    gated_delta_rule_step.example(H=2, HV=4, K=96, V=192, channels=1),
     delta_residual.example(**RESIDUAL),
     delta_residual.example(**RESIDUAL, backward=1),
     gated_rms_norm.example(**NORM),
@@ -125,7 +130,7 @@ def test_every_kernel_that_a_backend_calls_has_an_example():
 def test_later_generations_compute_the_same(kernel, arguments, target):
     arguments = [to_tensor(x) if hasattr(x, "dtype") else x for x in arguments]
     first, later = run(kernel, *arguments), run(kernel, *arguments, target=target)
-    pairs = zip(first, later, strict=True) if isinstance(first, tuple) else [(first, later)]
+    pairs: Any = zip(first, later, strict=True) if isinstance(first, tuple) else [(first, later)]
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
