@@ -26,6 +26,11 @@ def main(arguments: Sequence[str]) -> int:
     if given.rounds < 2:
         raise ConfigError(f"--rounds={given.rounds}: expected at least 2")
     config = apply(announce(given.recipe), parse(given.changes))
+    if given.peer and config.model.mixer != "gated_deltanet":
+        raise ConfigError(
+            f"--peer {given.peer[0]} with model.mixer={config.model.mixer}: expected gated_deltanet, whose "
+            "operation peers have here; leave --peer out, or time the operation alone by delta-trn bench"
+        )
 
     from delta_trn.backends.bench.peers import PEERS
     from delta_trn.backends.machine import facts

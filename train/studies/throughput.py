@@ -19,8 +19,8 @@ import torch
 from delta_trn.backends import machine
 from delta_trn.backends.bench.peers import PEERS
 from delta_trn.backends.bench.timing import Spread, ratios
+from delta_trn.backends.parity import channel_cases, rule_cases
 from delta_trn.backends.parity.rule import verdicts
-from delta_trn.backends.parity.rule_cases import BY_NAME
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.train.data.loader import Batch
 from delta_trn.train.parallel.sharding import Sharding
@@ -32,8 +32,11 @@ from delta_trn.train.settings.errors import TrainError
 from delta_trn.train.settings.schema import RunConfig
 
 OURS = "ours"
-# cases that a step's operation must pass before it is timed: a seam, and gates with states
-CASES = ("seam_129", "gates")
+# by the mixer, cases that a step's operation must pass before it is timed: a seam, and gates with states
+CASES = {
+    "gated_deltanet": [rule_cases.BY_NAME[name] for name in ("seam_129", "gates")],
+    "kimi_delta_attention": [channel_cases.BY_NAME[name] for name in ("kimi_seam", "kimi_bound")],
+}
 # two losses of one model may differ by what their operators may: bfloat16 keeps 2^-9 of every number
 LOSSES_AGREE = {"float32": 2**-14, "bf16": 2**-7, "bf16_products": 2**-7}
 
@@ -92,7 +95,8 @@ class Workload:
 def require_parity(config: RunConfig, device: torch.device) -> None:
     """Raises TrainError, with the verdicts, unless the operation is right on this device."""
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    judged = [v for name in CASES for v in verdicts(BY_NAME[name], dtype, config.backend, device.type)]
+    cases = CASES[config.model.mixer]
+    judged = [v for case in cases for v in verdicts(case, dtype, config.backend, device.type)]
     if failed := [str(verdict) for verdict in judged if not verdict.passed]:
         raise TrainError("\n".join(["not timed, parity is red:", *failed]))
 

@@ -27,6 +27,7 @@ CONFIGURATIONS = {
         "ddl_compressor": "channel",
         "attention_layers": [0, 2],
     },
+    "kimi": {"mixer": "kimi_delta_attention", "decay_bound": -5.0},
     "ddl_lm": {"residual": "ddl_lm", "positions": "learned", "norm": "layer", "mlp": "gelu"},
 }
 

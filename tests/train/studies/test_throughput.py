@@ -77,6 +77,16 @@ def test_throughput_is_not_timed_while_parity_fails(workload, monkeypatch, witho
         throughput.require_parity(workload.config, workload.device)
 
 
+def test_kimi_delta_attention_is_timed_behind_its_own_parity_and_without_peers(monkeypatch):
+    asked = []
+    monkeypatch.setattr(throughput, "verdicts", lambda case, *where: asked.append(case.op) or [])
+    keys = ("tiny", "model.mixer=kimi_delta_attention", *(f"{key}={value}" for key, value in TINY.items()))
+    assert run_command("throughput", *keys, "--rounds", "2")[0] == 0
+    assert asked == ["kimi_delta_attention"] * 2
+    status, _, err = run_command("throughput", *keys, "--peer", "hf")
+    assert status == 2 and "--peer hf with model.mixer=kimi_delta_attention" in err
+
+
 def test_timing_leaves_the_weights_unchanged(workload):
     before = {name: x.clone() for name, x in workload.model.state_dict().items()}
     workload(OURS)
