@@ -103,7 +103,7 @@ def test_other_devices_say_what_computes_it(monkeypatch):
     with pytest.raises(BackendRefusal) as refusal:
         choose(call)
     assert 'runs on xla only when asked for: backend="chunked"' in str(refusal.value)
-    assert "nki            does not implement kimi_delta_attention" in str(refusal.value)
+    assert "nki            needs torch_xla and nki" in str(refusal.value)
     on_gpu = choose(replace(call, device="cuda", capability=(9, 0)))
     assert on_gpu is BACKENDS["triton"]
     assert choose(replace(call, device="cuda", dtype=torch.float64, capability=(9, 0))) is BACKENDS["chunked"]
