@@ -111,7 +111,7 @@ def test_rule_addresses_the_last_of_2_to_31_elements(K, V, segment, launches, mo
     monkeypatch.setattr(triton_adapter, "KEPT_BYTES", 2**62)
     # one sequence alone would be scanned by other tiles, which round otherwise
     monkeypatch.setattr(
-        triton_adapter, "config", lambda *sizes, itemsize, heads, card: config(*sizes, itemsize=itemsize)
+        triton_adapter, "config", lambda *sizes, itemsize, **of_call: config(*sizes, itemsize=itemsize)
     )
     compare_last_row(launches, rule, tensors, 2**31 // (T * max(K, V)) + 1)
 

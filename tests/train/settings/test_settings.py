@@ -42,6 +42,8 @@ def choose_other(key: str, value: Any) -> str:
         "parametrization": "sp",
         "precision": "bf16",
         "clip_norm": "width",
+        "mixer": "kimi_delta_attention",
+        "decay_bound": "-5",
         "positions": "learned",
         "norm": "layer",
         "mlp": "gelu",
