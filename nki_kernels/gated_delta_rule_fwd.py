@@ -153,6 +153,7 @@ def enlarge_residual(chunk, bundle):
     growth = growth_sb.ap(pattern=[[heads, rows], [1, heads], [0, lanes // heads]], offset=0)
     for scale_sb in (chunk.value_scale, chunk.minus_strength_gamma):
         columns = scale_sb.reshape(per_head)
+        # growth is 0, or so large a power of two that float32 rounds the 1 away: the sum is their maximum
         nisa.scalar_tensor_tensor(
             dst=columns, data=growth, op0=nl.add, operand0=1.0, op1=nl.multiply, operand1=columns
         )
