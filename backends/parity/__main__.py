@@ -37,6 +37,11 @@ from delta_trn.backends.parity.rule_cases import SMALL, find, select
 
 SHOWN = 20
 RELEASE = "DELTA_TRN_NKI"  # the environment variable that the simulator reads
+# What `--case quarter` stands for: a case of each kernel. A Trn1 compiles them in about a quarter of an hour.
+QUARTER = (
+    *("ragged", "packed", "decode_gva_2", "residual_odd", "conv_packed", "norm_head", "loss_ignored"),
+    *("mixer_groups", "kimi_gva", "decode_kimi_gva"),
+)
 
 
 class Grid(NamedTuple):
@@ -188,7 +193,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("action", nargs="?", choices=tuple(_ACTIONS), default="run")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--backend", action="append", help="only this one; may be repeated")
-    parser.add_argument("--case", action="append", help="only this one; may be repeated")
+    parser.add_argument(
+        "--case", action="append", help="only this one; may be repeated; quarter: one of each kernel"
+    )
     parser.add_argument(
         "--op", action="append", choices=OPERATIONS, help="only cases of this operation; may be repeated"
     )
@@ -211,7 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace, console: Console) -> list[Verdict]:
     known = {name: case for grid in GRIDS.values() for name, case in grid.cases.items()}
-    for name in options.case or ():
+    named = options.case and [x for name in options.case for x in (QUARTER if name == "quarter" else (name,))]
+    for name in named or ():
         find(name, known)
     dtypes = [getattr(torch, options.dtype)] if options.dtype else DTYPES
     verdicts: list[Verdict] = []
@@ -223,7 +231,7 @@ def _run(options: argparse.Namespace, console: Console) -> list[Verdict]:
             machine_facts = facts(torch.device(subject.device))
             if subject.nki is not None:
                 machine_facts["nki"] = subject.nki
-            for key, cases in subject.cases(options.case, slow=options.slow, whole=options.whole).items():
+            for key, cases in subject.cases(named, slow=options.slow, whole=options.whole).items():
                 cases = [case for case in cases if not options.op or case.op in options.op]
                 progress = track(cases, subject.backend, console=Console(stderr=True), transient=True)
                 for verdict in measure(subject, GRIDS[key], progress, refused, dtypes):

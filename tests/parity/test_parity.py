@@ -453,6 +453,11 @@ def test_the_parity_command_names_a_wrong_argument(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_the_quarter_of_an_hour_has_a_case_of_each_operation_that_neuron_has():
+    known = {name: case for grid in parity.GRIDS.values() for name, case in grid.cases.items()}
+    assert set(BACKENDS["nki"].rows) == {known[name].op for name in parity.QUARTER}
+
+
 def test_a_backend_that_cannot_run_here_is_refused_when_named(monkeypatch):
     monkeypatch.setitem(
         BACKENDS, "chunked", replace(BACKENDS["chunked"], unavailable=lambda device: f"no part for {device}")
