@@ -58,6 +58,30 @@ def test_every_module_and_vector_is_flat_under_the_papers_rules(optimizer: str):
     assert not failed and len(rows) == 50
 
 
+def kimi(optimizer: str = "adamw") -> Start:
+    """Returns what starts Kimi Delta Attention's models at the base that docs/mup.md documents."""
+    keys = {"model.mixer": "kimi_delta_attention", "model.mixer_output_init": "0.25"}
+    rate = {"optimizer.lr": "2**-9"} if optimizer == "adamw" else {}
+    return of_recipe(apply(config("mup", optimizer, words=1024), keys | rate))
+
+
+def test_every_row_of_kimi_delta_attention_is_flat_under_adamw():
+    rows = fit(kimi(), seeds=4)
+    parts = ("f_proj.0", "f_proj.1", "g_proj.0", "g_proj.1", "b_proj", "conv.weight", "dt_bias", "A_log")
+    assert {f"blocks.1.mixer.{part}" for part in parts} | {"blocks.0.mixer.g_proj.1.bias"} <= rows.keys()
+    assert not {name: v.fails_at for name, v in rows.items() if not v.passes} and len(rows) == 60
+
+
+KIMI_PARTS = {part: f"blocks.0.mixer.{part}" for part in ("f_proj.0", "f_proj.1", "g_proj.0", "g_proj.1")}
+
+
+@pytest.mark.parametrize("part", KIMI_PARTS)
+def test_a_wrong_rate_of_a_low_rank_gate_turns_its_row_red(part: str):
+    """At a rank that does not grow with the width, the second matrix would keep its rate."""
+    rows = fit(misrate(kimi(), f"blocks.0.mixer.{part}.weight", 1.0), seeds=4)
+    assert not rows[KIMI_PARTS[part]].passes, rows[KIMI_PARTS[part]]
+
+
 # what is wrong, of which role or parameters, and a row that must be red
 MISTAKES = {
     "the logits are not scaled": (Role.EMBEDDING, {"multiplier": 0.0}, "logits"),
