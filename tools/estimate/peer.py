@@ -11,7 +11,7 @@ FlashQLA or TileLang are installed, 0.6.0 hands some calls to those by itself.
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
 from types import ModuleType
@@ -31,6 +31,13 @@ TYPES = {
     "*fp32": "g dg",
     "fp32": "scale",
     "i32": "T",
+}
+# decays, and gradients that two kernels make
+TYPES_OF_CHANNELS = {
+    "*bf16": "q k v w u v_new h dh do dv dv2 A Aqk Akk o beta qg kg",
+    "*fp32": "g gk Akkd dg dg2 dq dq2 dk dk2 db dA dAqk dAkk",
+    "fp32": "scale",
+    "i32": "T B",
 }
 PACKAGES = (
     "fla fla.ops fla.ops.gated_delta_rule fla.ops.common fla.modules fla.modules.causal_conv1d "
@@ -77,8 +84,8 @@ def load(module: str) -> ModuleType:
         utils = _Utils("fla.utils")
         utils.__dict__.update(
             check_shared_mem=lambda *_: True, IS_NVIDIA=True, IS_NVIDIA_HOPPER=True, IS_TF32_SUPPORTED=True,
-            TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_7_1=True, autotune_cache_kwargs={},
-            has_usable_nvcc=lambda *_: False, find_spec_cached=lambda *_: None,
+            TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_6_0=True, TRITON_ABOVE_3_7_1=True, IS_GATHER_SUPPORTED=True,
+            autotune_cache_kwargs={}, has_usable_nvcc=lambda *_: False, find_spec_cached=lambda *_: None,
         )  # fmt: skip
         sys.modules["fla.utils"] = utils
     return import_module(f"fla.{module}")
@@ -146,6 +153,7 @@ class Sizes:
         self.values = rows * shape.V * ITEM
         self.A = rows * C * ITEM
         self.gates = rows * 4
+        self.decays = rows * shape.K * 4  # one of every channel
         self.states = self.chunks * shape.HV * shape.K * shape.V * ITEM
 
 
@@ -197,13 +205,63 @@ KERNELS = {
         lambda s, b: (_cut(s.K, b["BK"]), _cut(s.V, b["BV"]), _cut(s.K, b["BK"])), _by(64),
     ),
 }  # fmt: skip
-FORWARD = ("kkt, solve", "w, u", "states", "outputs")
-BACKWARD = ("w, u", "states", "dv, local", "reverse states", "dq, dk, dw, dg", "gradients of w, u")
+_INTRA = "ops.kda.chunk_intra"
+# chunk_kda with its safe gate, where 16 x 16 tokens are one product
+CHANNELS = {
+    "diagonal blocks": _Kernel(
+        _INTRA, "chunk_kda_fwd_kernel_intra_sub_chunk",
+        lambda s, b: 4, lambda s: 2 * s.keys + s.decays, lambda s, b: (),
+        lambda s: {"BC": 16, "BK": power_of_two(s.K)}, (14,),
+    ),
+    "kkt, solve": _Kernel(
+        _INTRA, "chunk_kda_fwd_kernel_inter_solve_fused",
+        lambda s, b: 1, lambda s: 2 * s.keys + s.decays + s.A / 2, lambda s, b: (_cut(s.K, b["BK"]),),
+        lambda s: {"BC": 16, "NC": 4},
+    ),
+    "w, u": _Kernel(
+        "ops.kda.wy_fast", "recompute_w_u_fwd_kda_kernel",
+        lambda s, b: 1, lambda s: s.A + s.values + s.keys + s.decays,
+        lambda s, b: (_cut(s.V, 64), _cut(s.K, 64)), lambda s: {"BK": 64, "BV": 64},
+    ),
+    "states": replace(KERNELS["states"], load_bytes=lambda s: 2 * s.w + s.values),
+    "outputs": _Kernel(
+        "ops.gla.chunk", "chunk_gla_fwd_kernel_o",
+        lambda s, b: _cut(s.V, b["BV"]), lambda s: s.keys + s.decays + s.values + s.states + s.A,
+        lambda s, b: (_cut(s.K, b["BK"]),),
+    ),
+    "dv, dA": _Kernel(
+        "ops.kda.chunk_bwd", "chunk_kda_bwd_kernel_dAv",
+        lambda s, b: 1, lambda s: s.A + 2 * s.values, lambda s, b: (_cut(s.V, b["BV"]),), _by(128),
+    ),
+    "reverse states": replace(
+        KERNELS["reverse states"], load_bytes=lambda s: 3 * s.w + 2 * s.values,
+    ),
+    "dq, dk, dg, dA": _Kernel(
+        "ops.kda.chunk_bwd", "chunk_kda_bwd_kernel_wy_dqkg_fused",
+        lambda s, b: 1, lambda s: 2 * s.keys + s.decays + 4 * s.values + 2 * s.states + s.A,
+        lambda s, b: (_cut(s.K, b["BK"]), _cut(s.V, b["BV"])),
+    ),
+    "gradients of blocks": _Kernel(
+        # a block of 16 tokens has 1.5 others before it on average, and behind it
+        _INTRA, "chunk_kda_bwd_kernel_intra",
+        lambda s, b: 4 * _cut(s.K, b["BK"]), lambda s: 2 * s.keys + 4 * s.decays + 4 * s.A,
+        lambda s, b: (2, 1), lambda s: {"BC": 16, "BK": min(32, power_of_two(s.K)), "NC": 4},
+    ),
+}  # fmt: skip
+# of either rule, by Shape.rule
+FORWARD = {
+    "": ("kkt, solve", "w, u", "states", "outputs"),
+    "kimi_": ("diagonal blocks", "kkt, solve", "w, u", "states", "outputs"),
+}
+BACKWARD = {
+    "": ("w, u", "states", "dv, local", "reverse states", "dq, dk, dw, dg", "gradients of w, u"),
+    "kimi_": ("w, u", "states", "dv, dA", "reverse states", "dq, dk, dg, dA", "gradients of blocks"),
+}
 
 
 def launches(shape: Shape) -> Iterator[tuple[Launch, ...]]:
     """Yields, in their order, each kernel's configurations; one of them runs."""
-    for backward, names in ((False, FORWARD), (True, BACKWARD)):
+    for backward, names in ((False, FORWARD[shape.rule]), (True, BACKWARD[shape.rule])):
         for name in names:
             yield tuple(configurations(name, shape, backward=backward))
     for launch in _small(shape):
@@ -212,7 +270,7 @@ def launches(shape: Shape) -> Iterator[tuple[Launch, ...]]:
 
 def configurations(name: str, shape: Shape, *, backward: bool = False) -> Iterator[Launch]:
     """Yields a kernel's launches, one for each configuration of its autotuner."""
-    kernel, sizes = KERNELS[name], Sizes(shape)
+    kernel, sizes = (CHANNELS if shape.rule else KERNELS)[name], Sizes(shape)
     function, tuned = unwrap(getattr(load(kernel.module), kernel.function))
     switches = {
         "USE_G": True, "SAVE_NEW_VALUE": True, "USE_DW": True, "USE_GK": False, "USE_G_GAMMA": False,
@@ -221,10 +279,18 @@ def configurations(name: str, shape: Shape, *, backward: bool = False) -> Iterat
     }  # fmt: skip
     fixed = {"B": shape.sequences, "H": shape.H, "HV": shape.HV, "K": shape.K, "V": shape.V, "BT": C}
     absent = dict.fromkeys(ABSENT.split() + (["A"] if name == "dv, local" else []))
+    types = TYPES
+    if shape.rule:
+        switches |= {"USE_G": False, "USE_GK": True, "STORE_QG": backward, "STORE_KG": True}
+        switches |= {"USE_SAFE_GATE": True, "SAFE_GATE": True, "GATE_SHIFT": 2.8853900817779268}
+        switches |= {"USE_GATHER": True, "USE_GRAPH": False}
+        absent.pop("gk")
+        absent |= {"g": None} if "gk" in function.arg_names else {}
+        types = TYPES_OF_CHANNELS
     for choice in tuned:
         blocks = kernel.blocks(sizes) | choice.kwargs
         values = {n: v for n, v in (switches | fixed | absent | blocks).items() if n in function.arg_names}
-        variant = variant_of(name, function, TYPES, values, choice)
+        variant = variant_of(name, function, types, values, choice)
         yield Launch(name, backward, variant, work(kernel, shape, choice.kwargs))
 
 
@@ -253,6 +319,15 @@ def _small(shape: Shape) -> Iterator[Launch]:
         ("gradients of the gates", True, 3 * s.gates, 3),
         ("gradient of beta", True, 1.5 * s.gates, 1),
     ]
+    if shape.rule:
+        # also the zeros of o; the sum of db over slices of K; and dq and dk come in float32
+        moved = [
+            *moved[:1], ("gates, cumulated", False, 2 * s.decays, 1), moved[2],
+            ("zeros of A and o", False, s.A + s.values, 2),
+            ("gates again", True, 2 * s.decays, 1), ("sum of db", True, 6 * s.gates, 2),
+            ("sums of dg", True, 2 * s.decays, 1), ("gradients of the norms", True, 8 * s.keys, 2),
+            ("gradients of the gates", True, 3.1 * s.decays, 3), moved[-1],
+        ]  # fmt: skip
     if shape.HV > shape.H:
         moved.append(("sums of grouped heads", True, 4.5 * s.w, 3))
     for name, backward, size, count in moved:
