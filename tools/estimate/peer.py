@@ -32,12 +32,9 @@ TYPES = {
     "fp32": "scale",
     "i32": "T",
 }
-# decays, and gradients that two kernels make
-TYPES_OF_CHANNELS = {
+TYPES_OF_CHANNELS = TYPES | {
     "*bf16": "q k v w u v_new h dh do dv dv2 A Aqk Akk o beta qg kg",
     "*fp32": "g gk Akkd dg dg2 dq dq2 dk dk2 db dA dAqk dAkk",
-    "fp32": "scale",
-    "i32": "T B",
 }
 PACKAGES = (
     "fla fla.ops fla.ops.gated_delta_rule fla.ops.common fla.modules fla.modules.causal_conv1d "
@@ -84,8 +81,9 @@ def load(module: str) -> ModuleType:
         utils = _Utils("fla.utils")
         utils.__dict__.update(
             check_shared_mem=lambda *_: True, IS_NVIDIA=True, IS_NVIDIA_HOPPER=True, IS_TF32_SUPPORTED=True,
-            TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_6_0=True, TRITON_ABOVE_3_7_1=True, IS_GATHER_SUPPORTED=True,
-            autotune_cache_kwargs={}, has_usable_nvcc=lambda *_: False, find_spec_cached=lambda *_: None,
+            TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_6_0=True, TRITON_ABOVE_3_7_1=True,
+            IS_GATHER_SUPPORTED=True, autotune_cache_kwargs={}, has_usable_nvcc=lambda *_: False,
+            find_spec_cached=lambda *_: None,
         )  # fmt: skip
         sys.modules["fla.utils"] = utils
     return import_module(f"fla.{module}")
@@ -205,63 +203,41 @@ KERNELS = {
         lambda s, b: (_cut(s.K, b["BK"]), _cut(s.V, b["BV"]), _cut(s.K, b["BK"])), _by(64),
     ),
 }  # fmt: skip
-_INTRA = "ops.kda.chunk_intra"
-# chunk_kda with its safe gate, where 16 x 16 tokens are one product
+FORWARD = ("kkt, solve", "w, u", "states", "outputs")
+BACKWARD = ("w, u", "states", "dv, local", "reverse states", "dq, dk, dw, dg", "gradients of w, u")
+_INTRA, _BWD, _BLOCKS = "ops.kda.chunk_intra", "ops.kda.chunk_bwd", {"BC": 16, "NC": 4}
+# those of chunk_kda with its safe gate, the faster way; backward repeats the third and the fourth
 CHANNELS = {
     "diagonal blocks": _Kernel(
-        _INTRA, "chunk_kda_fwd_kernel_intra_sub_chunk",
-        lambda s, b: 4, lambda s: 2 * s.keys + s.decays, lambda s, b: (),
-        lambda s: {"BC": 16, "BK": power_of_two(s.K)}, (14,),
-    ),
+        _INTRA, "chunk_kda_fwd_kernel_intra_sub_chunk", lambda s, b: 4, lambda s: 2 * s.keys + s.decays,
+        lambda s, b: (), lambda s: {"BC": 16, "BK": power_of_two(s.K)}, (14,)),
     "kkt, solve": _Kernel(
-        _INTRA, "chunk_kda_fwd_kernel_inter_solve_fused",
-        lambda s, b: 1, lambda s: 2 * s.keys + s.decays + s.A / 2, lambda s, b: (_cut(s.K, b["BK"]),),
-        lambda s: {"BC": 16, "NC": 4},
-    ),
-    "w, u": _Kernel(
-        "ops.kda.wy_fast", "recompute_w_u_fwd_kda_kernel",
-        lambda s, b: 1, lambda s: s.A + s.values + s.keys + s.decays,
-        lambda s, b: (_cut(s.V, 64), _cut(s.K, 64)), lambda s: {"BK": 64, "BV": 64},
-    ),
+        _INTRA, "chunk_kda_fwd_kernel_inter_solve_fused", lambda s, b: 1,
+        lambda s: 2 * s.keys + s.decays + s.A / 2, lambda s, b: (_cut(s.K, b["BK"]),), lambda s: _BLOCKS),
+    "w, u": replace(KERNELS["w, u"], module="ops.kda.wy_fast", function="recompute_w_u_fwd_kda_kernel",
+        load_bytes=lambda s: s.A + s.values + s.keys + s.decays),
     "states": replace(KERNELS["states"], load_bytes=lambda s: 2 * s.w + s.values),
-    "outputs": _Kernel(
-        "ops.gla.chunk", "chunk_gla_fwd_kernel_o",
-        lambda s, b: _cut(s.V, b["BV"]), lambda s: s.keys + s.decays + s.values + s.states + s.A,
-        lambda s, b: (_cut(s.K, b["BK"]),),
-    ),
-    "dv, dA": _Kernel(
-        "ops.kda.chunk_bwd", "chunk_kda_bwd_kernel_dAv",
-        lambda s, b: 1, lambda s: s.A + 2 * s.values, lambda s, b: (_cut(s.V, b["BV"]),), _by(128),
-    ),
-    "reverse states": replace(
-        KERNELS["reverse states"], load_bytes=lambda s: 3 * s.w + 2 * s.values,
-    ),
+    "outputs": replace(KERNELS["outputs"], module="ops.gla.chunk", function="chunk_gla_fwd_kernel_o",
+        load_bytes=lambda s: s.keys + s.decays + s.values + s.states + s.A),
+    "dv, dA": replace(KERNELS["dv, local"], module=_BWD, function="chunk_kda_bwd_kernel_dAv",
+        load_bytes=lambda s: s.A + 2 * s.values, products=lambda s, b: (_cut(s.V, b["BV"]),)),
+    "reverse states": replace(KERNELS["reverse states"], load_bytes=lambda s: 3 * s.w + 2 * s.values),
     "dq, dk, dg, dA": _Kernel(
-        "ops.kda.chunk_bwd", "chunk_kda_bwd_kernel_wy_dqkg_fused",
-        lambda s, b: 1, lambda s: 2 * s.keys + s.decays + 4 * s.values + 2 * s.states + s.A,
-        lambda s, b: (_cut(s.K, b["BK"]), _cut(s.V, b["BV"])),
-    ),
-    "gradients of blocks": _Kernel(
-        # a block of 16 tokens has 1.5 others before it on average, and behind it
-        _INTRA, "chunk_kda_bwd_kernel_intra",
-        lambda s, b: 4 * _cut(s.K, b["BK"]), lambda s: 2 * s.keys + 4 * s.decays + 4 * s.A,
-        lambda s, b: (2, 1), lambda s: {"BC": 16, "BK": min(32, power_of_two(s.K)), "NC": 4},
-    ),
+        _BWD, "chunk_kda_bwd_kernel_wy_dqkg_fused", lambda s, b: 1,
+        lambda s: 2 * s.keys + s.decays + 4 * s.values + 2 * s.states + s.A,
+        lambda s, b: (_cut(s.K, b["BK"]), _cut(s.V, b["BV"]))),
+    "gradients of blocks": _Kernel(  # of 16 tokens: 1.5 others lie before one on average, and behind it
+        _INTRA, "chunk_kda_bwd_kernel_intra", lambda s, b: 4 * _cut(s.K, 32),
+        lambda s: 2 * s.keys + 4 * s.decays + 4 * s.A, lambda s, b: (2, 1), lambda s: _BLOCKS | {"BK": 32}),
 }  # fmt: skip
-# of either rule, by Shape.rule
-FORWARD = {
-    "": ("kkt, solve", "w, u", "states", "outputs"),
-    "kimi_": ("diagonal blocks", "kkt, solve", "w, u", "states", "outputs"),
-}
-BACKWARD = {
-    "": ("w, u", "states", "dv, local", "reverse states", "dq, dk, dw, dg", "gradients of w, u"),
-    "kimi_": ("w, u", "states", "dv, dA", "reverse states", "dq, dk, dg, dA", "gradients of blocks"),
-}
 
 
 def launches(shape: Shape) -> Iterator[tuple[Launch, ...]]:
     """Yields, in their order, each kernel's configurations; one of them runs."""
-    for backward, names in ((False, FORWARD[shape.rule]), (True, BACKWARD[shape.rule])):
+    order, both = (FORWARD, BACKWARD), tuple(CHANNELS)
+    if shape.rule:
+        order = both[:5], both[2:4] + both[5:]
+    for backward, names in zip((False, True), order, strict=True):
         for name in names:
             yield tuple(configurations(name, shape, backward=backward))
     for launch in _small(shape):
@@ -282,10 +258,11 @@ def configurations(name: str, shape: Shape, *, backward: bool = False) -> Iterat
     types = TYPES
     if shape.rule:
         switches |= {"USE_G": False, "USE_GK": True, "STORE_QG": backward, "STORE_KG": True}
-        switches |= {"USE_SAFE_GATE": True, "SAFE_GATE": True, "GATE_SHIFT": 2.8853900817779268}
+        switches |= {"USE_SAFE_GATE": True, "SAFE_GATE": True, "GATE_SHIFT": 2 * 1.4426950408889634}
         switches |= {"USE_GATHER": True, "USE_GRAPH": False}
-        absent.pop("gk")
-        absent |= {"g": None} if "gk" in function.arg_names else {}
+        absent["g"] = absent.pop("gk")
+        if "gk" not in function.arg_names:
+            del absent["g"]
         types = TYPES_OF_CHANNELS
     for choice in tuned:
         blocks = kernel.blocks(sizes) | choice.kwargs
@@ -319,15 +296,9 @@ def _small(shape: Shape) -> Iterator[Launch]:
         ("gradients of the gates", True, 3 * s.gates, 3),
         ("gradient of beta", True, 1.5 * s.gates, 1),
     ]
-    if shape.rule:
-        # also the zeros of o; the sum of db over slices of K; and dq and dk come in float32
-        moved = [
-            *moved[:1], ("gates, cumulated", False, 2 * s.decays, 1), moved[2],
-            ("zeros of A and o", False, s.A + s.values, 2),
-            ("gates again", True, 2 * s.decays, 1), ("sum of db", True, 6 * s.gates, 2),
-            ("sums of dg", True, 2 * s.decays, 1), ("gradients of the norms", True, 8 * s.keys, 2),
-            ("gradients of the gates", True, 3.1 * s.decays, 3), moved[-1],
-        ]  # fmt: skip
+    if shape.rule:  # sums of g and dg, twice norms in float32, and zeros of o as well
+        forward, backward = 4 * s.keys + 2 * s.decays + s.gates + s.A + s.values, 8 * s.keys + 7.1 * s.decays
+        moved = [("small kernels", False, forward, 6), ("small kernels", True, backward + 7.5 * s.gates, 10)]
     if shape.HV > shape.H:
         moved.append(("sums of grouped heads", True, 4.5 * s.w, 3))
     for name, backward, size, count in moved:

@@ -22,7 +22,7 @@ from delta_trn.triton_kernels import (
     segments,
 )
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import adds_pairs, config, power_of_two
+from delta_trn.triton_kernels.launch import adds_pairs, config, power_of_two, tile
 from delta_trn.triton_kernels.variants import Variant, by_heads, of_pair, rows_of
 from tools.estimate import machine
 from tools.estimate.simulate import Work
@@ -238,26 +238,24 @@ class _Calls:
 
     def of_channels(self) -> Iterator[Launch]:
         """Yields the launches of Kimi Delta Attention, as its triton_adapter makes them; g is float32."""
-        shape, fwd, bwd = self.shape, kimi_delta_attention.fwd, kimi_delta_attention.bwd
-        programs, columns = self.chunks * shape.HV, self.row.gradients.columns
-        scaled = self.keys * shape.HV // shape.H
-        g, chunk, slices = 2 * scaled, self.T + self.P, -(-shape.K // fwd.slice_of(shape.K))
-        work = Work(programs, 2 * self.keys + g + self.factor, (slices, 6), (slices,), self.mask)
-        variant = self._variant(fwd, "dense, gates with a bound", "kimi_prepare")
-        yield Launch("prepare", False, variant, work)
-        read = 3 * scaled + self.values + chunk
-        for name, module, kernel in (("scan", fwd, "kimi_scan"), ("reverse scan", bwd, "kimi_reverse")):
-            variant = self._variant(module, "dense", kernel)
-            width = variant.tile.columns
-            yield Launch(name, module is bwd, variant, self._serial(width, self._tiles(width), read))
-        read = 2 * (2 * self.values + self.states + self.keys) + g
-        turns = self._tiles(columns), slices, self._tiles(columns), 6
-        work = Work(programs, read, turns, (slices,), self.mask)
-        variant = self._variant(bwd, "dense, gates with a bound", "kimi_gradients")
-        yield Launch("gradients", True, variant, work)
-        variant = self._variant(bwd, "", "kimi_combine")
-        programs = -(-shape.sequences * shape.tokens // variant.tile.rows) * shape.H
-        work = Work(programs, 2 * scaled + self.keys)
-        for name in ("gradient of q", "gradient of k"):
-            yield Launch(name, True, variant, work)
-        yield Launch("sums of gates", True, None, Work(0, 4 * self.chunks * shape.HV * (shape.K + 1)), count=4)
+        shape, modules = self.shape, (kimi_delta_attention.fwd, kimi_delta_attention.bwd)
+        programs, scaled = self.chunks * shape.HV, self.keys * shape.HV // shape.H
+        slices = -(-shape.K // modules[0].slice_of(shape.K))
+        tiles = self._tiles(self.row.gradients.columns)
+        read = 2 * (self.keys + scaled), 4 * self.values + 2 * (self.states + self.keys + scaled)
+        prepare = Work(programs, read[0] + self.factor, (slices, 6), (slices,), self.mask)
+        gradients = Work(programs, read[1], (tiles, slices, tiles, 6), (slices,), self.mask)
+        columns = self.row.scan.columns  # and the reverse scan's
+        scan = self._serial(columns, self._tiles(columns), 3 * scaled + self.values + self.T + self.P)
+        rows = shape.sequences * shape.tokens // tile("kimi_combine", shape.K).rows
+        combine = Work(rows * shape.H, 2 * scaled + self.keys)
+        for name, backward, kernel, options, work in (
+            ("prepare", False, "prepare", "dense, gates with a bound", prepare),
+            ("scan", False, "scan", "dense", scan),
+            ("reverse scan", True, "reverse", "dense", scan),
+            ("gradients", True, "gradients", "dense, gates with a bound", gradients),
+            ("gradient of q", True, "combine", "", combine),
+            ("gradient of k", True, "combine", "", combine),
+        ):
+            yield Launch(name, backward, self._variant(modules[backward], options, f"kimi_{kernel}"), work)
+        yield Launch("sums of gates", True, None, Work(0, 4 * programs * (shape.K + 1)), count=4)
