@@ -27,7 +27,7 @@ def table(kernel: str, shape: str) -> Iterator[str]:
     """
     sizes, estimator = SHAPES[shape], Estimator()
     heads = sizes.sequences * sizes.HV
-    now = getattr(config(sizes.K, sizes.V, itemsize=ITEM, heads=heads), kernel)
+    now = getattr(config(sizes.K, sizes.V, itemsize=ITEM, heads=heads, rule=sizes.rule), kernel)
     tiles = {
         Tile(columns, warps, stages, registers=registers, upright=upright)
         for columns, warps, stages, registers, upright in product(*KERNELS[kernel])

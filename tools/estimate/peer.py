@@ -11,7 +11,7 @@ FlashQLA or TileLang are installed, 0.6.0 hands some calls to those by itself.
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
 from types import ModuleType
@@ -31,6 +31,10 @@ TYPES = {
     "*fp32": "g dg",
     "fp32": "scale",
     "i32": "T",
+}
+TYPES_OF_CHANNELS = TYPES | {
+    "*bf16": "q k v w u v_new h dh do dv dv2 A Aqk Akk o beta qg kg",
+    "*fp32": "g gk Akkd dg dg2 dq dq2 dk dk2 db dA dAqk dAkk",
 }
 PACKAGES = (
     "fla fla.ops fla.ops.gated_delta_rule fla.ops.common fla.modules fla.modules.causal_conv1d "
@@ -77,8 +81,9 @@ def load(module: str) -> ModuleType:
         utils = _Utils("fla.utils")
         utils.__dict__.update(
             check_shared_mem=lambda *_: True, IS_NVIDIA=True, IS_NVIDIA_HOPPER=True, IS_TF32_SUPPORTED=True,
-            TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_7_1=True, autotune_cache_kwargs={},
-            has_usable_nvcc=lambda *_: False, find_spec_cached=lambda *_: None,
+            TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_6_0=True, TRITON_ABOVE_3_7_1=True,
+            IS_GATHER_SUPPORTED=True, autotune_cache_kwargs={}, has_usable_nvcc=lambda *_: False,
+            find_spec_cached=lambda *_: None,
         )  # fmt: skip
         sys.modules["fla.utils"] = utils
     return import_module(f"fla.{module}")
@@ -146,6 +151,7 @@ class Sizes:
         self.values = rows * shape.V * ITEM
         self.A = rows * C * ITEM
         self.gates = rows * 4
+        self.decays = rows * shape.K * 4  # one of every channel
         self.states = self.chunks * shape.HV * shape.K * shape.V * ITEM
 
 
@@ -199,11 +205,39 @@ KERNELS = {
 }  # fmt: skip
 FORWARD = ("kkt, solve", "w, u", "states", "outputs")
 BACKWARD = ("w, u", "states", "dv, local", "reverse states", "dq, dk, dw, dg", "gradients of w, u")
+_INTRA, _BWD, _BLOCKS = "ops.kda.chunk_intra", "ops.kda.chunk_bwd", {"BC": 16, "NC": 4}
+# those of chunk_kda with its safe gate, the faster way; backward repeats the third and the fourth
+CHANNELS = {
+    "diagonal blocks": _Kernel(
+        _INTRA, "chunk_kda_fwd_kernel_intra_sub_chunk", lambda s, b: 4, lambda s: 2 * s.keys + s.decays,
+        lambda s, b: (), lambda s: {"BC": 16, "BK": power_of_two(s.K)}, (14,)),
+    "kkt, solve": _Kernel(
+        _INTRA, "chunk_kda_fwd_kernel_inter_solve_fused", lambda s, b: 1,
+        lambda s: 2 * s.keys + s.decays + s.A / 2, lambda s, b: (_cut(s.K, b["BK"]),), lambda s: _BLOCKS),
+    "w, u": replace(KERNELS["w, u"], module="ops.kda.wy_fast", function="recompute_w_u_fwd_kda_kernel",
+        load_bytes=lambda s: s.A + s.values + s.keys + s.decays),
+    "states": replace(KERNELS["states"], load_bytes=lambda s: 2 * s.w + s.values),
+    "outputs": replace(KERNELS["outputs"], module="ops.gla.chunk", function="chunk_gla_fwd_kernel_o",
+        load_bytes=lambda s: s.keys + s.decays + s.values + s.states + s.A),
+    "dv, dA": replace(KERNELS["dv, local"], module=_BWD, function="chunk_kda_bwd_kernel_dAv",
+        load_bytes=lambda s: s.A + 2 * s.values, products=lambda s, b: (_cut(s.V, b["BV"]),)),
+    "reverse states": replace(KERNELS["reverse states"], load_bytes=lambda s: 3 * s.w + 2 * s.values),
+    "dq, dk, dg, dA": _Kernel(
+        _BWD, "chunk_kda_bwd_kernel_wy_dqkg_fused", lambda s, b: 1,
+        lambda s: 2 * s.keys + s.decays + 4 * s.values + 2 * s.states + s.A,
+        lambda s, b: (_cut(s.K, b["BK"]), _cut(s.V, b["BV"]))),
+    "gradients of blocks": _Kernel(  # of 16 tokens: 1.5 others lie before one on average, and behind it
+        _INTRA, "chunk_kda_bwd_kernel_intra", lambda s, b: 4 * _cut(s.K, 32),
+        lambda s: 2 * s.keys + 4 * s.decays + 4 * s.A, lambda s, b: (2, 1), lambda s: _BLOCKS | {"BK": 32}),
+}  # fmt: skip
 
 
 def launches(shape: Shape) -> Iterator[tuple[Launch, ...]]:
     """Yields, in their order, each kernel's configurations; one of them runs."""
-    for backward, names in ((False, FORWARD), (True, BACKWARD)):
+    order, both = (FORWARD, BACKWARD), tuple(CHANNELS)
+    if shape.rule:
+        order = both[:5], both[2:4] + both[5:]
+    for backward, names in zip((False, True), order, strict=True):
         for name in names:
             yield tuple(configurations(name, shape, backward=backward))
     for launch in _small(shape):
@@ -212,7 +246,7 @@ def launches(shape: Shape) -> Iterator[tuple[Launch, ...]]:
 
 def configurations(name: str, shape: Shape, *, backward: bool = False) -> Iterator[Launch]:
     """Yields a kernel's launches, one for each configuration of its autotuner."""
-    kernel, sizes = KERNELS[name], Sizes(shape)
+    kernel, sizes = (CHANNELS if shape.rule else KERNELS)[name], Sizes(shape)
     function, tuned = unwrap(getattr(load(kernel.module), kernel.function))
     switches = {
         "USE_G": True, "SAVE_NEW_VALUE": True, "USE_DW": True, "USE_GK": False, "USE_G_GAMMA": False,
@@ -221,10 +255,19 @@ def configurations(name: str, shape: Shape, *, backward: bool = False) -> Iterat
     }  # fmt: skip
     fixed = {"B": shape.sequences, "H": shape.H, "HV": shape.HV, "K": shape.K, "V": shape.V, "BT": C}
     absent = dict.fromkeys(ABSENT.split() + (["A"] if name == "dv, local" else []))
+    types = TYPES
+    if shape.rule:
+        switches |= {"USE_G": False, "USE_GK": True, "STORE_QG": backward, "STORE_KG": True}
+        switches |= {"USE_SAFE_GATE": True, "SAFE_GATE": True, "GATE_SHIFT": 2 * 1.4426950408889634}
+        switches |= {"USE_GATHER": True, "USE_GRAPH": False}
+        absent["g"] = absent.pop("gk")
+        if "gk" not in function.arg_names:
+            del absent["g"]
+        types = TYPES_OF_CHANNELS
     for choice in tuned:
         blocks = kernel.blocks(sizes) | choice.kwargs
         values = {n: v for n, v in (switches | fixed | absent | blocks).items() if n in function.arg_names}
-        variant = variant_of(name, function, TYPES, values, choice)
+        variant = variant_of(name, function, types, values, choice)
         yield Launch(name, backward, variant, work(kernel, shape, choice.kwargs))
 
 
@@ -253,6 +296,9 @@ def _small(shape: Shape) -> Iterator[Launch]:
         ("gradients of the gates", True, 3 * s.gates, 3),
         ("gradient of beta", True, 1.5 * s.gates, 1),
     ]
+    if shape.rule:  # sums of g and dg, twice norms in float32, and zeros of o as well
+        forward, backward = 4 * s.keys + 2 * s.decays + s.gates + s.A + s.values, 8 * s.keys + 7.1 * s.decays
+        moved = [("small kernels", False, forward, 6), ("small kernels", True, backward + 7.5 * s.gates, 10)]
     if shape.HV > shape.H:
         moved.append(("sums of grouped heads", True, 4.5 * s.w, 3))
     for name, backward, size, count in moved:

@@ -3,6 +3,7 @@
     paper_256 ... paper_2048    the widths of arXiv:2412.06464's models: 30 sequences of 1,024 tokens, 6 heads
     qwen3_next_*                Qwen3-Next's layer: 16 heads of queries and keys, 32 of values
     qwen3_5_*                   Qwen3.5's larger layers, 16 and 48 or 64, and the last on 8 GPUs: 2 and 8
+    kimi_*                      Kimi Delta Attention, 32 heads, with the lower bound of g that its models have
 
 All are in bfloat16, with gates made in the kernels, normalized queries and keys, and no initial or final
 state, as in training.
@@ -17,10 +18,11 @@ from delta_trn.triton_kernels import (
     gated_delta_rule_fwd,
     gated_delta_rule_refine,
     gated_delta_rule_reverse,
+    kimi_delta_attention,
     segments,
 )
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import adds_pairs, config, power_of_two
+from delta_trn.triton_kernels.launch import adds_pairs, config, power_of_two, tile
 from delta_trn.triton_kernels.variants import Variant, by_heads, of_pair, rows_of
 from tools.estimate import machine
 from tools.estimate.simulate import Work
@@ -30,7 +32,7 @@ ITEM = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a call; `tokens` per sequence."""
+    """The sizes of a call; `tokens` per sequence. rule: as launch.config has it."""
 
     sequences: int
     tokens: int
@@ -38,6 +40,7 @@ class Shape:
     HV: int
     K: int
     V: int
+    rule: str = ""
 
 
 SHAPES = {
@@ -53,6 +56,8 @@ SHAPES = {
     "qwen3_5_64_1x8192": Shape(1, 8192, 16, 64, 128, 128),
     "qwen3_5_64_4x8192": Shape(4, 8192, 16, 64, 128, 128),
     "qwen3_5_8_1x32768": Shape(1, 32768, 2, 8, 128, 128),
+    "kimi_1x8192": Shape(1, 8192, 32, 32, 128, 128, "kimi_"),
+    "kimi_4x8192": Shape(4, 8192, 32, 32, 128, 128, "kimi_"),
 }
 
 
@@ -81,6 +86,9 @@ def keeps_states(shape: Shape) -> bool:
 def launches(shape: Shape) -> Iterator[Launch]:
     """Yields the launches of forward and backward in their order, as triton_adapter makes them."""
     calls = _Calls(shape)
+    if shape.rule:
+        yield from calls.of_channels()
+        return
     keeps = keeps_states(shape)
     yield calls.prepare()
     if calls.segments > 1:
@@ -104,7 +112,7 @@ class _Calls:
     def __init__(self, shape: Shape):
         self.shape = shape
         heads = shape.sequences * shape.HV
-        self.row = config(shape.K, shape.V, itemsize=ITEM, heads=heads)
+        self.row = config(shape.K, shape.V, itemsize=ITEM, heads=heads, rule=shape.rule)
         # kernel -> what the options of its variants for this many heads end with
         self.heads = {
             kernel: next(x for x, tile in by_heads(name, shape.K, shape.V, ITEM).items() if tile == own)
@@ -112,6 +120,7 @@ class _Calls:
                 ("scan", "scan", self.row.scan),
                 ("reverse_scan", "reverse", self.row.reverse),
             )
+            if not shape.rule
         }
         self.adds_pairs = adds_pairs(shape.H, shape.HV, shape.K, shape.V, ITEM)
         self.C = self.row.C
@@ -226,3 +235,27 @@ class _Calls:
             moved = tensors * (summed + (self.keys if pair else 5 * self.keys))
             count = tensors if pair else 2 * tensors
             yield Launch("sums of grouped heads", True, None, Work(0, moved), count=count)
+
+    def of_channels(self) -> Iterator[Launch]:
+        """Yields the launches of Kimi Delta Attention, as its triton_adapter makes them; g is float32."""
+        shape, modules = self.shape, (kimi_delta_attention.fwd, kimi_delta_attention.bwd)
+        programs, scaled = self.chunks * shape.HV, self.keys * shape.HV // shape.H
+        slices = -(-shape.K // modules[0].slice_of(shape.K))
+        tiles = self._tiles(self.row.gradients.columns)
+        read = 2 * (self.keys + scaled), 4 * self.values + 2 * (self.states + self.keys + scaled)
+        prepare = Work(programs, read[0] + self.factor, (slices, 6), (slices,), self.mask)
+        gradients = Work(programs, read[1], (tiles, slices, tiles, 6), (slices,), self.mask)
+        columns = self.row.scan.columns  # and the reverse scan's
+        scan = self._serial(columns, self._tiles(columns), 3 * scaled + self.values + self.T + self.P)
+        rows = shape.sequences * shape.tokens // tile("kimi_combine", shape.K).rows
+        combine = Work(rows * shape.H, 2 * scaled + self.keys)
+        for name, backward, kernel, options, work in (
+            ("prepare", False, "prepare", "dense, gates with a bound", prepare),
+            ("scan", False, "scan", "dense", scan),
+            ("reverse scan", True, "reverse", "dense", scan),
+            ("gradients", True, "gradients", "dense, gates with a bound", gradients),
+            ("gradient of q", True, "combine", "", combine),
+            ("gradient of k", True, "combine", "", combine),
+        ):
+            yield Launch(name, backward, self._variant(modules[backward], options, f"kimi_{kernel}"), work)
+        yield Launch("sums of gates", True, None, Work(0, 4 * programs * (shape.K + 1)), count=4)
