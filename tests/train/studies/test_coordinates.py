@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from delta_trn.models.kimi_delta_attention import KimiDeltaAttention
 from delta_trn.models.mup import TABLES, Role
 from delta_trn.train.commands.coord_check import OF_RECIPES
 from delta_trn.train.recipes import recipe
@@ -80,6 +81,48 @@ def test_a_wrong_rate_of_a_low_rank_gate_turns_its_row_red(part: str):
     """At a rank that does not grow with the width, the second matrix would keep its rate."""
     rows = fit(misrate(kimi(), f"blocks.0.mixer.{part}.weight", 1.0), seeds=4)
     assert not rows[KIMI_PARTS[part]].passes, rows[KIMI_PARTS[part]]
+
+
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "kimi_delta_attention"])
+def test_small_steps_are_flat_where_queries_read_their_own_keys(mixer: str):
+    """Drawn apart, q and k overlap by chance, as 1 / sqrt(K), and the norm after the readout lifts that to 1.
+
+    What small steps change of it then grows as the root of the width, whatever the roles are. Where queries
+    begin as keys, W_q = W_k and equal taps, there is nothing small to lift.
+    """
+    begin = of_recipe(apply(config("mup", "adamw"), {"model.mixer": mixer, "optimizer.lr": "2**-12"}))
+
+    def start(width: int, seed: int):
+        model, optimizer = begin(width, seed)
+        for m in (block.mixer for block in model.model.blocks):
+            with torch.no_grad():
+                m.k_proj.weight.copy_(m.q_proj.weight)
+                m.conv.weight[m.sizes[0] : 2 * m.sizes[0]] = m.conv.weight[: m.sizes[0]]
+        return model, optimizer
+
+    assert not {name: v.fails_at for name, v in fit(start, seeds=4).items() if not v.passes}
+    rows = fit(begin, seeds=4)
+    assert rows["blocks.0.mixer.o_norm"].change.slope > 0.1, rows["blocks.0.mixer.o_norm"]
+
+
+# a parameter of Kimi Delta Attention's, and a role that it does not have
+ROLES = {"b_proj.weight": Role.CONSTANT, "dt_bias": Role.HIDDEN}
+ROLES |= {"A_log": Role.HIDDEN, "g_proj.1.bias": Role.HIDDEN}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_a_wrong_role_in_kimi_delta_attention_turns_its_row_red(name: str, monkeypatch: pytest.MonkeyPatch):
+    module, _, attribute = name.rpartition(".")
+    made = KimiDeltaAttention.__init__
+
+    def make(self: KimiDeltaAttention, *args) -> None:
+        made(self, *args)
+        tags = self.get_submodule(module).tags
+        tags[attribute] = replace(tags[attribute], role=ROLES[name])
+
+    monkeypatch.setattr(KimiDeltaAttention, "__init__", make)
+    row = fit(kimi())[f"blocks.0.mixer.{name.removesuffix('.weight')}"]
+    assert not row.passes, row
 
 
 # what is wrong, of which role or parameters, and a row that must be red
