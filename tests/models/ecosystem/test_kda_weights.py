@@ -125,7 +125,14 @@ def test_safe_gate_is_written_only_with_a_bound_that_it_is_taken_with(bound, saf
     assert [written[name] for name in ("model_type", "lower_bound", "safe_gate")] == ["kda", bound, safe]
 
 
-def test_a_promise_of_a_bound_that_is_not_given_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"safe_gate": True}))
-    with pytest.raises(ValueError, match="safe_gate=True without a lower_bound"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"safe_gate": True}, "safe_gate=True without a lower_bound"),
+        ({"lower_bound": 1.0}, "^lower_bound=1.0: "),
+    ],
+)
+def test_a_bound_that_is_not_given_or_none_is_refused_in_their_words(change, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | change))
+    with pytest.raises(ValueError, match=message):
         load_model(tmp_path)
