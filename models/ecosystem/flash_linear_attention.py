@@ -16,10 +16,9 @@ norm then returns what it returned before.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isclose
+from math import inf, isclose
 from typing import Any
 
 import torch
@@ -91,7 +90,7 @@ def to_config(theirs: Mapping[str, Any]) -> DeltaConfig:
     wrong = []
     if given.get("safe_gate") and given.get("lower_bound") is None:
         wrong.append("safe_gate=True without a lower_bound: it promises that decays have one")
-    if (bound := given.get("lower_bound")) is not None and not -math.inf < bound < 0:
+    if (bound := given.get("lower_bound")) is not None and not -inf < bound < 0:
         wrong.append(f"lower_bound={bound}: a decay's logarithm has a bound below 0")
     if not given["use_gate"]:
         wrong.append("use_gate=False: our output norm always has a gate")
