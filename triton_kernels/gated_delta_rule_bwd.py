@@ -69,6 +69,7 @@ from delta_trn.triton_kernels.tiles import (
     multiply,
     round_to,
     scale_by_exp,
+    sigmoid,
     softplus,
     split_power,
 )
@@ -312,10 +313,10 @@ def gradients_kernel(
         # a reset has no gradient; its g may be infinite
         m_g = m_t & ~(b_minus_g >= -RESET)
         tl.store(dgates + tile * 2, tl.sum(tl.where(m_g, -b_dg * b_minus_g, 0.0), axis=0))
-        b_dg = tl.where(m_g, -b_dg * scale_by_exp(rate, tl.sigmoid(b_s), b_s), 0.0)
+        b_dg = tl.where(m_g, -b_dg * scale_by_exp(rate, sigmoid(b_s), b_s), 0.0)
         tl.store(dgates + tile * 2 + 1, tl.sum(b_dg, axis=0))
     if beta_max is not None:
-        b_dbeta *= beta_max * tl.sigmoid(b_z) * tl.sigmoid(-b_z)
+        b_dbeta *= beta_max * sigmoid(b_z) * sigmoid(-b_z)
     p_dg = dg + start * DGR + i_h + o_c * DGR
     p_dbeta = dbeta + start * DBR + i_h + o_c * DBR
     tl.store(p_dg, round_to(b_dg, dg.dtype.element_ty, DOT), mask=m_t)

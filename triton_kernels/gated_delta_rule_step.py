@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.launch import arithmetic, power_of_two, take_turns, tile
-from delta_trn.triton_kernels.tiles import compute_gates, load_decays, round_to
+from delta_trn.triton_kernels.tiles import compute_gates, exp, load_decays, round_to
 from delta_trn.triton_kernels.variants import Variant, gates
 
 TYPES = {
@@ -70,7 +70,7 @@ def step_kernel(
     m_kv = m_k[:, None] & m_v[None, :]
     b_S = tl.zeros([KP, BV], dtype=tl.float32)
     if state is not None:
-        b_S += tl.load(state + p_state, mask=m_kv, other=0.0).to(tl.float32) * tl.exp(b_g)
+        b_S += tl.load(state + p_state, mask=m_kv, other=0.0).to(tl.float32) * exp(b_g)
     b_u = b_beta * (b_v - tl.sum(b_S * b_k[:, None], axis=0))
     b_S += b_k[:, None] * b_u[None, :]
     b_o = scale * tl.sum(b_S * b_q[:, None], axis=0)

@@ -21,6 +21,7 @@ ROWS = tl.constexpr(9)
 # b is kept as a logarithm to the base 2: the hardware has exp2 only, and exp would multiply each element
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LN2_HIGH = tl.constexpr(0.693145751953125)  # 15 bits: its product with a whole number below 512 is exact
 
 # A smaller g, -inf included, counts as this one: exp of either is exactly 0 in float32 (from -104 on), and
 # sums of these over a chunk keep the digits of the small ones.
@@ -125,13 +126,31 @@ def add_from_left(acc, a, x, UPRIGHT: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
+def exp(x):
+    """Returns e^x for x below 88, right to the last digits where x is large, too.
+
+    tl.exp is 2^(x log2 e), and the rounding of that exponent makes e^-58 wrong by up to 3e-6.
+    """
+    x = tl.where(x < -150.0, -150.0, x)  # 0 in float32 as well, and -inf would make NaN below
+    n = tl.floor(x * LOG2E + 0.5)
+    return tl.exp2(n) * tl.exp(x - n * LN2_HIGH - n * (LN2 - LN2_HIGH))
+
+
+@triton.jit
+def sigmoid(z):
+    """Returns 1 / (1 + e^-z), where it is small with all digits of e^z."""
+    e = exp(-tl.abs(z))
+    return tl.where(z < 0.0, e, 1.0) / (1.0 + e)
+
+
+@triton.jit
 def softplus(z):
     """Returns log(1 + exp(z)) = max(z, 0) + 2 atanh(y), with e = exp(-|z|) and y = e / (2 + e).
 
     Not as log(1 + e): in float32 that is 0 from z = -17 on, where the answer is exp(z), and a fifth off at
     -15, where heads that hardly forget have their z. y <= 1/3, so the series leaves out 2e-8 of the result.
     """
-    e = tl.exp(-tl.abs(z))
+    e = exp(-tl.abs(z))
     y = e / (2.0 + e)
     w = y * y
     series = 1 / 5 + w * (1 / 7 + w * (1 / 9 + w * (1 / 11 + w * (1 / 13))))
@@ -146,7 +165,7 @@ def scale_by_exp(A_log, y, z):
     overflows or y underflows.
     """
     least = tl.where(A_log > 60.0, -20.0, -87.0)
-    return tl.where(z < least, tl.exp(A_log + z), tl.exp(A_log) * y)
+    return tl.where(z < least, exp(A_log + z), exp(A_log) * y)
 
 
 @triton.jit
@@ -160,7 +179,7 @@ def compute_gates(b_g, b_beta, A_log, dt_bias, i_h, beta_max):
             b_g += tl.load(dt_bias + i_h).to(tl.float32)
         b_g = -scale_by_exp(tl.load(A_log + i_h).to(tl.float32), softplus(b_g), b_g)
     if beta_max is not None:
-        b_beta = beta_max * tl.sigmoid(b_beta)
+        b_beta = beta_max * sigmoid(b_beta)
     return b_g, b_beta
 
 
@@ -182,7 +201,7 @@ def load_decays(g, A_log, dt_bias, lower_bound, p_g, o_bias, m, i_h):
         if dt_bias is not None:
             b_x += tl.load(dt_bias + o_bias, mask=m, other=0.0).to(tl.float32)
         if lower_bound is not None:
-            b_g = lower_bound * tl.sigmoid(tl.exp(find_rate(A_log, i_h)) * b_x)
+            b_g = lower_bound * sigmoid(exp(find_rate(A_log, i_h)) * b_x)
         else:
             b_g = -scale_by_exp(tl.load(A_log + i_h).to(tl.float32), softplus(b_x), b_x)
         b_g = tl.where(m, b_g, 0.0)

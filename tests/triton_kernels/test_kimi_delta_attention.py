@@ -65,11 +65,11 @@ BUGS = (
     ("unused slots keep what was there", GRADIENTS, "tl.zeros([BK], tl.float32), mask=o_k < K + 1",
      "tl.zeros([BK], tl.float32) + 1.0, mask=o_k < K + 1", PACKED),
     ("dA_log of one slice", GRADIENTS, "dA += tl.sum", "dA = tl.sum", GATES),
-    ("softplus has no derivative", GATE, "tl.sigmoid(b_x)", "tl.sigmoid(0.0 * b_x)", GATES),
+    ("softplus has no derivative", GATE, "sigmoid(b_x)", "sigmoid(0.0 * b_x)", GATES),
     ("the bounded gate without its rate", GATE, "b_rate * b_dy", "b_dy", BOUND),
     ("one value head of a group", COMBINE, "range(0, HV // H)", "range(0, 1)", PLAIN),
     ("dq keeps its part along q", COMBINE, "b_dx - b_x * tl.sum", "b_dx - 0.0 * b_x * tl.sum", PLAIN),
-    ("a step decays by its first channel", STEPS, "* tl.exp(b_g)", "* tl.exp(tl.max(b_g, axis=0))", STEP),
+    ("a step decays by its first channel", STEPS, "* exp(b_g)", "* exp(tl.max(b_g, axis=0))", STEP),
     ("a step's decays are those of one head", STEPS, "i_n * GR + i_h * K", "i_n * GR + 0 * i_h * K", STEP),
 )
 # fmt: on

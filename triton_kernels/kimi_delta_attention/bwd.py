@@ -62,12 +62,14 @@ from delta_trn.triton_kernels.tiles import (
     ROWS,
     accumulate,
     accumulate_in_turn,
+    exp,
     find_rate,
     load_decays,
     locate_chunk,
     multiply,
     round_to,
     scale_by_exp,
+    sigmoid,
 )
 from delta_trn.triton_kernels.variants import Variant, layouts, of_tile, rows_of
 
@@ -112,16 +114,16 @@ def multiply_states(
 def differentiate_gates(b_dg, b_g, b_x, A_log, lower_bound, i_h):
     """Returns the gradient of x [C, BK], and that of A_log, of every token and channel."""
     if lower_bound is not None:
-        b_rate = tl.exp(find_rate(A_log, i_h))
+        b_rate = exp(find_rate(A_log, i_h))
         b_y = b_rate * b_x
         # beyond 100 a sigmoid or its counterpart is 0, and infinity times 0 would be NaN
         b_y = tl.minimum(tl.maximum(b_y, -100.0), 100.0)
-        b_dy = lower_bound * tl.sigmoid(b_y) * tl.sigmoid(-b_y) * b_dg
+        b_dy = lower_bound * sigmoid(b_y) * sigmoid(-b_y) * b_dg
         return b_rate * b_dy, b_y * b_dy
     else:
         rate = tl.load(A_log + i_h).to(tl.float32)
         kept = b_g > RESET  # a reset has no gradient
-        b_dx = tl.where(kept, -b_dg * scale_by_exp(rate, tl.sigmoid(b_x), b_x), 0.0)
+        b_dx = tl.where(kept, -b_dg * scale_by_exp(rate, sigmoid(b_x), b_x), 0.0)
         return b_dx, tl.where(kept, b_g * b_dg, 0.0)
 
 
@@ -241,7 +243,7 @@ def gradients_kernel(
     p_beta = start * HV + i_h + o_c * HV
     if beta_max is not None:
         b_z = tl.load(beta + p_beta, mask=m_t, other=0.0).to(tl.float32)
-        b_dbeta *= beta_max * tl.sigmoid(b_z) * tl.sigmoid(-b_z)
+        b_dbeta *= beta_max * sigmoid(b_z) * sigmoid(-b_z)
     tl.store(dbeta + p_beta, round_to(b_dbeta, dbeta.dtype.element_ty, DOT), mask=m_t)
 
 

@@ -49,6 +49,7 @@ from delta_trn.triton_kernels.tiles import (
     locate_chunk,
     multiply,
     round_to,
+    sigmoid,
 )
 from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, Variant, layouts, of_tile, rows_of
 
@@ -147,7 +148,7 @@ def prepare_kernel(
     p_q = (start * H + i_h // (HV // H)) * K
     b_beta = tl.load(beta + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
     if beta_max is not None:
-        b_beta = tl.where(m_t, beta_max * tl.sigmoid(b_beta), 0.0)
+        b_beta = tl.where(m_t, beta_max * sigmoid(b_beta), 0.0)
     b_rq = tl.full([C], 1.0, tl.float32)
     b_rk = tl.full([C], 1.0, tl.float32)
     if L2NORM:

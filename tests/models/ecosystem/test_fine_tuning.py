@@ -33,7 +33,9 @@ class TestLoRA:
     @pytest.mark.parametrize("length", [9, 40])  # our layers join products of 32 inputs from 32 tokens on
     @pytest.mark.parametrize("family", ["ours", *FAMILIES])
     def test_adapters_train_merge_and_load_again(self, family, length, tmp_path):
-        begin = our_model if family == "ours" else lambda: make(family)
+        """Ours in float64: with this seed's adapter float32's own error is as large as 5e-4 on some CPUs."""
+        begin = (lambda: our_model().double()) if family == "ours" else lambda: make(family)
+        allowed = 2**-32 if family == "ours" else ALLOWED
         ids, plain = tokens(2, length), begin().eval()
         before = plain(ids).logits.detach()
         if not isinstance(plain, DeltaForCausalLM):
@@ -47,9 +49,9 @@ class TestLoRA:
         assert all(gradient.any() for gradient in gradients.values())
         adapted.save_pretrained(tmp_path)
         loaded = PeftModel.from_pretrained(begin().eval(), tmp_path).eval()
-        assert error(loaded(ids).logits, outputs.logits.detach()) < ALLOWED
+        assert error(loaded(ids).logits, outputs.logits.detach()) < allowed
         merged = loaded.merge_and_unload()
-        assert error(merged(ids).logits, outputs.logits.detach()) < ALLOWED
+        assert error(merged(ids).logits, outputs.logits.detach()) < allowed
         assert error(before, outputs.logits.detach()) > 100 * ALLOWED
 
     @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -171,6 +171,7 @@ template <class T> static void approximations() {
     lanes("div.full.# div.approx.#", [](T a, T b) { return T(double(a) / double(b)); });
     lanes("ex2.approx.#", [](T a) { return T(std::exp2(double(a))); });
     lanes("rsqrt.approx.#", [](T a) { return T(1 / std::sqrt(double(a))); });
+    lanes("cvt.rmi.#.f32", [](T a) { return T(std::floor(float(a))); });
 }
 
 // 16-bit floats, pairs of them in a word, and to and from float32
@@ -179,6 +180,7 @@ template <class T> static void halves() {
     floats<T>();
     lanes("add.#x2", [](P a, P b) { return P{T(a.low + b.low), T(a.high + b.high)}; });
     lanes("cvt.f32.#", [](T a) { return float(a); });
+    lanes("cvt.f64.#", [](T a) { return double(float(a)); });
     lanes("cvt.#.f32", [](float a) { return T(a); });
     lanes("cvt.#x2.f32", [](float high, float low) { return P{T(low), T(high)}; });
 }
