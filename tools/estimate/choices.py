@@ -29,7 +29,7 @@ def table(kernel: str, shape: str) -> Iterator[str]:
     heads = sizes.sequences * sizes.HV
     now = getattr(config(sizes.K, sizes.V, itemsize=ITEM, heads=heads, rule=sizes.rule), kernel)
     tiles = {
-        Tile(columns, warps, stages, registers=registers, upright=upright)
+        Tile(columns or now.columns, warps, stages, registers=registers, upright=upright)
         for columns, warps, stages, registers, upright in product(*KERNELS[kernel])
         if columns <= sizes.V
     } | {now}

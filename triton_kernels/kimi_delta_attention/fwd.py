@@ -60,7 +60,7 @@ TYPES = {
     "fp32": "scale beta_max lower_bound",
     "i32": "tokens NT",
 }
-CHANNELS = 16  # of a slice of K; of 32, registers spill up to three times as much
+CHANNELS = 16  # of a slice of K in gradients; of 32, registers spill up to three times as much
 
 
 @triton.jit
@@ -204,13 +204,13 @@ def prepare(
     prepare_kernel[(chunks.count * HV,)](
         q, k, g, beta, A_log, dt_bias, T, P, qg, kg, kl, last, rows, chunks.start, chunks.length, scale,
         beta_max or None, lower_bound, chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, BK=slice_of(K), C=chunks.size, L2NORM=l2norm,
+        H=H, HV=HV, K=K, BK=config.prepare.columns, C=chunks.size, L2NORM=l2norm,
         DOT=config.dot, **config.prepare.options(),
     )  # fmt: skip
 
 
 def slice_of(K: int) -> int:
-    """Returns how many channels of K the kernels of a chunk take at once."""
+    """Returns how many channels of K the gradients of a chunk take at once; prepare has a row of TABLE."""
     return min(CHANNELS, power_of_two(K))
 
 
@@ -231,7 +231,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     own |= {"units": None, "transition": None, "STAGES": tile.stages}
     for layout, tables in layouts(quick).items():
         for form, arguments in gates_of(quick).items():
-            values = sizes | tables | arguments
+            values = sizes | tables | arguments | {"BK": row.prepare.columns}
             yield Variant("kimi_prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, values)
         states = ("initial_state", "final_state") if layout == "dense" else ()
         values = own | tables | dict.fromkeys(states)
