@@ -178,6 +178,7 @@ template <class T> static void approximations() {
 template <class T> static void halves() {
     typedef Pair<T> P;
     floats<T>();
+    lanes("abs.#x2", [](P a) { return P{T(std::fabs(float(a.low))), T(std::fabs(float(a.high)))}; });
     lanes("add.#x2", [](P a, P b) { return P{T(a.low + b.low), T(a.high + b.high)}; });
     lanes("cvt.f32.#", [](T a) { return float(a); });
     lanes("cvt.f64.#", [](T a) { return double(float(a)); });
