@@ -32,6 +32,7 @@ SCAN, REVERSE, STEPS = (
     f"{RULE}step:step_kernel",
 )
 PREPARE, GRADIENTS = f"{KERNELS}fwd:prepare_kernel", f"{KERNELS}bwd:gradients_kernel"
+DECAYED, BETWEEN = f"{KERNELS}fwd:are_decayed", f"{KERNELS}fwd:lies_between"
 COMBINE, GATE = f"{KERNELS}bwd:combine_kernel", f"{KERNELS}bwd:differentiate_gates"
 # fmt: off
 BUGS = (
@@ -41,8 +42,12 @@ BUGS = (
      "0.0 * tl.sum(b_q * b_k, axis=1)[:, None], 0.0)", PLAIN),
     ("beta is left out of L", PREPARE, "b_kk * b_beta[:, None]", "b_kk", PLAIN),
     ("kl decays like kg", PREPARE, "b_k * b_lam", "b_k * b_gam", PLAIN),
-    ("tokens right of a cut do not decay themselves", f"{KERNELS}fwd:lies_between", "t <= i", "t < i", PLAIN),
-    ("tokens left of a cut decay themselves", f"{KERNELS}fwd:lies_between", "t > i", "t >= i", PLAIN),
+    ("tokens right of a cut do not decay themselves", DECAYED, "t, start)", "t + 1, start)", PLAIN),
+    ("tokens left of a cut decay themselves", DECAYED, "(1 << level), t)", "(1 << level), t + 1)", PLAIN),
+    ("dg without a token right of a cut", BETWEEN, "(right, i + 1, start", "(right, i, start", PLAIN),
+    ("dg with a token left of a cut", BETWEEN, "(right, start, i + 1)", "(right, start, i)", PLAIN),
+    ("keys left of a cut are halved", GRADIENTS, "b_beta[:, None], 1.0)", "b_beta[:, None], 0.5)", PLAIN),
+    ("keys left of a cut read nothing", f"{KERNELS}bwd:mirror", "tl.trans(x)", "0.0 * x", PLAIN),
     ("sums of g have one word", f"{KERNELS}fwd:find_factors", "b_g.to(tl.float64)",
      "b_g.to(tl.bfloat16).to(tl.float64)", PLAIN),
     ("no bias", "triton_kernels.tiles:load_decays", "b_x += tl.load(dt_bias",
@@ -56,9 +61,8 @@ BUGS = (
      "(0.0 * b_SdS)[None, :]", PLAIN),
     ("dg with a token's own write", GRADIENTS, "o_c[:, None] > o_c[None, :], b_k * b_dk",
      "o_c[:, None] >= o_c[None, :], b_k * b_dk", PLAIN),
-    ("dg without the keys of cuts", GRADIENTS, "+ b_k * (b_row_k * b_beta[:, None] + b_column)",
-     "+ b_k * (0.0 * b_row_k + b_column)", PLAIN),
-    ("dk without beta", GRADIENTS, "b_dk += b_rowk * b_beta[:, None]", "b_dk += b_rowk", PLAIN),
+    ("dg without the keys of cuts", GRADIENTS, "+ b_k * b_from_k", "+ 0.0 * b_from_k", PLAIN),
+    ("dk without beta", GRADIENTS, "b_q + b_rowk * b_beta[:, None]", "b_q + b_rowk", PLAIN),
     ("dbeta without the state", GRADIENTS, "b_dbeta += tl.sum(b_k * b_rowk",
      "b_dbeta += 0.0 * tl.sum(b_k * b_rowk", PLAIN),
     ("dbeta is not divided", GRADIENTS, "b_written / b_beta", "b_written", PLAIN),

@@ -240,12 +240,11 @@ class _Calls:
         """Yields the launches of Kimi Delta Attention, as its triton_adapter makes them; g is float32."""
         shape, modules = self.shape, (kimi_delta_attention.fwd, kimi_delta_attention.bwd)
         programs, scaled = self.chunks * shape.HV, self.keys * shape.HV // shape.H
-        widths = self.row.prepare.columns, modules[0].slice_of(shape.K)
-        slices = [-(-shape.K // width) for width in widths]
+        slices = -(-shape.K // self.row.prepare.columns)
         tiles = self._tiles(self.row.gradients.columns)
         read = 2 * (self.keys + scaled), 4 * self.values + 2 * (self.states + self.keys + scaled)
-        prepare = Work(programs, read[0] + self.factor, (slices[0], 6), slices[:1], self.mask)
-        gradients = Work(programs, read[1], (tiles, slices[1], tiles, 6), slices[1:], self.mask)
+        prepare = Work(programs, read[0] + self.factor, (slices, 6), (slices,), self.mask)
+        gradients = Work(programs, read[1], (tiles, slices, tiles, 6), (slices,), self.mask)
         columns = self.row.scan.columns  # and the reverse scan's
         scan = self._serial(columns, self._tiles(columns), 3 * scaled + self.values + self.T + self.P)
         rows = shape.sequences * shape.tokens // tile("kimi_combine", shape.K).rows

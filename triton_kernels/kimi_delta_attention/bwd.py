@@ -14,6 +14,9 @@ and for each level of cuts, with its factors f, dP and dkk masked to the pairs t
     row_q = f . (dP (k . f)),  row_k = f . (dkk (k . f))                    [C, K]   right of the cuts
     column = f . (dP^T (q . f) + dkk^T (k . f))                             [C, K]   left of them
 
+(in two products, of dP and of dkk with their transposes above the diagonal, where k stands in the operand's
+rows left of the cuts, and q or beta k right of them)
+
     dq = reads_q + diag(own) k + sum row_q,  own_i = <dO_i, U_i>
     dk = reads_k + written + diag(own) q + sum (row_k + column)
     dbeta_i = <dY_i, U_i> / beta_i = <dY_i, V_i> + <k_i, (reads_k + sum row_k)_i> / beta_i
@@ -52,9 +55,7 @@ from delta_trn.triton_kernels.kimi_delta_attention.fwd import (
     find_factors,
     find_norms,
     gates_of,
-    lie_apart,
     lies_between,
-    slice_of,
 )
 from delta_trn.triton_kernels.launch import Config, arithmetic, config, power_of_two, take_turns, tile
 from delta_trn.triton_kernels.tiles import (
@@ -108,6 +109,12 @@ def multiply_states(
         b_US = accumulate_in_turn(b_US, b_U, b_dS, scale, PIPELINED, DOT)
         b_SdS += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=0)
     return b_OS, b_YS, b_US, b_SdS
+
+
+@triton.jit
+def mirror(x, o_c):
+    """Returns x [C, C] below the diagonal, and above it its transpose."""
+    return tl.where(o_c[:, None] > o_c[None, :], x, tl.trans(x))
 
 
 @triton.jit
@@ -178,9 +185,9 @@ def gradients_kernel(
         tl.store(dv + o_tv, round_to(b_dY * b_beta[:, None], dtype, DOT), mask=m_cv)
     b_own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_OU, 0.0), axis=1)
     b_written = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_YU, 0.0), axis=1)
-    # as operands, in half the registers; dkk without beta
-    b_dP = round_to(b_OU, dtype, DOT)
-    b_dkk = round_to(-b_YU, dtype, DOT)
+    # as operands, in half the registers, with their transposes above the diagonal; dkk without beta
+    b_dP = mirror(round_to(b_OU, dtype, DOT), o_c)
+    b_dkk = mirror(round_to(-b_YU, dtype, DOT), o_c)
     b_zero = tl.zeros([C, C], dtype)
 
     dA = 0.0
@@ -188,49 +195,49 @@ def gradients_kernel(
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < K
         m = m_t[:, None] & m_k[None, :]
-        p = p_q + o_c[:, None] * (H * K) + o_k[None, :]
-        b_q = tl.load(q + p, mask=m, other=0.0).to(tl.float32) * (scale * b_rq)[:, None]
-        b_k = tl.load(k + p, mask=m, other=0.0).to(tl.float32) * b_rk[:, None]
         p_g = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
-        b_g, b_x = load_decays(g, A_log, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, i_h)
+        b_g, _ = load_decays(g, A_log, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, i_h)
+        b_gam, b_lam, b_last = find_factors(b_g, o_c, C)
         b_OS, b_YS, b_US, b_SdS = multiply_states(
             do, U, dY, S, dS, p_v, p_U, tile * (K * V), m_t, m_k, o_c, o_k, scale, HV, V, BV, PIPELINED, DOT
         )
         if carry is not None:
             for i_tile in range(0, TILES):
                 b_SdS += tl.load(carry + (tile * TILES + i_tile) * K + o_k, mask=m_k, other=0.0)
-        b_gam, b_lam, b_last = find_factors(b_g, o_c, C)
+        p = p_q + o_c[:, None] * (H * K) + o_k[None, :]
+        b_q = tl.load(q + p, mask=m, other=0.0).to(tl.float32) * (scale * b_rq)[:, None]
+        b_k = tl.load(k + p, mask=m, other=0.0).to(tl.float32) * b_rk[:, None]
         b_dq = b_gam * b_OS
         b_rowk = -b_gam * b_YS  # without beta
         b_dk = b_lam * b_US
-        b_dg = tl.zeros([C, BK], tl.float32) + (b_last * b_SdS)[None, :]
-        b_dg = add_sums(b_dg, o_c[:, None] > o_c[None, :], b_k * b_dk, dtype, DOT)
+        b_dg = add_sums(tl.zeros([C, BK], tl.float32), o_c[:, None] > o_c[None, :], b_k * b_dk, dtype, DOT)
+        b_dg += (b_last * b_SdS)[None, :]
         b_read = b_q * b_dq + b_k * b_rowk * b_beta[:, None]
         b_dg = add_sums(b_dg, o_c[:, None] <= o_c[None, :], b_read, dtype, DOT)
         b_dq += b_own[:, None] * b_k
-        b_dk += b_own[:, None] * b_q
+        b_dbeta += tl.sum(b_k * b_rowk, axis=1)
+        b_dk += b_own[:, None] * b_q + b_rowk * b_beta[:, None]
         for level in range(0, 6 if C == 64 else 5 if C == 32 else 4):
             b_f = find_cut_factors(b_g, o_c, level, dtype, DOT)
-            b_kf = round_to(b_k * b_f, dtype, DOT)
-            apart = lie_apart(o_c[:, None], o_c[None, :], level)
-            b_dP_cut = tl.where(apart, b_dP, b_zero)
-            b_dkk_cut = tl.where(apart, b_dkk, b_zero)
-            b_row_q = b_f * multiply(b_dP_cut, b_kf, DOT)
-            b_row_k = b_f * multiply(b_dkk_cut, b_kf, DOT)
-            b_column = multiply(tl.trans(b_dP_cut), round_to(b_q * b_f, dtype, DOT), DOT)
-            b_bkf = round_to(b_k * b_f * b_beta[:, None], dtype, DOT)
-            b_column = b_f * accumulate(b_column, tl.trans(b_dkk_cut), b_bkf, DOT)
-            b_dq += b_row_q
-            b_rowk += b_row_k
-            b_dk += b_column
-            b_read = b_q * b_row_q + b_k * (b_row_k * b_beta[:, None] + b_column)
+            apart = (o_c[:, None] >> level) ^ (o_c[None, :] >> level) == 1
+            right = ((o_c >> level) % 2 == 1)[:, None]
+            b_w = tl.where(right, b_q, b_k)
+            b_by = tl.where(right, b_beta[:, None], 1.0)
+            b_from_q = b_f * multiply(tl.where(apart, b_dP, b_zero), round_to(b_w * b_f, dtype, DOT), DOT)
+            b_y = round_to(b_k * b_f * b_by, dtype, DOT)
+            b_row_k = b_f * multiply(tl.where(apart, b_dkk, b_zero), b_y, DOT)
+            b_from_k = b_row_k * b_by
+            b_dq += tl.where(right, b_from_q, 0.0)
+            b_dbeta += tl.sum(tl.where(right, b_k * b_row_k, 0.0), axis=1)
+            b_dk += tl.where(right, 0.0, b_from_q) + b_from_k
+            b_read = b_w * b_from_q + b_k * b_from_k
             between = lies_between(o_c[:, None], o_c[None, :], level)
             b_dg = add_sums(b_dg, between, b_read, dtype, DOT)
-        b_dbeta += tl.sum(b_k * b_rowk, axis=1)
-        b_dk += b_rowk * b_beta[:, None]
         tl.store(dq + p_g, round_to(scale * b_dq, dq.dtype.element_ty, DOT), mask=m)
         tl.store(dk + p_g, round_to(b_dk, dk.dtype.element_ty, DOT), mask=m)
         if A_log is not None:
+            # again, since x would fill registers all along
+            b_g, b_x = load_decays(g, A_log, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, i_h)
             b_dg, b_dA = differentiate_gates(b_dg, b_g, b_x, A_log, lower_bound, i_h)
             b_dg = tl.where(m, b_dg, 0.0)
             tl.store(dgates + tile * (K + 1) + o_k, tl.sum(b_dg, axis=0), mask=m_k)
@@ -288,7 +295,7 @@ def gradients(
     gradients_kernel[(chunks.count * HV,)](
         q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq, dk, dv, dg, dbeta, dgates,
         chunks.start, chunks.length, scale, beta_max or None, lower_bound, chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, BK=slice_of(K), V=V, BV=launch.columns, C=chunks.size,
+        H=H, HV=HV, K=K, BK=config.prepare.columns, V=V, BV=launch.columns, C=chunks.size,
         TILES=1 if carry is None else carry.shape[2], L2NORM=l2norm,
         PIPELINED=launch.stages > 1, DOT=config.dot, **launch.options(),
     )  # fmt: skip
@@ -308,7 +315,7 @@ def combine(x, dy, *, dx, l2norm):
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row = config(K, V, itemsize=itemsize, rule="kimi_")
-    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "BK": slice_of(K), "V": V, "C": row.C}
+    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "BK": row.prepare.columns, "V": V, "C": row.C}
     sizes |= {"L2NORM": True, "TILES": 2, "DOT": row.dot}
     for layout, tables in layouts(quick).items():
         states = ("dstate", "initial_state", "dinitial_state", "carry") if layout == "dense" else ()

@@ -60,7 +60,6 @@ TYPES = {
     "fp32": "scale beta_max lower_bound",
     "i32": "tokens NT",
 }
-CHANNELS = 16  # of a slice of K in gradients; of 32, registers spill up to three times as much
 
 
 @triton.jit
@@ -79,9 +78,25 @@ def find_factors(b_g, o_c, C: tl.constexpr):
 
 @triton.jit
 def lies_between(t, i, level):
-    """Returns whether token t decays token i on its way to the cut of i's block, of two halves of 2^level."""
-    half = i >> level
-    return (half == t >> level) & tl.where(half % 2 == 1, t <= i, t > i)
+    """Returns whether token t decays token i on its way to the cut of i's block, of two halves of 2^level.
+
+    Few operations where a thread has many t and few i; `are_decayed` where it has many i.
+    """
+    start = (i >> level) << level
+    right = (i >> level) % 2 == 1
+    first = tl.where(right, start, i + 1)
+    end = tl.where(right, i + 1, start + (1 << level))
+    return (t >= first) & (t < end)
+
+
+@triton.jit
+def are_decayed(i, t, level):
+    """Returns the same."""
+    start = (t >> level) << level
+    right = (t >> level) % 2 == 1
+    first = tl.where(right, t, start)
+    end = tl.where(right, start + (1 << level), t)
+    return (i >= first) & (i < end)
 
 
 @triton.jit
@@ -109,7 +124,7 @@ def find_cut_factors(b_g, o_c, level, dtype: tl.constexpr, DOT: tl.constexpr):
     # added, and puts a fence between each store and the products behind it
     b_g += level * 0.0
     b_sum = tl.zeros(b_g.shape, tl.float32)
-    return tl.exp(add_sums(b_sum, lies_between(o_c[None, :], o_c[:, None], level), b_g, dtype, DOT))
+    return tl.exp(add_sums(b_sum, are_decayed(o_c[:, None], o_c[None, :], level), b_g, dtype, DOT))
 
 
 @triton.jit
@@ -209,11 +224,6 @@ def prepare(
     )  # fmt: skip
 
 
-def slice_of(K: int) -> int:
-    """Returns how many channels of K the gradients of a chunk take at once; prepare has a row of TABLE."""
-    return min(CHANNELS, power_of_two(K))
-
-
 def gates_of(quick: bool):
     """Returns the ways to pass g and beta: as they are, and by either gate."""
     bounded = {"gates made": {"lower_bound": None}, "gates with a bound": {}}
@@ -224,14 +234,14 @@ def gates_of(quick: bool):
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module: nothing in float16."""
     row = config(K, V, itemsize=itemsize, rule="kimi_")
-    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "BK": slice_of(K), "V": V, "C": row.C}
+    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "BK": row.prepare.columns, "V": V, "C": row.C}
     sizes |= {"L2NORM": True, "DOT": row.dot}
     tile = row.scan
     own = sizes | rows_of(4, 4, K, V) | of_tile(tile) | dict.fromkeys(("QR", "KR"), 4 * K)
     own |= {"units": None, "transition": None, "STAGES": tile.stages}
     for layout, tables in layouts(quick).items():
         for form, arguments in gates_of(quick).items():
-            values = sizes | tables | arguments | {"BK": row.prepare.columns}
+            values = sizes | tables | arguments
             yield Variant("kimi_prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, values)
         states = ("initial_state", "final_state") if layout == "dense" else ()
         values = own | tables | dict.fromkeys(states)
