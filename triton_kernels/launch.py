@@ -128,7 +128,7 @@ TABLE = (
     # small models decode with a handful of heads, so only V / 32 makes programs
     Row("step",                 ANY,  ANY,  ANY,     4,     1,  (16, 32)),
 
-    # decays per channel: tiles stand upright; columns of prepare are channels, of the gradients, too
+    # decays per channel: tiles stand upright; prepare's columns are channels, which the gradients take, too
     Row("kimi_prepare",           2,  ANY,  ANY,     4,     1,  (16, 32)),
     Row("kimi_scan kimi_reverse", 2,  128,  ANY,     4,     1,  (16, 32), upright=True, majors=WARPS),
     Row("kimi_scan kimi_reverse", 2,  128,  ANY,     4,     2,  (16, 32), upright=True),

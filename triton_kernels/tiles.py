@@ -138,7 +138,7 @@ def exp(x):
 
 @triton.jit
 def sigmoid(z):
-    """Returns 1 / (1 + e^-z), where it is small with all digits of e^z."""
+    """Returns 1 / (1 + e^-z) with all its digits, also where it is small."""
     e = exp(-tl.abs(z))
     return tl.where(z < 0.0, e, 1.0) / (1.0 + e)
 

@@ -32,7 +32,7 @@ ITEM = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a call; `tokens` per sequence. rule: as launch.config has it."""
+    """The sizes of a call; `tokens` per sequence, and `rule` as launch.config takes it."""
 
     sequences: int
     tokens: int

@@ -80,7 +80,7 @@ def find_factors(b_g, o_c, C: tl.constexpr):
 def lies_between(t, i, level):
     """Returns whether token t decays token i on its way to the cut of i's block, of two halves of 2^level.
 
-    Few operations where a thread has many t and few i; `are_decayed` where it has many i.
+    It takes few operations where a thread has many t and few i; `are_decayed` does where it has many i.
     """
     start = (i >> level) << level
     right = (i >> level) % 2 == 1
@@ -91,7 +91,7 @@ def lies_between(t, i, level):
 
 @triton.jit
 def are_decayed(i, t, level):
-    """Returns the same."""
+    """Returns `lies_between(t, i, level)`, in few operations where a thread has many i and few t."""
     start = (t >> level) << level
     right = (t >> level) % 2 == 1
     first = tl.where(right, t, start)

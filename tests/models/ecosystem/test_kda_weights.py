@@ -132,7 +132,7 @@ def test_safe_gate_is_written_only_with_a_bound_that_it_is_taken_with(bound, saf
         ({"lower_bound": 1.0}, "^lower_bound=1.0: "),
     ],
 )
-def test_a_bound_that_is_not_given_or_none_is_refused_in_their_words(change, message, tmp_path):
+def test_a_bound_that_is_missing_or_positive_is_refused_by_their_name(change, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SIZES | change))
     with pytest.raises(ValueError, match=message):
         load_model(tmp_path)
