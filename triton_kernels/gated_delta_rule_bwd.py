@@ -64,6 +64,7 @@ from delta_trn.triton_kernels.tiles import (
     accumulate,
     accumulate_alone,
     accumulate_in_turn,
+    exp,
     invert_power,
     locate_chunk,
     multiply,
@@ -301,13 +302,20 @@ def gradients_kernel(
     o_dk = o_c[:, None] * DKR + o_k[None, :]
     tl.store(dk + (start * DKR + i_h * K) + o_dk, round_to(b_dk, dk.dtype.element_ty, DOT), mask=m_ck)
 
+    if units is not None:
+        b_dbeta *= both_units
+    if beta_max is not None:
+        b_e = exp(-tl.abs(b_z))  # sigmoid(z) sigmoid(-z) is e / (1 + e)^2
+        b_dbeta *= beta_max * b_e / ((1.0 + b_e) * (1.0 + b_e))
+    p_dbeta = dbeta + start * DBR + i_h + o_c * DBR
+    tl.store(p_dbeta, round_to(b_dbeta, dbeta.dtype.element_ty, DOT), mask=m_t)
+
     # a sum of the earlier writes, not cumsum - writes: at g = -20 that difference is 1e-9 of its terms
     b_dg += tl.sum(tl.where(strict, b_writes[None, :], 0.0), axis=1)
     b_dg += tl.cumsum(b_reads, axis=0, reverse=True)
     b_dg += tl.exp2(b_last) * b_carry
     if units is not None:
         b_dg *= both_units
-        b_dbeta *= both_units
     if A_log is not None:
         b_minus_g = scale_by_exp(rate, softplus(b_s), b_s)
         # a reset has no gradient; its g may be infinite
@@ -315,12 +323,8 @@ def gradients_kernel(
         tl.store(dgates + tile * 2, tl.sum(tl.where(m_g, -b_dg * b_minus_g, 0.0), axis=0))
         b_dg = tl.where(m_g, -b_dg * scale_by_exp(rate, sigmoid(b_s), b_s), 0.0)
         tl.store(dgates + tile * 2 + 1, tl.sum(b_dg, axis=0))
-    if beta_max is not None:
-        b_dbeta *= beta_max * sigmoid(b_z) * sigmoid(-b_z)
     p_dg = dg + start * DGR + i_h + o_c * DGR
-    p_dbeta = dbeta + start * DBR + i_h + o_c * DBR
     tl.store(p_dg, round_to(b_dg, dg.dtype.element_ty, DOT), mask=m_t)
-    tl.store(p_dbeta, round_to(b_dbeta, dbeta.dtype.element_ty, DOT), mask=m_t)
 
 
 @take_turns
