@@ -344,9 +344,7 @@ def _nki(devices: frozenset[str], automatic: frozenset[str]) -> dict[str, Row]:
 
 
 _TRITON_RULE = _triton("gated_delta_rule.triton_adapter", _limits("rule_triton"))
-_TRITON_CHANNELS = replace(
-    _triton("kimi_delta_attention.triton_adapter", _limits("rule_triton")), dtypes=NEURON_FLOATS
-)
+_TRITON_CHANNELS = _triton("kimi_delta_attention.triton_adapter", _limits("rule_triton"))
 _TRITON_NORM = _triton("layers.triton_adapter", _limits("triton_norm"))
 _RULES = ("gated_delta_rule", "gated_delta_rule_step")
 _KIMI = ("kimi_delta_attention", "kimi_delta_attention_step")

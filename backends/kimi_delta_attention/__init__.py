@@ -1,7 +1,7 @@
 """Kimi Delta Attention: the gated delta rule with a decay for each channel of a key (arXiv:2510.26692).
 
-Contract, judge and backends are those of `backends.gated_delta_rule`, by the dimensions of g. Triton's and
-NKI's kernels compute float32 and bfloat16.
+Contract, judge and backends are those of `backends.gated_delta_rule`, by the dimensions of g. NKI's kernels
+compute float32 and bfloat16, Triton's float16, too.
 """
 
 from __future__ import annotations

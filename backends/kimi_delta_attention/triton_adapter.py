@@ -1,9 +1,14 @@
 """Triton's side of Kimi Delta Attention: allocates, and launches the kernels of `triton_kernels`.
 
 Runs on CUDA tensors; on CPU tensors under TRITON_INTERPRET=1. Nothing here waits for the device.
+
+float16 is computed in float32, and takes its time: the kernels store decayed keys and states, and their
+gradients, and a decay of exp(-20) alone leaves float16's range.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,6 +32,7 @@ MAKES_GATES = True  # of a layer's projections, in the kernels
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Returns o, final_state and what `backward` reads: T, P, qg, kg, kl, last, rows, S and U."""
+    dtype, call = call.q.dtype, _widen(call)
     q, k, v, g, beta, A_log, dt_bias, initial_state = contiguous(
         call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state
     )
@@ -44,11 +50,12 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
         qg, kg, v, T, P, rows, initial_state, o=o, final_state=final_state, S=S if save else None,
         U=U if save else None, scale=1.0, unit=1.0, kl=kl, last=last, chunks=chunks, config=row,
     )  # fmt: skip
-    return o, final_state, kept if save else []
+    return o.to(dtype), final_state, kept if save else []
 
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients; those of A_log and dt_bias only where the kernels make the gates."""
+    dtype, call = call.q.dtype, _widen(call)
     q, k, v, g, beta, A_log, dt_bias, initial_state, dstate, do = contiguous(
         call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state, dstate,
         do.to(call.q.dtype),
@@ -85,7 +92,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     dA_log = ddt_bias = None
     if dgates is not None:
         dA_log, ddt_bias = sum_gates(call, dgates[..., K], dgates[..., :K])
-    return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
+    return Gradients(dq.to(dtype), dk.to(dtype), dv.to(dtype), dg, dbeta, dA_log, ddt_bias, dinitial)
 
 
 def step(call: Step) -> tuple[Tensor, Tensor]:
@@ -103,7 +110,15 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
 
 def saved_shapes(call: Rule) -> Shapes:
     """Returns shapes and dtypes of what `forward` saves, from shapes alone."""
+    call = _widen(call)
     return _shapes(call, chunk_counts(call.q, call.cu_seqlens, launches(call, "kimi_").C))
+
+
+def _widen(call: Rule) -> Rule:
+    """Returns the call as the kernels compute it: float16 in float32."""
+    if call.q.dtype != torch.float16:
+        return call
+    return replace(call, q=call.q.float(), k=call.k.float(), v=call.v.float())
 
 
 def _shapes(call: Rule, chunks: Chunks) -> Shapes:

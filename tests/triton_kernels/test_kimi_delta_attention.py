@@ -99,7 +99,7 @@ def test_parity_is_green_without_them(case):
     assert is_green(case)
 
 
-def test_float16_is_refused_with_what_is_computed():
-    x, g, beta = torch.ones(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), torch.ones(1, 2, 1)
-    with pytest.raises(BackendRefusal, match="computes bfloat16, float32; tensors are float16"):
-        kimi_delta_attention(x.half(), x.half(), x.half(), g, beta, backend="triton")
+def test_float64_is_refused_with_what_is_computed():
+    x = torch.ones(1, 2, 1, 16).double()
+    with pytest.raises(BackendRefusal, match="computes bfloat16, float16, float32; tensors are float64"):
+        kimi_delta_attention(x, x, x, -x, x[..., 0], backend="triton")
