@@ -203,6 +203,23 @@ DROPOUT = {"model.dropout": 0.2}
 WITH_DROPOUT = ("ddp-2", "ddp-4", "fsdp-4", "zero1-2", "tensor-2", "context-2", "tensor-2-fsdp-2")
 
 
+# Six steps, for the reason that BF16 gives; without boundaries for the other one.
+KIMI: dict[str, Any] = {"model.mixer": "kimi_delta_attention", "data.boundaries": "false", "steps": 6}
+KIMI |= {"evaluation.every": 6, "log.every": 1}
+
+
+@pytest.mark.parametrize("way", ["tensor-2", "context-2"])
+def test_a_distributed_run_of_kimi_delta_attention_equals_the_run_of_one_process(data, alone, tmp_path, way):
+    expected, *controls = [alone("sgd", **KIMI, batch__micro=micro) for micro in (4, 2, 1)]
+    world, changes = WAYS[way]
+    run = ["run", "tiny", *keys(data, tmp_path / "run", "sgd", {**changes, **KIMI})]
+    team_run.train(world, run, tmp_path / "logs")
+    allowed = tolerances([distances(control, expected) for control in controls])
+    assert not above(distances(tmp_path / "run", expected), allowed)
+    without = distances(alone("sgd", **{**KIMI, "model.mixer": "gated_deltanet"}), expected)
+    assert above(without, {name: 10 * x for name, x in allowed.items()}).keys() == allowed.keys()
+
+
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[] if way == "ddp-2" else [pytest.mark.slow]) for way in WITH_DROPOUT]
 )
