@@ -1,12 +1,14 @@
 """Records what the models of others compute, by their own code in float64.
 
     python -m tests.models.ecosystem.record_goldens fla
+    python -m tests.models.ecosystem.record_goldens kda
     python -m tests.models.ecosystem.record_goldens authors CHECKOUT
 
-It needs flash-linear-attention 0.5.2, einops and triton; for "authors" also a checkout of
-github.com/lauyikfung/gated_delta_net_mup (recorded at bb1ccf1). Only their operators, which need a GPU, are
-replaced: by flash-linear-attention's own references in PyTorch where it has them (the gated delta rule, its
-gate, RMSNorm), and by torch's functions (convolution, SwiGLU). None of our code is used.
+It needs flash-linear-attention 0.6.0 (0.5.2 computed the same of "fla", bit for bit), einops and triton; for
+"authors" also a checkout of github.com/lauyikfung/gated_delta_net_mup (recorded at bb1ccf1). Only their
+operators, which need a GPU, are replaced: by flash-linear-attention's own references in PyTorch where it has
+them (both delta rules, their gates, RMSNorm), and by torch's functions (convolution, SwiGLU). None of our
+code is used.
 
 A golden has no weights: `fill` makes them from names. Large tensors are recorded by `sketch`.
 """
@@ -45,6 +47,14 @@ FLA_CASES: dict[str, dict[str, Any]] = {
     },
     "no_convolution": {"use_short_conv": False},
 }
+KDA_CASES: dict[str, dict[str, Any]] = {
+    "kda plain": {},
+    "kda grouped": {
+        **{"num_v_heads": 4, "allow_neg_eigval": True, "conv_size": 3, "norm_eps": 1e-3, "expand_v": 1.5},
+        **{"safe_gate": True, "lower_bound": -5.0, "fuse_norm": False},
+    },
+    "kda bound alone": {"lower_bound": -4.0, "safe_gate": False, "tie_word_embeddings": True},
+}
 AUTHORS_SIZES = {
     "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": -1, "vocab_size": 29,
     "hidden_init_std_factor": 0.32,
@@ -54,6 +64,7 @@ AUTHORS_CASES: dict[str, dict[str, Any]] = {
     "gdn 160": {"hidden_size": 160, "hidden_size_base": 80, "mup": True},
     "gdn 96 sp": {"hidden_size": 96, "mup": False},
 }
+GATED = "fla.layers.gated_deltanet"
 RATE, MOMENTUM, BETAS = 2**-6, 0.98, (0.9, 0.95)
 
 
@@ -84,25 +95,34 @@ def tokens(vocabulary: int) -> Tensor:
 @contextmanager
 def float64() -> Iterator[None]:
     """Makes what asks for float32 get float64."""
-    with float64_logits(), mock.patch.object(torch, "float32", torch.float64):
+    with float64_logits(), mock.patch.multiple(torch, float32=torch.float64, float=torch.float64):
         yield
 
 
 def rule(q, k, v, g, beta, A_log=None, dt_bias=None, **options):
-    """Computes the gated delta rule by the naive references of flash-linear-attention."""
-    from fla.ops.gated_delta_rule.gate import naive_gdn_gate
-    from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+    """Computes a delta rule by the naive references of flash-linear-attention: Kimi's by g [B, T, HV, K]."""
+    if g.dim() == 4:
+        from fla.ops.kda.gate import naive_kda_gate, naive_kda_lowerbound_gate
+        from fla.ops.kda.naive import naive_recurrent_kda
+    else:
+        from fla.ops.gated_delta_rule.gate import naive_gdn_gate
+        from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
 
     assert options.pop("use_qk_l2norm_in_kernel") and not options.pop("output_final_state")
     assert options.pop("initial_state") is None and options.pop("cu_seqlens") is None
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     with float64():
-        if options.pop("use_gate_in_kernel", False):
-            g = naive_gdn_gate(g, A_log, dt_bias, torch.float64)
+        bound, made = options.pop("lower_bound", None), options.pop("use_gate_in_kernel", False)
+        if made and bound is not None:
+            g = naive_kda_lowerbound_gate(g, A_log, dt_bias, bound, torch.float64)
+        elif made:
+            g = (naive_kda_gate if g.dim() == 4 else naive_gdn_gate)(g, A_log, dt_bias, torch.float64)
         if options.pop("use_beta_sigmoid_in_kernel", False):
             beta = beta.sigmoid() * (2 if options.pop("allow_neg_eigval") else 1)
+        assert not set(options) - {"state_v_first", "allow_neg_eigval", "safe_gate"}
+        if g.dim() == 4:
+            return naive_recurrent_kda(q, k, v, g, beta)
         q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
-        assert not set(options) - {"state_v_first", "allow_neg_eigval"}
         return naive_recurrent_gated_delta_rule(q, k, v, beta, g)
 
 
@@ -122,8 +142,8 @@ def references(*modules: str) -> ExitStack:
         return rms_norm_ref(x, weight, bias, residual, eps, prenorm)
 
     def gated(x, g, weight, bias, activation, eps, **options):
-        assert activation in ("swish", "silu")
-        return rms_norm_ref(x, weight, bias, eps=eps) * F.silu(g)
+        gate = {"swish": F.silu, "silu": F.silu, "sigmoid": torch.sigmoid}[activation]
+        return rms_norm_ref(x, weight, bias, eps=eps) * gate(g)
 
     replaced = {
         "fla.modules.layernorm": {"rms_norm": norm},
@@ -134,9 +154,11 @@ def references(*modules: str) -> ExitStack:
             "swiglu_linear": lambda x, y, weight, bias: F.linear(F.silu(x) * y, weight, bias),
         },
     }
-    for module in ("fla.layers.gated_deltanet", *modules):
-        replaced[module] = {"chunk_gated_delta_rule": rule, "fused_recurrent_gated_delta_rule": rule}
-    replaced["fla.layers.gated_deltanet"]["causal_conv1d"] = convolution
+    for module in modules:
+        kind = "kda" if module.endswith("kda") else "gated_delta_rule"
+        replaced[module] = {f"chunk_{kind}": rule, f"fused_recurrent_{kind}": rule}
+    if GATED in modules:
+        replaced[GATED]["causal_conv1d"] = convolution
     stack = ExitStack()
     for module, functions in replaced.items():
         for name, function in functions.items():
@@ -151,14 +173,14 @@ def fill_model(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def record_fla() -> dict[str, Tensor]:
-    from fla.models.gated_deltanet import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
-
+def record_fla(kind: str) -> dict[str, Tensor]:
+    models = importlib.import_module(f"fla.models.{'kda' if kind == 'kda' else 'gated_deltanet'}")
+    name, layers = ("KDA", "fla.layers.kda") if kind == "kda" else ("GatedDeltaNet", GATED)
     out, about = {}, {}
-    for case, settings in FLA_CASES.items():
-        with references():
-            config = GatedDeltaNetConfig(**FLA_SIZES | settings)
-            model = fill_model(GatedDeltaNetForCausalLM(config))
+    for case, settings in (KDA_CASES if kind == "kda" else FLA_CASES).items():
+        with references(layers):
+            config = getattr(models, f"{name}Config")(**FLA_SIZES | settings)
+            model = fill_model(getattr(models, f"{name}ForCausalLM")(config))
             if config.tie_word_embeddings:
                 model.lm_head.weight = model.model.embeddings.weight
             ids = tokens(config.vocab_size)
@@ -181,7 +203,7 @@ def record_authors(checkout: str) -> dict[str, Tensor]:
     for case, settings in AUTHORS_CASES.items():
         settings = {**AUTHORS_SIZES, **settings, "nanogpt_next_model_type": "gdn"}
         code = importlib.import_module("model.gdn")
-        with references(code.__name__), float64_logits():
+        with references(GATED, code.__name__), float64_logits():
             config = code.GPTConfig(**settings)
             drawn = code.GPT(config)
             stds = {n: p.std().item() for n, p in drawn.named_parameters() if p.dim() > 1}
@@ -233,7 +255,7 @@ def write(case: str, logits: Tensor, model: torch.nn.Module) -> dict[str, Tensor
 
 def main(kind: str, *checkout: str) -> None:
     warnings.simplefilter("ignore")
-    tensors, about = record_fla() if kind == "fla" else record_authors(*checkout)
+    tensors, about = record_authors(*checkout) if kind == "authors" else record_fla(kind)
     HERE.mkdir(exist_ok=True)
     save_file(tensors, HERE / f"{kind}.safetensors", metadata={"about": json.dumps(about)})
     print(f"{len(about)} cases, {(HERE / f'{kind}.safetensors').stat().st_size} bytes")

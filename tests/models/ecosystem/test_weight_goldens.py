@@ -16,6 +16,7 @@ from tests.models.ecosystem.record_goldens import (
     BETAS,
     FLA_CASES,
     HERE,
+    KDA_CASES,
     MOMENTUM,
     RATE,
     fill,
@@ -40,7 +41,8 @@ class Golden:
     def __init__(self, case, folder):
         self.case, self.folder = case, folder
         of_authors = case in AUTHORS_CASES
-        with safe_open(HERE / f"{'authors' if of_authors else 'fla'}.safetensors", "pt") as file:
+        kind = "authors" if of_authors else "kda" if case in KDA_CASES else "fla"
+        with safe_open(HERE / f"{kind}.safetensors", "pt") as file:
             about = json.loads(file.metadata()["about"])[case]
             names = [name for name in file.keys() if name.startswith(f"{case}/")]  # noqa: SIM118 - not a dict
             self.recorded = {name.removeprefix(f"{case}/"): file.get_tensor(name) for name in names}
@@ -84,7 +86,7 @@ class Golden:
         }
 
 
-@pytest.fixture(params=[*FLA_CASES, *AUTHORS_CASES])
+@pytest.fixture(params=[*FLA_CASES, *KDA_CASES, *AUTHORS_CASES])
 def golden(request, tmp_path):
     return Golden(request.param, tmp_path)
 
@@ -100,7 +102,9 @@ def test_logits_and_gradients_are_theirs(golden):
     assert max(errors.values()) < 16 * ALLOWED, errors
     # and a wrong reading of their weights would be seen
     layer = golden.model.model.blocks[0]
+    wrong_bound = {"bound": None if getattr(layer.mixer, "bound", None) else -3.0}
     for module, change in (
+        *(((layer.mixer, wrong_bound),) if golden.case in KDA_CASES else ()),
         (layer.mixer.o_norm, {"eps": 2 * layer.mixer.o_norm.eps}),
         (layer.mixer_norm, {"eps": 2 * layer.mixer_norm.eps}),
         (layer.mixer, {"scale": 2 * layer.mixer.scale}),
@@ -114,7 +118,7 @@ def test_logits_and_gradients_are_theirs(golden):
             setattr(module, name, value)
 
 
-@pytest.mark.parametrize("case", FLA_CASES)
+@pytest.mark.parametrize("case", [*FLA_CASES, *KDA_CASES])
 def test_the_way_back_restores_their_files_bit_for_bit(case, tmp_path):
     golden = Golden(case, tmp_path)
     save_model(load_model(golden.folder), tmp_path / "back", "fla")
