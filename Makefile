@@ -110,7 +110,7 @@ compile-triton: $(READY)
 test-transformers: $(READY)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NEWEST) transformers
 	PYTHONPATH=$(NEWEST) $(RUN) -m pytest -rs -m "not slow" tests/models/ecosystem/test_patching.py tests/models/ecosystem/test_packing.py \
-		tests/models/ecosystem/test_classification.py tests/models/test_generation.py tests/train/test_generate.py
+		tests/models/ecosystem/test_classification.py tests/models/test_generation.py tests/train/test_generate.py tests/backends/test_bench.py
 
 compile: $(READY)
 	$(RUN) -m triton_kernels.compile_only

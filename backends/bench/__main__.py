@@ -279,8 +279,11 @@ def _run(options: argparse.Namespace, subject: Subject, cases: Sequence[Case]) -
     rows: list[Row] = []
     red = False
     for case in cases:
-        takes = {name: PEERS[name].load_channels or not case.has_channels for name in wanted}
-        able = [x for x in wanted if x not in absent and takes[x] and (PEERS[x].packed or not case.lengths)]
+        missing = {name: PEERS[name].absent(subject.device, case.has_channels) for name in wanted}
+        for name in missing:
+            if missing[name] and name not in absent:
+                print(f"case {case.name}: peer {name} {NOT_RUN}, {missing[name]}")
+        able = [x for x in wanted if not missing[x] and (PEERS[x].packed or not case.lengths)]
         try:
             for row in bench(subject, case, dtype, able, options.seconds, limits):
                 rows.append(row | machine_facts)

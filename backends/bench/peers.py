@@ -6,7 +6,7 @@ fla     flash-linear-attention's `chunk_gated_delta_rule`, CUDA only: Triton, or
         the call to, FlashQLA or TileLang, where these are installed. FLA_DISABLE_BACKEND_DISPATCH=1 in the
         environment times its Triton alone.
 
-hf has Kimi Delta Attention, too: `chunk_kimi_delta_attention` (Kimi Linear), from release 5.23 on.
+Of Kimi Delta Attention hf has `chunk_kimi_delta_attention`, from release 5.23 on, and fla `chunk_kda`.
 
 For one token theirs are `torch_recurrent_gated_delta_rule` and `fused_recurrent_gated_delta_rule`.
 """
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from delta_trn.backends.gated_delta_rule.checks import gate_arguments
 from delta_trn.backends.gated_delta_rule.contract import make_gates
+from delta_trn.backends.kimi_delta_attention import CHANNELS, SAFE
 from delta_trn.backends.parity.rule_cases import Inputs
 
 Run = Callable[[Inputs], Tensor]
@@ -40,24 +41,30 @@ GATES = ("use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel",
 class Peer:
     """Names a peer, where it comes from and what it takes; `load` and `load_step` return its functions.
 
-    load_channels   the same of the operation with a decay per channel; None: the peer has none
+    load_channels   the same of the operation with a decay per channel, which channels_module has
     """
 
     name: str
     distribution: str
     module: str
+    channels_module: str
     devices: tuple[str, ...]
     packed: bool
     load: Callable[[], Rule]
     load_step: Callable[[], Rule]
-    load_channels: Callable[[], Rule] | None = None
+    load_channels: Callable[[], Rule]
 
-    def absent(self, device: str) -> str | None:
-        """Returns why the peer cannot run on this machine's `device`; None if it can."""
+    def absent(self, device: str, channels: bool = False) -> str | None:
+        """Returns why the peer cannot run on this machine's `device`; None if it can.
+
+        channels    ask for the operation with a decay per channel
+        """
         if find_spec(self.module) is None:
             return f"{self.distribution} is not installed: pip install {self.distribution}"
         if device not in self.devices:
             return f"runs on {', '.join(self.devices)}, not on {device}"
+        if channels and find_spec(self.channels_module) is None:
+            return f"{self.label()} has no {self.channels_module}: pip install --upgrade {self.distribution}"
         return None
 
     def run(self) -> Run:
@@ -65,7 +72,7 @@ class Peer:
 
         @cache
         def form(channels: bool) -> Rule:
-            return self.load_channels() if channels and self.load_channels else self.load()
+            return self.load_channels() if channels else self.load()
 
         return lambda x: form(x.case.has_channels)(x.q, x.k, x.v, x.g, x.beta, **x.arguments())[0]
 
@@ -108,8 +115,11 @@ def _apply_gates(
 ) -> tuple[Tensor, Tensor]:
     """Computes g and beta by PyTorch as `options` ask, and removes what they say about gates."""
     gates = {name: options.pop(name) for name in GATES if name in options}
-    beta_max = gate_arguments(q, v.shape[2], **gates)
-    return make_gates(g, beta, gates.get("A_log"), gates.get("dt_bias"), beta_max)
+    bound, bias, channels = options.pop("lower_bound", None), gates.get("dt_bias"), ""
+    if g.dim() == q.dim():
+        channels, gates["dt_bias"] = CHANNELS, None if bias is None else bias.view(v.shape[2], -1)
+    beta_max = gate_arguments(q, v.shape[2], **gates, channels=channels)
+    return make_gates(g, beta, gates.get("A_log"), gates.get("dt_bias"), beta_max, bound)
 
 
 def _huggingface(name: str, model: str = "qwen3_next") -> Rule:
@@ -135,8 +145,8 @@ def _huggingface(name: str, model: str = "qwen3_next") -> Rule:
     return rule
 
 
-def _flash_linear_attention(name: str) -> Rule:
-    form = getattr(import_module("fla.ops.gated_delta_rule"), name)
+def _flash_linear_attention(name: str, package: str = "gated_delta_rule") -> Rule:
+    form = getattr(import_module(f"fla.ops.{package}"), name)
     # its later releases make both gates in kernels, A_log among **kwargs; for the others PyTorch does
     makes_gates = "use_beta_sigmoid_in_kernel" in inspect.signature(form).parameters
 
@@ -145,6 +155,8 @@ def _flash_linear_attention(name: str) -> Rule:
     ) -> tuple[Tensor, Tensor | None]:
         if not makes_gates:
             g, beta = _apply_gates(q, v, g, beta, options)
+        if options.get("lower_bound") is not None:  # as the models of Kimi Linear's family call it
+            options["safe_gate"] = options["lower_bound"] >= SAFE
         # by name: in the recurrent form, gates of keys and of values stand between g and beta
         return form(q=q, k=k, v=v, g=g, beta=beta, **options)
 
@@ -153,14 +165,15 @@ def _flash_linear_attention(name: str) -> Rule:
 
 PEERS = {
     "hf": Peer(
-        "hf", "transformers", "transformers", ("cpu", "cuda"), False,
+        "hf", "transformers", "transformers", "transformers.models.kimi_linear", ("cpu", "cuda"), False,
         partial(_huggingface, "torch_chunk_gated_delta_rule"),
         partial(_huggingface, "torch_recurrent_gated_delta_rule"),
         partial(_huggingface, "chunk_kimi_delta_attention", "kimi_linear"),
     ),
     "fla": Peer(
-        "fla", "flash-linear-attention", "fla", ("cuda",), True,
+        "fla", "flash-linear-attention", "fla", "fla.ops.kda", ("cuda",), True,
         partial(_flash_linear_attention, "chunk_gated_delta_rule"),
         partial(_flash_linear_attention, "fused_recurrent_gated_delta_rule"),
+        partial(_flash_linear_attention, "chunk_kda", "kda"),
     ),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from delta_trn.backends.bench.peers import PEERS, name_backends
 from delta_trn.backends.bench.roofline import Ceilings, Work, ceilings, work
 from delta_trn.backends.bench.timing import time_in_turns
 from delta_trn.backends.gated_delta_rule.chunked import note
-from delta_trn.backends.parity import rule
+from delta_trn.backends.parity import channel_cases, rule
 from delta_trn.backends.parity.rule_cases import BY_NAME, inputs
 from tests.support import planted_bugs
 from tests.support.tiny_models import assert_same
@@ -118,7 +118,16 @@ def test_the_peers_outputs_and_step_equal_ours():
         assert_same(theirs, ours)
 
 
+@pytest.mark.skipif(bool(PEERS["hf"].absent("cpu", True)), reason="this transformers has no Kimi Linear")
+@pytest.mark.parametrize("name", ["kimi_ragged", "kimi_gva", "kimi_gates", "kimi_bound"])
+def test_the_peers_kimi_delta_attention_equals_ours(name):
+    x = inputs(channel_cases.BY_NAME[name], torch.float32)
+    assert_same(PEERS["hf"].run()(x), bench.contender("chunked")(x))
+
+
 def test_an_absent_peer_says_why():
+    old = replace(PEERS["hf"], channels_module="transformers.models.of_tomorrow").absent("cpu", True)
+    assert "has no transformers.models.of_tomorrow: pip install --upgrade transformers" in old
     assert PEERS["hf"].absent("cpu") is None
     assert PEERS["hf"].absent("xla") == "runs on cpu, cuda, not on xla"
     missing = replace(PEERS["fla"], module="no_such_package").absent("cuda")

@@ -26,11 +26,6 @@ def main(arguments: Sequence[str]) -> int:
     if given.rounds < 2:
         raise ConfigError(f"--rounds={given.rounds}: expected at least 2")
     config = apply(announce(given.recipe), parse(given.changes))
-    if given.peer and config.model.mixer != "gated_deltanet":
-        raise ConfigError(
-            f"--peer {given.peer[0]} with model.mixer={config.model.mixer}: expected gated_deltanet, whose "
-            "operation peers have here; leave --peer out, or time the operation alone by delta-trn bench"
-        )
 
     from delta_trn.backends.bench.peers import PEERS
     from delta_trn.backends.machine import facts
@@ -42,7 +37,8 @@ def main(arguments: Sequence[str]) -> int:
         f"{c.name}: width {c.model.width}, {c.batch.sequences} x {c.batch.length} tokens a step, "
         f"{c.precision}, delta rule by {c.backend} on {device}"
     )
-    absent = {name: PEERS[name].absent(device.type) for name in given.peer}
+    channels = c.model.mixer == "kimi_delta_attention"
+    absent = {name: PEERS[name].absent(device.type, channels) for name in given.peer}
     for name, reason in absent.items():
         if reason:
             print(f"peer {name}: not yet run, {reason}")

@@ -82,7 +82,9 @@ class Workload:
         layers = [module for module in self.model.modules() if isinstance(module, GatedDeltaNet)]
         ours = [layer.scan for layer in layers]
         if contender != OURS:
-            theirs = PEERS[contender].load()
+            peer = PEERS[contender]
+            channels = self.config.model.mixer == "kimi_delta_attention"
+            theirs = peer.load_channels() if channels else peer.load()
             for layer in layers:
                 layer.scan = theirs
         try:

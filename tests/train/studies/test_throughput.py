@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from delta_trn.backends import gated_delta_rule
+from delta_trn.backends import gated_delta_rule, kimi_delta_attention
 from delta_trn.backends.bench.peers import PEERS
 from delta_trn.backends.gated_delta_rule import chunked
 from delta_trn.train.recipes import recipe
@@ -25,7 +25,7 @@ def workload() -> Workload:
 
 def replace_peer(name, rule):
     peer = PEERS[name]
-    return {**PEERS, name: replace(peer, devices=("cpu",), load=lambda: rule)}
+    return {**PEERS, name: replace(peer, devices=("cpu",), load=lambda: rule, load_channels=lambda: rule)}
 
 
 def test_throughput_prints_and_writes_tokens_per_second_without_a_peer_that_is_not_here(tmp_path):
@@ -77,14 +77,21 @@ def test_throughput_is_not_timed_while_parity_fails(workload, monkeypatch, witho
         throughput.require_parity(workload.config, workload.device)
 
 
-def test_kimi_delta_attention_is_timed_behind_its_own_parity_and_without_peers(monkeypatch):
-    asked = []
+def test_kimi_delta_attention_is_timed_behind_its_own_parity_beside_a_peers(monkeypatch):
+    asked, called = [], []
+
+    def counting(*tensors, **options):
+        called.append(options["lower_bound"])
+        return kimi_delta_attention(*tensors, **options)
+
     monkeypatch.setattr(throughput, "verdicts", lambda case, *where: asked.append(case.op) or [])
-    keys = ("tiny", "model.mixer=kimi_delta_attention", *(f"{key}={value}" for key, value in TINY.items()))
-    assert run_command("throughput", *keys, "--rounds", "2")[0] == 0
+    keys = {"model.mixer": "kimi_delta_attention", "model.decay_bound": "-5", **TINY}
+    workload = Workload(apply(recipe("tiny"), keys))
+    throughput.require_parity(workload.config, workload.device)
     assert asked == ["kimi_delta_attention"] * 2
-    status, _, err = run_command("throughput", *keys, "--peer", "hf")
-    assert status == 2 and "--peer hf with model.mixer=kimi_delta_attention" in err
+    monkeypatch.setattr(throughput, "PEERS", replace_peer("fla", counting))
+    ours, theirs = measure(workload, ("fla",), 2)
+    assert theirs["loss"] == ours["loss"] and set(called) == {-5.0}
 
 
 def test_timing_leaves_the_weights_unchanged(workload):
