@@ -6,6 +6,7 @@ lengths become tables by tensor operations, so every call may be captured in a C
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -50,8 +51,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     """
     q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta)
     A_log, dt_bias, initial_state = contiguous(call.A_log, call.dt_bias, call.initial_state)
-    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
-    row = launches(call)
+    HV, row = v.shape[2], launches(call)
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
     o = v.new_empty(v.shape)
     final_state = new_final_state(call)
@@ -71,88 +71,68 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
         scale=call.scale / unit, l2norm=call.l2norm, beta_max=call.beta_max, chunks=chunks, config=row,
     )  # fmt: skip
     if alone:
-        return o, final_state, _list_saved(q, T, P, rows, None, None, None, None, q_scaled, k_scaled)
+        return o, final_state, list_saved(q, T, P, rows, None, None, None, None, q_scaled, k_scaled)
     if q_scaled is not None and k_scaled is not None:
         q, k = q_scaled, k_scaled
+    kept = scan_forward(
+        call, q, k, v, (T, P, rows), o=o, final_state=final_state, save=save, chunks=chunks, row=row,
+        scale=call.scale, unit=unit, units=_units_of_states(call, chunks),
+    )  # fmt: skip
+    return o, final_state, list_saved(q, T, P, rows, *kept, q_scaled, k_scaled) if save else []
+
+
+def scan_forward(
+    call: Rule, q: Tensor, k: Tensor, v: Tensor, prepared: Sequence[Tensor], *, o: Tensor,
+    final_state: Tensor | None, save: bool, chunks: Chunks, row: Config, units: Tensor | None = None,
+    **how: Any,
+) -> list[Tensor | None]:  # fmt: skip
+    """Fills o and final_state from `prepared`, which is T, P and rows; in segments where these pay.
+
+    Returns states and A of segments, S and U: what of these there is, and S and U only with `save`.
+    how: scale and unit of P, kl and last of a decay per channel.
+    """
+    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     states = A = S = U = None
-    units = _units_of_states(call, chunks)
-    scanned, start, final = chunks, initial_state, final_state
-    split = segment_tables(chunks, HV, K, V, row)
+    scanned, start, final = chunks, contiguous(call.initial_state)[0], final_state
+    split = None if _is_one_token(call) else segment_tables(chunks, HV, K, V, row)
     if split is not None:
         shapes = _segment_shapes(split.chunks.sequences, HV, K, V)
         states, A = (q.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
         last = torch.empty_like(states)  # of each segment, if it started from zeros
         gated_delta_rule_fwd.scan(
-            q, k, v, T, P, rows, None,
-            o=None, final_state=last, transition=A, S=None, U=None, scale=call.scale, unit=unit,
-            chunks=split.chunks, config=row,
+            q, k, v, *prepared, None, o=None, final_state=last, transition=A, S=None, U=None,
+            chunks=split.chunks, config=row, **how,
         )  # fmt: skip
-        segments.chain(
-            A, last, initial_state, states=states, final=final_state, segments=split, reverse=False
-        )
+        segments.chain(A, last, start, states=states, final=final, segments=split, reverse=False)
         scanned, start, final = split.chunks, states, None
     if save and _keeps_states(call, chunks):
         S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in state_shapes(chunks, HV, K, V, q.dtype))
     gated_delta_rule_fwd.scan(
-        q, k, v, T, P, rows, start,
-        o=o, final_state=final, S=S, U=U, scale=call.scale, unit=unit, units=units, chunks=scanned,
-        config=row,
+        q, k, v, *prepared, start, o=o, final_state=final, S=S, U=U, units=units, chunks=scanned, config=row,
+        **how,
     )  # fmt: skip
-    if not save:
-        return o, final_state, []
-    return o, final_state, _list_saved(q, T, P, rows, states, A, S, U, q_scaled, k_scaled)
+    return [states, A, S, U]
 
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients; those of A_log and dt_bias only where the kernels make the gates."""
     q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta)
-    A_log, dt_bias, initial_state, dstate, do = contiguous(
-        call.A_log, call.dt_bias, call.initial_state, dstate, do.to(call.q.dtype)
-    )
+    A_log, dt_bias, dstate, do = contiguous(call.A_log, call.dt_bias, dstate, do.to(call.q.dtype))
     (dq, dk, dv), (dg, dbeta) = empty_like_parts((q, k, v)), empty_like_parts((g, beta))
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     row = launches(call)
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
-    T, P, rows, states, A, S, U, q_scaled, k_scaled = saved
+    T, P, rows, *kept, q_scaled, k_scaled = saved
     if _is_scaled(call):
         q, k = q_scaled, k_scaled
-    scanned, unit, units = chunks, _unit(call), _units_of_states(call, chunks, do, dstate)
-    dinitial = dfirst = None if initial_state is None else torch.empty_like(initial_state)
-    split = None if _is_one_token(call) else segment_tables(chunks, HV, K, V, row)
-    cut = 0 if split is None else split.chunks.sequences
-    if states.shape[0] != cut:
-        raise RuntimeError(
-            f"forward cut its sequences into {states.shape[0]} segments and backward expects {cut}: "
-            "leave triton_time_adapter.SEGMENT as it is between the two"
-        )
-    if split is not None:
-        dlast, dstates = torch.empty_like(states), torch.empty_like(states)
-        gated_delta_rule_reverse.reverse_scan(
-            q, k, do, T, P, rows, None, None, None, None,
-            dY=None, dS=None, writes=None, carry=None, dinitial_state=dlast, scale=call.scale,
-            unit=unit, chunks=split.chunks, config=row,
-        )  # fmt: skip
-        segments.chain(A, dlast, dstate, states=dstates, final=dinitial, segments=split, reverse=True)
-        scanned, initial_state, dstate, dfirst = split.chunks, states, dstates, None
-    if not S.numel():
-        S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in state_shapes(chunks, HV, K, V, q.dtype))
-        gated_delta_rule_fwd.scan(
-            q, k, v, T, P, rows, initial_state,
-            o=None, final_state=None, S=S, U=U, scale=call.scale, unit=unit, units=units, chunks=scanned,
-            config=row,
-        )  # fmt: skip
-    dY, dS = torch.empty_like(U), torch.empty_like(S)
-    tiles = -(-V // row.reverse.columns)
-    writes = carry = None
+    units = _units_of_states(call, chunks, do, dstate)
+    writes = None
     if q.dtype == torch.float32:
-        writes = q.new_empty((chunks.count, HV, tiles, chunks.size))
-    if initial_state is not None:
-        carry = q.new_zeros((chunks.count, HV, tiles), dtype=torch.float32)
-    gated_delta_rule_reverse.reverse_scan(
-        q, k, do, T, P, rows, S, U, initial_state, dstate,
-        dY=dY, dS=dS, writes=writes, carry=carry, dinitial_state=dfirst, scale=call.scale,
-        unit=unit, units=units, chunks=scanned, config=row,
+        writes = q.new_empty((chunks.count, HV, -(-V // row.reverse.columns), chunks.size))
+    S, U, dY, dS, carry, dinitial = scan_backward(
+        call, q, k, v, do, dstate, (T, P, rows), kept, writes=writes, chunks=chunks, row=row,
+        scale=call.scale, unit=_unit(call), units=units,
     )  # fmt: skip
     if q.dtype.itemsize == 2 and not _is_one_token(call):
         gated_delta_rule_refine.refine(k, T, rows, dY=dY, scaled=_is_scaled(call), chunks=chunks, config=row)
@@ -180,6 +160,55 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
 
 
+def scan_backward(
+    call: Rule, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dstate: Tensor | None,
+    prepared: Sequence[Tensor], kept: Sequence[Tensor], *, writes: Tensor | None, chunks: Chunks, row: Config,
+    units: Tensor | None = None, **how: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Returns S, U, dY, dS, what initial states add to dg, and their gradient; fills `writes`.
+
+    prepared and how: as in `scan_forward`; kept is what that returned, an empty tensor for None.
+    """
+    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+    states, A, S, U = kept
+    initial_state = contiguous(call.initial_state)[0]
+    dinitial = dfirst = None if initial_state is None else torch.empty_like(initial_state)
+    scanned = chunks
+    split = None if _is_one_token(call) else segment_tables(chunks, HV, K, V, row)
+    cut = 0 if split is None else split.chunks.sequences
+    if states.shape[0] != cut:
+        raise RuntimeError(
+            f"forward cut its sequences into {states.shape[0]} segments and backward expects {cut}: "
+            "leave triton_time_adapter.SEGMENT as it is between the two"
+        )
+    if split is not None:
+        dlast, dstates = torch.empty_like(states), torch.empty_like(states)
+        gated_delta_rule_reverse.reverse_scan(
+            q, k, do, *prepared, None, None, None, None, dY=None, dS=None, writes=None, carry=None,
+            dinitial_state=dlast, chunks=split.chunks, config=row, **how,
+        )  # fmt: skip
+        segments.chain(A, dlast, dstate, states=dstates, final=dinitial, segments=split, reverse=True)
+        # dlast has done its work: the scan keeps there what rounding takes of the first states' gradients
+        scanned, initial_state, dstate, dfirst = split.chunks, states, dstates, dlast
+    if not S.numel():
+        S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in state_shapes(chunks, HV, K, V, q.dtype))
+        gated_delta_rule_fwd.scan(
+            q, k, v, *prepared, initial_state, o=None, final_state=None, S=S, U=U, units=units,
+            chunks=scanned, config=row, **how,
+        )  # fmt: skip
+    dY, dS = torch.empty_like(U), torch.empty_like(S)
+    carry = None
+    if initial_state is not None:
+        channels = () if how.get("last") is None else (K,)
+        shape = (chunks.count, HV, -(-V // row.reverse.columns), *channels)
+        carry = q.new_zeros(shape, dtype=torch.float32)
+    gated_delta_rule_reverse.reverse_scan(
+        q, k, do, *prepared, S, U, initial_state, dstate, dY=dY, dS=dS, writes=writes, carry=carry,
+        dinitial_state=dfirst, units=units, chunks=scanned, config=row, **how,
+    )  # fmt: skip
+    return S, U, dY, dS, carry, dinitial
+
+
 def step(call: Step) -> tuple[Tensor, Tensor]:
     """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
     q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta, leading=1)
@@ -194,15 +223,19 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
 
 def saved_shapes(call: Rule) -> Shapes:
     """Returns shapes and dtypes of what `forward` saves, from shapes alone."""
-    q, (HV, V) = call.q, call.v.shape[2:]
-    K = q.shape[3]
-    row = launches(call)
+    q, HV, row = call.q, call.v.shape[2], launches(call)
     chunks = chunk_counts(q, call.cu_seqlens, row.C)
-    count = 0 if _is_one_token(call) else segment_count(chunks, HV, K, V, row)
-    split = _segment_shapes(count, HV, K, V) if count else [((0,), q.dtype)] * 2
-    kept = state_shapes(chunks, HV, K, V, q.dtype) if _keeps_states(call, chunks) else [((0,), q.dtype)] * 2
     scaled = [(tuple(q.shape) if _is_scaled(call) else (0,), q.dtype)] * 2
-    return [*prepared_shapes(chunks, HV, q.dtype), *split, *kept, *scaled]
+    return [*prepared_shapes(chunks, HV, q.dtype), *kept_shapes(call, chunks, row), *scaled]
+
+
+def kept_shapes(call: Rule, chunks: Chunks, row: Config) -> Shapes:
+    """Returns shapes and dtypes of what `scan_forward` returns."""
+    (HV, V), K, dtype = call.v.shape[2:], call.q.shape[3], call.q.dtype
+    count = 0 if _is_one_token(call) else segment_count(chunks, HV, K, V, row)
+    split = _segment_shapes(count, HV, K, V) if count else [((0,), dtype)] * 2
+    kept = state_shapes(chunks, HV, K, V, dtype) if _keeps_states(call, chunks) else [((0,), dtype)] * 2
+    return [*split, *kept]
 
 
 def launches(call: Rule, rule: str = "") -> Config:
@@ -223,7 +256,7 @@ def contiguous(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def _list_saved(like: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+def list_saved(like: Tensor, *tensors: Tensor | None) -> list[Tensor]:
     """Returns the tensors, with an empty one in the place of each that is absent."""
     return [like.new_empty(0) if x is None else x for x in tensors]
 

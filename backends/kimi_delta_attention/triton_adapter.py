@@ -16,14 +16,17 @@ from torch import Tensor
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step
 from delta_trn.backends.gated_delta_rule.triton_adapter import (
     contiguous,
+    kept_shapes,
     launches,
+    list_saved,
     new_final_state,
     prepared_shapes,
-    state_shapes,
+    scan_backward,
+    scan_forward,
     sum_gates,
 )
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_counts, chunk_tables
-from delta_trn.triton_kernels import gated_delta_rule_fwd, gated_delta_rule_reverse, gated_delta_rule_step
+from delta_trn.triton_kernels import gated_delta_rule_step
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.kimi_delta_attention import bwd, fwd
 
@@ -31,48 +34,44 @@ MAKES_GATES = True  # of a layer's projections, in the kernels
 
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Returns o, final_state and what `backward` reads: T, P, qg, kg, kl, last, rows, S and U."""
+    """Returns o, final_state and what `backward` reads: T, P, qg, kg, kl, last, rows; states, A; S, U.
+
+    Empty are states and A, of segments, where sequences stay whole, and S and U where they are not kept.
+    """
     dtype, call = call.q.dtype, _widen(call)
-    q, k, v, g, beta, A_log, dt_bias, initial_state = contiguous(
-        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state
+    q, k, v, g, beta, A_log, dt_bias = contiguous(
+        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias
     )
     row = launches(call, "kimi_")
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
     o = torch.empty_like(v)
     final_state = new_final_state(call)
-    kept = [q.new_empty(shape, dtype=dtype) for shape, dtype in _shapes(call, chunks)]
-    T, P, qg, kg, kl, last, rows, S, U = kept
+    prepared = [q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared_shapes(call, chunks)]
+    T, P, qg, kg, kl, last, rows = prepared
     fwd.prepare(
         q, k, g, beta, A_log, dt_bias, T=T, P=P, qg=qg, kg=kg, kl=kl, last=last, rows=rows, scale=call.scale,
         l2norm=call.l2norm, beta_max=call.beta_max, lower_bound=call.lower_bound, chunks=chunks, config=row,
     )  # fmt: skip
-    gated_delta_rule_fwd.scan(
-        qg, kg, v, T, P, rows, initial_state, o=o, final_state=final_state, S=S if save else None,
-        U=U if save else None, scale=1.0, unit=1.0, kl=kl, last=last, chunks=chunks, config=row,
+    kept = scan_forward(
+        call, qg, kg, v, (T, P, rows), o=o, final_state=final_state, save=save, chunks=chunks, row=row,
+        scale=1.0, unit=1.0, kl=kl, last=last,
     )  # fmt: skip
-    return o.to(dtype), final_state, kept if save else []
+    return o.to(dtype), final_state, [*prepared, *list_saved(q, *kept)] if save else []
 
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients; those of A_log and dt_bias only where the kernels make the gates."""
     dtype, call = call.q.dtype, _widen(call)
-    q, k, v, g, beta, A_log, dt_bias, initial_state, dstate, do = contiguous(
-        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state, dstate,
-        do.to(call.q.dtype),
-    )  # fmt: skip
-    B, length, H, K = q.shape
-    HV, V = v.shape[2:]
+    q, k, v, g, beta, A_log, dt_bias, dstate, do = contiguous(
+        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, dstate, do.to(call.q.dtype)
+    )
+    (B, length, H, K), HV = q.shape, v.shape[2]
     row = launches(call, "kimi_")
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
-    T, P, qg, kg, kl, last, rows, S, U = saved
-    dY, dS = torch.empty_like(U), torch.empty_like(S)
-    dinitial = carry = None
-    if initial_state is not None:
-        dinitial = torch.empty_like(initial_state)
-        carry = q.new_zeros((chunks.count, HV, -(-V // row.reverse.columns), K), dtype=torch.float32)
-    gated_delta_rule_reverse.reverse_scan(
-        qg, kg, do, T, P, rows, S, U, initial_state, dstate, dY=dY, dS=dS, writes=None, carry=carry,
-        dinitial_state=dinitial, scale=1.0, unit=1.0, kl=kl, last=last, chunks=chunks, config=row,
+    T, P, qg, kg, kl, last, rows, *kept = saved
+    S, U, dY, dS, carry, dinitial = scan_backward(
+        call, qg, kg, v, do, dstate, (T, P, rows), kept, writes=None, chunks=chunks, row=row, scale=1.0,
+        unit=1.0, kl=kl, last=last,
     )  # fmt: skip
     dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
     combined = HV != H or call.l2norm
@@ -111,7 +110,9 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
 def saved_shapes(call: Rule) -> Shapes:
     """Returns shapes and dtypes of what `forward` saves, from shapes alone."""
     call = _widen(call)
-    return _shapes(call, chunk_counts(call.q, call.cu_seqlens, launches(call, "kimi_").C))
+    row = launches(call, "kimi_")
+    chunks = chunk_counts(call.q, call.cu_seqlens, row.C)
+    return [*_prepared_shapes(call, chunks), *kept_shapes(call, chunks, row)]
 
 
 def _widen(call: Rule) -> Rule:
@@ -121,9 +122,8 @@ def _widen(call: Rule) -> Rule:
     return replace(call, q=call.q.float(), k=call.k.float(), v=call.v.float())
 
 
-def _shapes(call: Rule, chunks: Chunks) -> Shapes:
-    """Returns the shapes of T, P, qg, kg, kl, last, rows, S and U."""
-    (HV, V), K, dtype = call.v.shape[2:], call.q.shape[3], call.q.dtype
-    head, scaled = (chunks.count, HV), (tuple(call.g.shape), dtype)
-    prepared, states = prepared_shapes(chunks, HV, dtype), state_shapes(chunks, HV, K, V, dtype)
-    return [*prepared[:2], *[scaled] * 3, ((*head, K), torch.float32), prepared[2], *states]
+def _prepared_shapes(call: Rule, chunks: Chunks) -> Shapes:
+    """Returns the shapes of T, P, qg, kg, kl, last and rows."""
+    HV, K, dtype = call.v.shape[2], call.q.shape[3], call.q.dtype
+    T, P, rows = prepared_shapes(chunks, HV, dtype)
+    return [T, P, *[(tuple(call.g.shape), dtype)] * 3, ((chunks.count, HV, K), torch.float32), rows]

@@ -5,14 +5,14 @@ import torch
 
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
-from delta_trn.backends import gated_delta_rule
+from delta_trn.backends import gated_delta_rule, kimi_delta_attention
 from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import (
     chunk_tables,
     segment_tables,
 )
+from delta_trn.backends.parity import channel_cases, rule_cases
 from delta_trn.backends.parity.rule import verdicts
-from delta_trn.backends.parity.rule_cases import BY_NAME
 from delta_trn.triton_kernels import segments
 from delta_trn.triton_kernels.launch import config
 
@@ -20,6 +20,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # Seconds without a GPU: a seam, empty sequences, gradients of the final state alone. The rest is slow.
 QUICK = {"seam_65": torch.float32, "packed_empty": torch.bfloat16, "final_only": torch.float32}
+QUICK |= {"kimi_seam": torch.float32, "kimi_reset_packed": torch.bfloat16}
+BY_NAME = rule_cases.BY_NAME | channel_cases.BY_NAME
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +80,7 @@ def test_parity_fails_when_segments_pass_on_a_coarse_state(monkeypatch):
     assert failed("seam_65", torch.bfloat16)
 
 
-def tensors(*, B=1, T=112, HV=1, K=32, V=24, N=None, dtype=torch.float32):
+def tensors(*, B=1, T=112, HV=1, K=32, V=24, N=None, dtype=torch.float32, channels=False):
     """Returns q, k, v, g, beta and initial_state, the leaves of a graph."""
     generator = torch.Generator().manual_seed(T)
 
@@ -86,7 +88,7 @@ def tensors(*, B=1, T=112, HV=1, K=32, V=24, N=None, dtype=torch.float32):
         return torch.randn(shape, generator=generator)
 
     q, k, v = (x.to(dtype) for x in (normal(B, T, 1, K), normal(B, T, 1, K), normal(B, T, HV, V)))
-    g = -torch.nn.functional.softplus(normal(B, T, HV))
+    g = -torch.nn.functional.softplus(normal(B, T, HV, *((K,) if channels else ())))
     beta, state = torch.sigmoid(normal(B, T, HV)), normal(N or B, HV, K, V)
     return [x.to(DEVICE).requires_grad_() for x in (q, k, v, g, beta, state)]
 
@@ -104,14 +106,16 @@ def run(leaves, cu_seqlens=None, function=gated_delta_rule, backend="triton"):
     return [o, state, *torch.autograd.grad(o.float().square().sum() + state.square().sum(), leaves)]
 
 
+@pytest.mark.parametrize("function", [gated_delta_rule, kimi_delta_attention], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("cuts", [None, [0, 0, 15, 15, 80, 112, 112]], ids=["dense", "packed"])
-def test_segments_repeat_their_bits_also_with_states_recomputed(cuts, monkeypatch):
+def test_segments_repeat_their_bits_also_with_states_recomputed(function, cuts, monkeypatch):
     split_sequences(2)
     bounds = None if cuts is None else torch.tensor(cuts, device=DEVICE)
-    leaves = tensors(N=None if cuts is None else len(cuts) - 1)
-    first = run(leaves, bounds)
+    channels = function is kimi_delta_attention
+    leaves = tensors(N=None if cuts is None else len(cuts) - 1, channels=channels)
+    first = run(leaves, bounds, function)
     monkeypatch.setattr(triton_adapter, "KEPT_BYTES", 0)
-    assert all(torch.equal(x, y) for x, y in zip(first, run(leaves, bounds), strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(first, run(leaves, bounds, function), strict=True))
 
 
 @pytest.mark.parametrize("cuts", [None, [0, 0, 40, 40, 70]], ids=["dense", "packed"])

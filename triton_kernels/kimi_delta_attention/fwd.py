@@ -238,11 +238,13 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     sizes |= {"L2NORM": True, "DOT": row.dot}
     tile = row.scan
     own = sizes | rows_of(4, 4, K, V) | of_tile(tile) | dict.fromkeys(("QR", "KR"), 4 * K)
-    own |= {"units": None, "transition": None, "STAGES": tile.stages}
+    own |= {"units": None, "STAGES": tile.stages}
     for layout, tables in layouts(quick).items():
         for form, arguments in gates_of(quick).items():
             values = sizes | tables | arguments
             yield Variant("kimi_prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, values)
         states = ("initial_state", "final_state") if layout == "dense" else ()
-        values = own | tables | dict.fromkeys(states)
-        yield Variant("kimi_scan", layout, rule.scan_kernel, rule.TYPES, tile, values)
+        uses = {"": ("transition", *states), " segments": ("initial_state", "o", "S", "U")}
+        for use, absent in uses.items():
+            values = own | tables | dict.fromkeys(absent)
+            yield Variant("kimi_scan", layout + use, rule.scan_kernel, rule.TYPES, tile, values)
