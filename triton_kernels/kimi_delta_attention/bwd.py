@@ -320,11 +320,11 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     for layout, tables in layouts(quick).items():
         states = ("dstate", "initial_state", "dinitial_state", "carry") if layout == "dense" else ()
         values, launch = sizes | tables | dict.fromkeys(states), row.reverse
-        own = values | of_tile(launch) | dict.fromkeys(("units", "writes")) | rows_of(4, 4, K, V)
-        yield Variant("kimi_reverse", layout, rule.reverse_scan_kernel, rule.TYPES, launch, own)
-        absent = ("dstate", "initial_state", "S", "U", "dY", "dS", "writes", "carry")
-        own = own | {"dinitial_state": "*fp32"} | dict.fromkeys(absent)
-        yield Variant("kimi_reverse", f"{layout} segments", rule.reverse_scan_kernel, rule.TYPES, launch, own)
+        own = sizes | tables | of_tile(launch) | dict.fromkeys(("units", "writes")) | rows_of(4, 4, K, V)
+        absent = ("dstate", "initial_state", "S", "U", "dY", "dS", "carry")
+        for use, missing in {"": states, " segments": absent}.items():
+            form = own | dict.fromkeys(missing)
+            yield Variant("kimi_reverse", layout + use, rule.reverse_scan_kernel, rule.TYPES, launch, form)
         launch = row.gradients
         for form, arguments in gates_of(quick).items():
             own = values | arguments | {"BV": launch.columns, "PIPELINED": launch.stages > 1}
