@@ -71,6 +71,7 @@ class Operator:
     values      call -> None; raises ValueError for impossible data, in check mode
     empty       call -> the outputs of a call whose first tensor has no elements; None: zeros
     rounds      whether `machine.set_products` applies; the products of other operations stay exact
+    writes      names a tensor that the adapter writes into; the custom operator then ends in an underscore
     """
 
     def __init__(
@@ -88,9 +89,11 @@ class Operator:
         values: Callable[[Any], None] = lambda call: None,
         empty: Callable[[Any], Sequence[Tensor | None]] | None = None,
         rounds: bool = False,
+        writes: str = "",
     ) -> None:
         self.name, self.call, self.fakes, self.values, self.prefix = name, call, fakes, values, prefix
         self.empty = self._zeros if empty is None else empty
+        self.writes = writes
         self.products = contextlib.nullcontext if rounds else machine.exact_products
         self.forward_name = prefix + forward
         types = {field.name: SCHEMA_TYPES[str(field.type)] for field in fields(call)}
@@ -227,12 +230,13 @@ class Operator:
 
     def _define(self, types: Mapping[str, str]) -> None:
         """Defines the custom operators."""
-        inputs = [f"{type_} {word}" for word, type_ in types.items()]
+        marks = {self.writes: "Tensor(a!)"}
+        inputs = [f"{marks.get(word, type_)} {word}" for word, type_ in types.items()]
         returns = ["Tensor"] * len(self.outputs) + ["Tensor[]"] * bool(self.gradients)
         self.forward = torch.library.custom_op(
-            f"{LIBRARY}::{self.name}",
+            f"{LIBRARY}::{self.name}{'_' * bool(self.writes)}",
             self._forward,
-            mutates_args=(),
+            mutates_args=[self.writes] if self.writes else (),
             schema=f"({', '.join([*inputs, 'bool save, str backend'])}) -> ({', '.join(returns)})",
         )
         self.forward.register_fake(self._fake_forward)

@@ -36,6 +36,7 @@ from delta_trn.triton_kernels.launch import Tile as Tile
 from delta_trn.triton_kernels.launch import adjust as adjust
 
 MAKES_GATES = True  # of a layer's projections, in the kernels
+TAKES_POOL = True
 # How many bytes of S and U, the states at chunk starts and what chunks write, forward keeps for backward. A
 # call that has more is scanned once more in backward, a fifth of its time. None: a 128th of the device's
 # memory, 1.2 GB of an H200: the paper's width-2048 model keeps 0.94 GB per layer at 30 x 1024 tokens.
@@ -180,16 +181,17 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
 
 
-def step(call: Step) -> tuple[Tensor, Tensor]:
-    """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
+def step(call: Step) -> tuple[Tensor, Tensor | None]:
+    """Returns o [B, HV, V] and the new state [B, HV, K, V]; with a pool o [B T, HV, V] and None."""
     q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta, leading=1)
-    A_log, dt_bias, state = contiguous(call.A_log, call.dt_bias, call.state)
-    o, new = v.new_empty(v.shape), torch.empty_like(state)
+    A_log, dt_bias, indices, accepted = contiguous(call.A_log, call.dt_bias, call.indices, call.accepted)
+    state = call.state if indices is not None else call.state.contiguous()
+    o, new = v.new_empty(v.shape), state if indices is not None else torch.empty_like(state)
     gated_delta_rule_step.step(
-        q, k, v, g, beta, A_log, dt_bias, state, o, new,
-        scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max,
+        q, k, v, g, beta, A_log, dt_bias, state, o, new, scale=call.scale, l2norm=call.l2norm,
+        beta_max=call.beta_max, lower_bound=call.lower_bound, indices=indices, accepted=accepted,
     )  # fmt: skip
-    return o, new
+    return o, new if indices is None else None
 
 
 def saved_shapes(call: Rule) -> Shapes:

@@ -136,10 +136,13 @@ def kimi_delta_attention_step(
     allow_neg_eigval: bool = False,
     safe_gate: bool = False,
     lower_bound: float | None = None,
+    state_indices: Tensor | None = None,
+    accepted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token of Kimi Delta Attention per sequence; see `kimi_delta_attention`, `gated_delta_rule_step`.
 
-    g is [B, HV, K]; all other shapes, what is returned and the errors are those of `gated_delta_rule_step`.
+    g is [B, HV, K]; all other shapes, a pool of states, what is returned and the errors are those of
+    `gated_delta_rule_step`.
 
         >>> import torch
         >>> from delta_trn import kimi_delta_attention_step
@@ -148,16 +151,16 @@ def kimi_delta_attention_step(
         >>> o.item(), state.item()
         (3.0, 3.0)
     """
-    checks.step_arguments(q, k, v, g, beta, state, CHANNELS)
+    checks.step_arguments(q, k, v, g, beta, state, state_indices, accepted, CHANNELS)
     A_log, dt_bias, lower_bound, beta_max = _gates(
-        q, v.shape[1], use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate,
+        q, v.shape[-2], use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate,
         use_beta_sigmoid_in_kernel, allow_neg_eigval,
     )  # fmt: skip
     call = Step(
-        q, k, v, g, beta, state, A_log, dt_bias, scale_of(q, scale), beta_max, use_qk_l2norm_in_kernel,
-        lower_bound,
+        q, k, v, g, beta, state, A_log, dt_bias, state_indices, accepted, scale_of(q, scale), beta_max,
+        use_qk_l2norm_in_kernel, lower_bound,
     )  # fmt: skip
-    operator, name, save = choose_step(call, (OPERATOR, STEP_OPERATOR), backend)
+    operator, name, save = choose_step(call, OPERATORS, backend)
     _notice(q, backend, name)
     return run_step(call, operator, name, save)
 
@@ -214,4 +217,4 @@ def _notice(q: Tensor, backend: str | None, chosen: str) -> None:
         warnings.warn(NOTICE, stacklevel=3)
 
 
-OPERATOR, STEP_OPERATOR = make_operators("kimi_delta_attention")
+OPERATORS = OPERATOR, _, _ = make_operators("kimi_delta_attention")

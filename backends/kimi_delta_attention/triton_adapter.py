@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step
+from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes
 from delta_trn.backends.gated_delta_rule.triton_adapter import (
     contiguous,
     launches,
@@ -17,12 +17,13 @@ from delta_trn.backends.gated_delta_rule.triton_adapter import (
     state_shapes,
     sum_gates,
 )
+from delta_trn.backends.gated_delta_rule.triton_adapter import step as step
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_counts, chunk_tables
-from delta_trn.triton_kernels import gated_delta_rule_fwd, gated_delta_rule_reverse, gated_delta_rule_step
+from delta_trn.triton_kernels import gated_delta_rule_fwd, gated_delta_rule_reverse
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.kimi_delta_attention import bwd, fwd
 
-MAKES_GATES = True  # of a layer's projections, in the kernels
+MAKES_GATES = TAKES_POOL = True
 
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -86,19 +87,6 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     if dgates is not None:
         dA_log, ddt_bias = sum_gates(call, dgates[..., K], dgates[..., :K])
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
-
-
-def step(call: Step) -> tuple[Tensor, Tensor]:
-    """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
-    q, k, v, g, beta, A_log, dt_bias, state = contiguous(
-        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.state
-    )
-    o, new = torch.empty_like(v), torch.empty_like(state)
-    gated_delta_rule_step.step(
-        q, k, v, g, beta, A_log, dt_bias, state, o, new, scale=call.scale, l2norm=call.l2norm,
-        beta_max=call.beta_max, lower_bound=call.lower_bound,
-    )  # fmt: skip
-    return o, new
 
 
 def saved_shapes(call: Rule) -> Shapes:
