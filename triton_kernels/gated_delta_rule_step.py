@@ -92,9 +92,10 @@ def step_kernel(
             b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
         if state is not None:
             b_S = b_S * tl.where(there, exp(b_g), 1.0)
-        b_u = b_beta * (b_v - tl.sum(b_S * b_k[:, None], axis=0))
-        b_S += b_k[:, None] * b_u[None, :]
-        b_o = scale * tl.sum(b_S * b_q[:, None], axis=0)
+        # the first of a sum's products, fused or not, has the same bits: those of a pool are those without
+        b_u = b_beta * (b_v - tl.sum(tl.fma(b_S, b_k[:, None], 0.0), axis=0))
+        b_S = tl.fma(b_k[:, None], b_u[None, :], b_S)
+        b_o = scale * tl.sum(tl.fma(b_S, b_q[:, None], 0.0), axis=0)
         tl.store(o + i_x * (HV * V) + i_h * V + o_v, round_to(b_o, o.dtype.element_ty, DOT), mask=m_v)
         if new_state is not None:
             b_new = round_to(b_S, new_state.dtype.element_ty, DOT)

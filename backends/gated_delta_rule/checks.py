@@ -85,7 +85,7 @@ def step_arguments(
     _state("state", state, q, sizes, "N HV K V", bfloat16)
     if state.stride()[1:] != (state.shape[2] * state.shape[3], state.shape[3], 1):
         raise ValueError(
-            f"state {shape_of(state)} has strides {shape_of(state.stride())}; a pool is written in place, so "
+            f"state {shape_of(state)} has strides {state.stride()}; a pool is written in place, so "
             "each of its slots [HV, K, V] must be contiguous: lay it out so"
         )
 

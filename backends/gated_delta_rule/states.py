@@ -62,13 +62,13 @@ def step_in_pool(call: Step, step: Callable[[Step], tuple[Tensor, ...]], native:
     outputs = []
     S = pool[first[:, 0].long().clamp(min=0)].to(state_dtype(call.q.dtype))
     for t, slots in enumerate(indices.long().where(first >= 0, -1).unbind(1)):
-        token = {name: x[:, t] if many else x for name, x in tokens.items()}
-        o, new = step(replace(call, **token, state=S, indices=None, accepted=None))
         used = slots >= 0
-        outputs.append(o.where(used[:, None, None], 0))
-        S = new.where(used[:, None, None, None], S)
-        # a skipped row stores what another one does, or, if all are skipped, what is in slot 0 already
+        # a skipped row does again what another one does; if all are skipped, slot 0 keeps what it has
         rows = torch.arange(len(used), device=used.device).where(used, used.int().argmax())
         slots = slots.clamp(min=0)[rows]
-        pool.index_copy_(0, slots, torch.where(used.any(), S[rows].to(pool.dtype), pool[slots]))
+        token = {name: (x[:, t] if many else x)[rows] for name, x in tokens.items()}
+        o, new = step(replace(call, **token, state=S[rows], indices=None, accepted=None))
+        outputs.append(o.where(used[:, None, None], 0))
+        S = new.where(used[:, None, None, None], S)
+        pool.index_copy_(0, slots, torch.where(used.any(), new.to(pool.dtype), pool[slots]))
     return torch.stack(outputs, 1) if many else outputs[0]
