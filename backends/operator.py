@@ -113,28 +113,18 @@ class Operator:
             OPERATIONS.append(name)
 
     def choose(
-        self, tensors: Sequence[Tensor | None], sizes: Mapping[str, int], backend: str | None, *options: str
-    ) -> tuple[str, bool]:
-        """Returns the name of the backend for a call, and whether the call's gradients are wanted.
-
-        Device and dtype are those of the first tensor. Meta tensors have the backend that CPU tensors have.
-        Raises TypeError inside torch.func's transforms.
-        """
-        name = self.find(tensors, sizes, backend, *options, required=True)
-        assert name is not None
-        return name, gradients_wanted(*tensors)
-
-    def find(
         self,
         tensors: Sequence[Tensor | None],
         sizes: Mapping[str, int],
         backend: str | None,
         *options: str,
-        required: bool = False,
-    ) -> str | None:
-        """Returns the name of the backend for a call.
+        required: bool = True,
+    ) -> tuple[Any, bool]:
+        """Returns the name of the backend for a call, and whether the call's gradients are wanted.
 
-        Unless one is `required`, None where no backend runs the call, or only one that is allowed to.
+        Device and dtype are those of the first tensor. Meta tensors have the backend that CPU tensors have.
+        Unless one is `required`, the name is None where no backend runs the call, or only one that is allowed
+        to. Raises TypeError inside torch.func's transforms.
         """
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             raise TypeError(
@@ -147,10 +137,12 @@ class Operator:
         device = "cpu" if x.is_meta else x.device.type
         # index(): sizes are constants of a compiled graph, even of one with dynamic shapes
         constants = tuple([(name, index(size)) for name, size in sizes.items()])
-        return choose_name(
-            self.name, device, x.device.index, x.dtype, constants, options, gradients_wanted(*tensors),
-            backend, default.name, default.allow, required,
+        wanted = gradients_wanted(*tensors)
+        name = choose_name(
+            self.name, device, x.device.index, x.dtype, constants, options, wanted, backend,
+            default.name, default.allow, required,
         )  # fmt: skip
+        return name, wanted
 
     def __call__(self, call: Any, *, save: bool, backend: str) -> tuple[Any, ...]:
         """Returns the outputs, tensors or None as `outputs` says; differentiable where `save`."""

@@ -216,12 +216,7 @@ def run_step(call: Step, operator: Operator, name: str, save: bool) -> tuple[Ten
     if not save:
         o, state = operator(_with_gates(operator, call, name), save=False, backend=name)
         return o, state
-    q, k, v, g, beta = (x[:, None] for x in (call.q, call.k, call.v, call.g, call.beta))
-    sequences = Rule(
-        q, k, v, g, beta, call.A_log, call.dt_bias, call.state, scale=call.scale, beta_max=call.beta_max,
-        l2norm=call.l2norm, output_final_state=True, lower_bound=call.lower_bound,
-    )  # fmt: skip
-    o, state = run(operator, sequences, None, save, name, False)
+    o, state = run(operator, call.as_sequence(), None, save, name, False)
     assert state is not None
     return o[:, 0], state
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from torch import Tensor, bfloat16, dtype, int32, int64
+from torch import Tensor, arange, bfloat16, dtype, int32, int64
 
 from delta_trn.backends.checks import (
     is_checking,
@@ -94,23 +94,17 @@ def slots(indices: Tensor, accepted: Tensor | None, N: int) -> None:
     """Raises ValueError for slots outside of a pool of N, or of two rows, and for impossible `accepted`."""
     if not (is_checking() or indices.device.type == "cpu"):
         return
-    owners: dict[int, int] = {}
-    for b, row in enumerate(indices.tolist()):
-        for slot in row:
-            if slot >= N:
-                raise ValueError(
-                    f"state_indices has {slot} in row {b}; the pool has N={N} slots: pass 0 to {N - 1}, or a "
-                    "negative number for a token to be skipped"
-                )
-            if slot >= 0 and owners.setdefault(slot, b) != b:
-                raise ValueError(
-                    f"state_indices has {slot} in rows {owners[slot]} and {b}, which would write one state; "
-                    "give each sequence slots of its own"
-                )
+    why = f"is not in a pool of N={N} slots; pass 0 to {N - 1}, or a negative number to skip a token"
+    refuse_where(indices >= N, "state_indices", indices, why)
+    rows = arange(len(indices), device=indices.device)[:, None].expand_as(indices)
+    places = indices.long().where(indices >= 0, N)
+    others = (rows.new_empty(N + 1).index_put_((places,), rows)[places] != rows) & (places < N)
+    why = "another row has, too, and both would write that state; give each sequence slots of its own"
+    refuse_where(others, "state_indices", indices, why)
     if accepted is not None:
         T = indices.shape[1]
-        bad = (accepted < 1) | (accepted > T)
-        refuse_where(bad, "accepted", accepted, f"is outside of 1 to T={T}, the tokens of the last call")
+        why = f"is outside of 1 to T={T}; pass how many of the last call's tokens are kept"
+        refuse_where((accepted < 1) | (accepted > T), "accepted", accepted, why)
 
 
 def gate_arguments(

@@ -99,6 +99,14 @@ class Step:
         """Whether each channel of a key has a decay of its own."""
         return self.g.dim() == self.q.dim()
 
+    def as_sequence(self) -> Rule:
+        """Returns the call of `gated_delta_rule` with T = 1 that computes the same."""
+        q, k, v, g, beta = (x[:, None] for x in (self.q, self.k, self.v, self.g, self.beta))
+        return Rule(
+            q, k, v, g, beta, self.A_log, self.dt_bias, self.state, None, self.scale, self.beta_max,
+            self.l2norm, output_final_state=True, lower_bound=self.lower_bound,
+        )  # fmt: skip
+
 
 AnyCall = TypeVar("AnyCall", Rule, Step)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,9 +94,11 @@ def kimi_delta_attention(
         >>> o.flatten().tolist(), state.flatten().tolist()
         ([2.0, 2.0], [1.5, 0.5])
     """
-    _refuse(
-        return_intermediate_states=return_intermediate_states, use_graph=use_graph, max_num_seqs=max_num_seqs
-    )
+    refused = {"return_intermediate_states": return_intermediate_states, "use_graph": use_graph}
+    for name, value in (refused | {"max_num_seqs": max_num_seqs}).items():
+        if value:
+            more = "; return_states_at gives states inside of sequences" if "states" in name else ""
+            raise ValueError(f"{name}={value!r} is not supported; leave it out{more}")
     if chunk_size not in (32, 64):
         raise ValueError(f"chunk_size is {chunk_size}; pass 32 or 64, which change nothing, or leave it out")
     v_first = state_v_first or transpose_state_layout
@@ -163,16 +164,6 @@ def kimi_delta_attention_step(
     operator, name, save = choose_step(call, OPERATORS, backend)
     _notice(q, backend, name)
     return run_step(call, operator, name, save)
-
-
-def _refuse(**options: Any) -> None:
-    """Raises ValueError for an option of flash-linear-attention that has no meaning here."""
-    for name, value in options.items():
-        if value:
-            raise ValueError(
-                f"{name}={value!r} is not supported; leave it out"
-                + ("; return_states_at gives states inside of sequences" if "states" in name else "")
-            )
 
 
 def _gates(
