@@ -14,11 +14,11 @@ Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V]; A
 VR, GR, BR are the elements from a sequence of q, k, v, g, beta to the next: these may be parts of wider rows.
 CHANNELS: Kimi Delta Attention, a decay for each row of the state, g [B, HV, K] and dt_bias [HV, K].
 
-With `indices` [B, T] state is a pool [N, HV, K, V] whose slots lie SR elements apart, and each sequence has
-T tokens, one behind the other in q, k, v, g, beta, o. It starts from the slot of its token accepted - 1, of
-its first one without `accepted` [B], and each token's state goes to the token's slot. The state stays in
-registers, in float32, from token to token. A token whose slot is negative is skipped, and so are all of a
-sequence that would start from one.
+With `indices` [B, T] state is a pool [N, HV, K, V] whose slots lie SR elements apart, and their rows and
+columns SK and SV. Each sequence has T tokens, one behind the other in q, k, v, g, beta, o. It starts from the
+slot of its token accepted - 1, of its first one without `accepted` [B], and each token's state goes to the
+token's slot. The state stays in registers, in float32, from token to token. A token whose slot is negative is
+skipped, and so are all of a sequence that would start from one.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -44,7 +44,7 @@ def step_kernel(
     q, k, v, g, beta, A_log, dt_bias, state, o, new_state, indices, accepted, scale, beta_max, lower_bound,
     QR, KR, VR, GR, BR, SR, T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    L2NORM: tl.constexpr, CHANNELS: tl.constexpr, DOT: tl.constexpr,
+    SK: tl.constexpr, SV: tl.constexpr, L2NORM: tl.constexpr, CHANNELS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Computes o and new_state; one program per (sequence, value head, BV columns of V).
 
@@ -60,7 +60,7 @@ def step_kernel(
     o_v = i_v * BV + tl.arange(0, BV)
     m_k = o_k < K
     m_v = o_v < V
-    p_state = i_h * (K * V) + o_k[:, None] * V + o_v[None, :]
+    p_state = i_h * (K * V) + o_k[:, None] * SK + o_v[None, :] * SV
     m_kv = m_k[:, None] & m_v[None, :]
     row, first = HV * K * V, i_n
     if indices is not None:
@@ -124,11 +124,14 @@ def step(
     HV, V = v.shape[1:]
     row = tile("step", V)
     strides = [x.stride(0) if B > 1 else x.shape[1:].numel() for x in (q, k, v, g, beta)]
-    N, *pool = (B, None, None) if indices is None else (len(indices), state.stride(0), indices.shape[1])
+    N, pool, inner = B, (None, None), (V, 1)
+    if indices is not None:
+        N, pool, inner = len(indices), (state.stride(0), indices.shape[1]), state.stride()[2:]
     step_kernel[(N * HV * -(-V // row.columns),)](
         q, k, v, g, beta, A_log, dt_bias, state, o, new_state, indices, accepted, scale, beta_max or None,
-        lower_bound, *strides, *pool, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=row.columns, L2NORM=l2norm,
-        CHANNELS=g.dim() == 3, DOT=arithmetic(), num_warps=row.warps, num_stages=row.stages,
+        lower_bound, *strides, *pool, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=row.columns, SK=inner[0],
+        SV=inner[1], L2NORM=l2norm, CHANNELS=g.dim() == 3, DOT=arithmetic(), num_warps=row.warps,
+        num_stages=row.stages,
     )  # fmt: skip
 
 
@@ -136,7 +139,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row = tile("step", V)
     values = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "BV": row.columns, "L2NORM": True}
-    values |= {"lower_bound": None, "CHANNELS": False, "DOT": "ieee"}
+    values |= {"lower_bound": None, "CHANNELS": False, "SK": V, "SV": 1, "DOT": "ieee"}
     alone = dict.fromkeys(("indices", "accepted", "SR", "T"))
     for form, arguments in gates(quick).items():
         own, multiples = values | arguments, ("QR", "KR", "VR", "SR")

@@ -83,10 +83,10 @@ def step_arguments(
             raise TypeError(f"{name} is {x.dtype}; pass int64 or int32")
     require_one_device(q, "q", given)
     _state("state", state, q, sizes, "N HV K V", bfloat16)
-    if state.stride()[1:] != (state.shape[2] * state.shape[3], state.shape[3], 1):
+    if not (state[:1].is_contiguous() or state[:1].mT.is_contiguous()):
         raise ValueError(
-            f"state {shape_of(state)} has strides {state.stride()}; a pool is written in place, so "
-            "each of its slots [HV, K, V] must be contiguous: lay it out so"
+            f"state {shape_of(state)} has strides {state.stride()}; a pool is written in place, so each of "
+            "its slots must be contiguous: [HV, K, V], or [HV, V, K] passed as pool.mT"
         )
 
 
