@@ -34,15 +34,8 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends import dispatch
-from delta_trn.backends.gated_delta_rule import checks
-from delta_trn.backends.gated_delta_rule.contract import (
-    AnyCall,
-    Gradients,
-    Rule,
-    Step,
-    make_call_gates,
-    state_dtype,
-)
+from delta_trn.backends.gated_delta_rule import checks, contract
+from delta_trn.backends.gated_delta_rule.contract import AnyCall, Gradients, Rule, Step, state_dtype
 from delta_trn.backends.gated_delta_rule.once import once
 from delta_trn.backends.gated_delta_rule.states import compute_states, step_in_pool
 from delta_trn.backends.operator import Operator, gradients_wanted
@@ -238,7 +231,7 @@ def run(
 
 def _with_gates(operator: Operator, call: AnyCall, backend: str) -> AnyCall:
     """Returns the call as the backend takes it: g and beta are made by PyTorch where it cannot make them."""
-    return call if _says("MAKES_GATES", operator.name, backend) else make_call_gates(call)
+    return call if _says("MAKES_GATES", operator.name, backend) else contract.make_call_gates(call)
 
 
 @torch.compiler.assume_constant_result

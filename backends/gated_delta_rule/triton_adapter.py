@@ -176,7 +176,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     )  # fmt: skip
     for x, parts in zip((dq, dk), of_heads, strict=True):
         if parts is not x:
-            _sum_group(parts.unflatten(2, (H, HV // H)), out=x)
+            gated_delta_rule_bwd.sum_heads(parts, dx=x, config=row)
     dA_log, ddt_bias = (None, None) if dgates is None else sum_gates(call, *dgates.unbind(2))
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
 
@@ -228,14 +228,6 @@ def contiguous(*tensors: Tensor | None) -> list[Any]:
 def _list_saved(like: Tensor, *tensors: Tensor | None) -> list[Tensor]:
     """Returns the tensors, with an empty one in the place of each that is absent."""
     return [like.new_empty(0) if x is None else x for x in tensors]
-
-
-def _sum_group(x: Tensor, *, out: Tensor) -> None:
-    """Fills out with sums over groups of value heads, x [B, tokens, H, HV / H, K] float32, rounded once."""
-    if x.shape[3] != 2:
-        out.copy_(x.sum(3))
-    else:  # one kernel reads float32 and writes out's dtype, where two move half as much again
-        torch.add(*x.unbind(3), out=out)
 
 
 def sum_gates(call: Rule, *parts: Tensor) -> list[Tensor | None]:

@@ -8,33 +8,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from delta_trn.backends.gated_delta_rule import triton_adapter as rule
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes
-from delta_trn.backends.gated_delta_rule.triton_adapter import (
-    contiguous,
-    launches,
-    new_final_state,
-    prepared_shapes,
-    state_shapes,
-    sum_gates,
-)
-from delta_trn.backends.gated_delta_rule.triton_adapter import step as step
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_counts, chunk_tables
 from delta_trn.triton_kernels import gated_delta_rule_fwd, gated_delta_rule_reverse
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.kimi_delta_attention import bwd, fwd
 
 MAKES_GATES = TAKES_POOL = True
+step = rule.step
 
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Returns o, final_state and what `backward` reads: T, P, qg, kg, kl, last, rows, S and U."""
-    q, k, v, g, beta, A_log, dt_bias, initial_state = contiguous(
+    q, k, v, g, beta, A_log, dt_bias, initial_state = rule.contiguous(
         call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state
     )
-    row = launches(call, "kimi_")
+    row = rule.launches(call, "kimi_")
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
     o = torch.empty_like(v)
-    final_state = new_final_state(call)
+    final_state = rule.new_final_state(call)
     kept = [q.new_empty(shape, dtype=dtype) for shape, dtype in _shapes(call, chunks)]
     T, P, qg, kg, kl, last, rows, S, U = kept
     fwd.prepare(
@@ -50,13 +43,13 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients; those of A_log and dt_bias only where the kernels make the gates."""
-    q, k, v, g, beta, A_log, dt_bias, initial_state, dstate, do = contiguous(
+    q, k, v, g, beta, A_log, dt_bias, initial_state, dstate, do = rule.contiguous(
         call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.initial_state, dstate,
         do.to(call.q.dtype),
     )  # fmt: skip
     B, length, H, K = q.shape
     HV, V = v.shape[2:]
-    row = launches(call, "kimi_")
+    row = rule.launches(call, "kimi_")
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
     T, P, qg, kg, kl, last, rows, S, U = saved
     dY, dS = torch.empty_like(U), torch.empty_like(S)
@@ -85,18 +78,18 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
             bwd.combine(x, dy, dx=dx, l2norm=call.l2norm)
     dA_log = ddt_bias = None
     if dgates is not None:
-        dA_log, ddt_bias = sum_gates(call, dgates[..., K], dgates[..., :K])
+        dA_log, ddt_bias = rule.sum_gates(call, dgates[..., K], dgates[..., :K])
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
 
 
 def saved_shapes(call: Rule) -> Shapes:
     """Returns shapes and dtypes of what `forward` saves, from shapes alone."""
-    return _shapes(call, chunk_counts(call.q, call.cu_seqlens, launches(call, "kimi_").C))
+    return _shapes(call, chunk_counts(call.q, call.cu_seqlens, rule.launches(call, "kimi_").C))
 
 
 def _shapes(call: Rule, chunks: Chunks) -> Shapes:
     """Returns the shapes of T, P, qg, kg, kl, last, rows, S and U."""
     (HV, V), K, dtype = call.v.shape[2:], call.q.shape[3], call.q.dtype
     head, scaled = (chunks.count, HV), (tuple(call.g.shape), dtype)
-    prepared, states = prepared_shapes(chunks, HV, dtype), state_shapes(chunks, HV, K, V, dtype)
+    prepared, states = rule.prepared_shapes(chunks, HV, dtype), rule.state_shapes(chunks, HV, K, V, dtype)
     return [*prepared[:2], *[scaled] * 3, ((*head, K), torch.float32), prepared[2], *states]
