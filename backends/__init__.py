@@ -22,24 +22,11 @@ from delta_trn.backends.layers import add_rms_norm, gated_rms_norm, linear_cross
 from delta_trn.backends.machine import platforms
 
 __all__ = [
-    "BackendRefusal",
-    "add_rms_norm",
-    "checking",
-    "default_backend",
-    "delta_residual",
-    "describe",
-    "find_layer_backend",
-    "gated_delta_layer",
-    "gated_delta_rule",
-    "gated_delta_rule_step",
-    "gated_rms_norm",
-    "kimi_delta_attention",
-    "kimi_delta_attention_step",
-    "linear_cross_entropy",
-    "log_decay",
-    "short_convolution",
-    "write_strength",
-]
+    "BackendRefusal", "add_rms_norm", "checking", "default_backend", "delta_residual", "describe",
+    "find_layer_backend", "gated_delta_layer", "gated_delta_rule", "gated_delta_rule_step", "gated_rms_norm",
+    "kimi_delta_attention", "kimi_delta_attention_step", "linear_cross_entropy", "log_decay",
+    "short_convolution", "write_strength",
+]  # fmt: skip
 
 
 def describe() -> list[Availability]:

@@ -32,11 +32,6 @@ ROOT = Path(__file__).resolve().parent.parent
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def xla() -> ModuleType | None:
-    """Returns torch_xla, or None where it is not installed. A broken torch_xla raises."""
-    return import_module("torch_xla") if find_spec("torch_xla") is not None else None
-
-
 @cache
 def platforms() -> tuple[str, ...]:
     """Returns the device types of this machine, the preferred one first."""
@@ -301,11 +296,6 @@ def collectives(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def threads() -> int:
-    """Returns how many CPU threads PyTorch uses inside one operation."""
-    return torch.get_num_threads()
-
-
 def facts(device: torch.device) -> dict[str, Any]:
     """Describes where a measurement is made: device, versions, threads and commit, but no host's name.
 
@@ -315,7 +305,7 @@ def facts(device: torch.device) -> dict[str, Any]:
     return {
         "device": describe(device),
         "device_type": device.type,
-        "threads": threads(),
+        "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "triton", "transformers", "numpy")},
         "commit": commit,
@@ -353,10 +343,9 @@ def _torchneuron() -> bool:
 
 
 def _xla() -> ModuleType:
-    module = xla()
-    if module is None:
+    if find_spec("torch_xla") is None:
         raise ImportError("device xla needs torch_xla, which is not installed; pick another device")
-    return module
+    return import_module("torch_xla")
 
 
 @cache

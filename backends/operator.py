@@ -71,6 +71,7 @@ class Operator:
     values      call -> None; raises ValueError for impossible data, in check mode
     empty       call -> the outputs of a call whose first tensor has no elements; None: zeros
     rounds      whether `machine.set_products` applies; the products of other operations stay exact
+    writes      names a tensor that the adapter writes into; the custom operator then ends in an underscore
     """
 
     def __init__(
@@ -88,11 +89,12 @@ class Operator:
         values: Callable[[Any], None] = lambda call: None,
         empty: Callable[[Any], Sequence[Tensor | None]] | None = None,
         rounds: bool = False,
+        writes: str = "",
     ) -> None:
         self.name, self.call, self.fakes, self.values, self.prefix = name, call, fakes, values, prefix
         self.empty = self._zeros if empty is None else empty
         self.products = contextlib.nullcontext if rounds else machine.exact_products
-        self.forward_name = prefix + forward
+        self.forward_name, self.writes = prefix + forward, writes
         types = {field.name: SCHEMA_TYPES[str(field.type)] for field in fields(call)}
         self.tensors = [word for word, type_ in types.items() if type_.startswith("Tensor")]
         self.words, self.flat = tuple(types), attrgetter(*types)
@@ -110,28 +112,18 @@ class Operator:
             OPERATIONS.append(name)
 
     def choose(
-        self, tensors: Sequence[Tensor | None], sizes: Mapping[str, int], backend: str | None, *options: str
-    ) -> tuple[str, bool]:
-        """Returns the name of the backend for a call, and whether the call's gradients are wanted.
-
-        Device and dtype are those of the first tensor. Meta tensors have the backend that CPU tensors have.
-        Raises TypeError inside torch.func's transforms.
-        """
-        name = self.find(tensors, sizes, backend, *options, required=True)
-        assert name is not None
-        return name, gradients_wanted(*tensors)
-
-    def find(
         self,
         tensors: Sequence[Tensor | None],
         sizes: Mapping[str, int],
         backend: str | None,
         *options: str,
-        required: bool = False,
-    ) -> str | None:
-        """Returns the name of the backend for a call.
+        required: bool = True,
+    ) -> tuple[Any, bool]:
+        """Returns the name of the backend for a call, and whether the call's gradients are wanted.
 
-        Unless one is `required`, None where no backend runs the call, or only one that is allowed to.
+        Device and dtype are those of the first tensor. Meta tensors have the backend that CPU tensors have.
+        Unless one is `required`, the name is None where no backend runs the call, or only one that is allowed
+        to. Raises TypeError inside torch.func's transforms.
         """
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             raise TypeError(
@@ -144,10 +136,12 @@ class Operator:
         device = "cpu" if x.is_meta else x.device.type
         # index(): sizes are constants of a compiled graph, even of one with dynamic shapes
         constants = tuple([(name, index(size)) for name, size in sizes.items()])
-        return choose_name(
-            self.name, device, x.device.index, x.dtype, constants, options, gradients_wanted(*tensors),
-            backend, default.name, default.allow, required,
+        wanted = gradients_wanted(*tensors)
+        name = choose_name(
+            self.name, device, x.device.index, x.dtype, constants, options, wanted, backend,
+            default.name, default.allow, required,
         )  # fmt: skip
+        return name, wanted
 
     def __call__(self, call: Any, *, save: bool, backend: str) -> tuple[Any, ...]:
         """Returns the outputs, tensors or None as `outputs` says; differentiable where `save`."""
@@ -227,12 +221,12 @@ class Operator:
 
     def _define(self, types: Mapping[str, str]) -> None:
         """Defines the custom operators."""
-        inputs = [f"{type_} {word}" for word, type_ in types.items()]
+        inputs = [f"{'Tensor(a!)' if x == self.writes else type_} {x}" for x, type_ in types.items()]
         returns = ["Tensor"] * len(self.outputs) + ["Tensor[]"] * bool(self.gradients)
         self.forward = torch.library.custom_op(
-            f"{LIBRARY}::{self.name}",
+            f"{LIBRARY}::{self.name}{'_' * bool(self.writes)}",
             self._forward,
-            mutates_args=(),
+            mutates_args=[self.writes] if self.writes else (),
             schema=f"({', '.join([*inputs, 'bool save, str backend'])}) -> ({', '.join(returns)})",
         )
         self.forward.register_fake(self._fake_forward)

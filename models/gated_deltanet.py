@@ -137,16 +137,15 @@ class GatedDeltaNet(Float32Numbers):
         q, k, v = consecutive_parts(qkv, self.sizes)
         q, k = q.unflatten(-1, (-1, self.K)), k.unflatten(-1, (-1, self.K))
         v = v.unflatten(-1, (-1, self.V))
-        if cache is not None and cache.state is not None and qkv.shape[1] == 1:
-            token = (y[:, 0] for y in (q, k, v, a, b))
-            o, cache.state = self.step(*token, state=cache.state, **self._options(sequences))
+        state, options = None if cache is None else cache.state, self._options(sequences)
+        if state is not None and qkv.shape[1] == 1:
+            o, state = self.step(*(y[:, 0] for y in (q, k, v, a, b)), state=state, **options)
             o = o[:, None]
         else:
-            state = None if cache is None else cache.state
-            options = {"output_final_state": cache is not None, **self._options(sequences)}
+            options["output_final_state"] = cache is not None
             o, state = self.scan(q, k, v, a, b, initial_state=state, **options)
-            if cache is not None:
-                cache.state = state
+        if cache is not None:
+            cache.state = state
         return self._gate_output(o, gate)
 
     def _gate_output(self, o: Tensor, gate: Tensor) -> Tensor:
@@ -181,11 +180,7 @@ class GatedDeltaNet(Float32Numbers):
     def _options(self, sequences: Sequences) -> dict[str, Any]:
         """Returns the options of the delta rule, which makes g and beta from the projections."""
         return {
-            "scale": self.scale,
-            "use_qk_l2norm_in_kernel": True,
-            "use_gate_in_kernel": True,
-            "A_log": self.A_log,
-            "dt_bias": self.dt_bias,
-            "use_beta_sigmoid_in_kernel": True,
+            "scale": self.scale, "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
+            "A_log": self.A_log, "dt_bias": self.dt_bias, "use_beta_sigmoid_in_kernel": True,
             "allow_neg_eigval": self.beta_max == 2.0,
-        }
+        }  # fmt: skip

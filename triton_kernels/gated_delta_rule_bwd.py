@@ -57,7 +57,7 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import Config, config, power_of_two, row_stride, take_turns
+from delta_trn.triton_kernels.launch import Config, config, power_of_two, row_stride, take_turns, tile
 from delta_trn.triton_kernels.tiles import (
     RESET,
     ROWS,
@@ -327,6 +327,36 @@ def gradients_kernel(
     tl.store(p_dg, round_to(b_dg, dg.dtype.element_ty, DOT), mask=m_t)
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def sum_heads_kernel(
+    dy, dx, tokens, QR: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    BT: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Sums float32 dy [tokens, HV, K] over a key head's value heads into dx [tokens, H, K]."""
+    pid = tl.program_id(0).to(tl.int64)
+    i_t, i_h = pid // H, pid % H
+    o_t = i_t * BT + tl.arange(0, BT)
+    o_k = tl.arange(0, KP)
+    m = (o_t < tokens)[:, None] & (o_k < K)[None, :]
+    b_dx = tl.zeros([BT, KP], tl.float32)
+    for i in range(0, HV // H):
+        p_dy = dy + (o_t[:, None] * HV + i_h * (HV // H) + i) * K + o_k[None, :]
+        b_dx += tl.load(p_dy, mask=m, other=0.0)
+    p_dx = dx + o_t[:, None] * QR + i_h * K + o_k[None, :]
+    tl.store(p_dx, round_to(b_dx, dx.dtype.element_ty, DOT), mask=m)
+
+
+@take_turns
+def sum_heads(dy, *, dx, config: Config):
+    """Launches `sum_heads_kernel`: fills dx [B, tokens, H, K] with sums of dy [B, tokens, HV, K]."""
+    B, tokens, H, K = dx.shape
+    launch = tile("sum_heads", K)
+    sum_heads_kernel[(-(-B * tokens // launch.rows) * H,)](
+        dy, dx, B * tokens, QR=row_stride(dx), H=H, HV=dy.shape[2], K=K, KP=power_of_two(K), BT=launch.rows,
+        DOT=config.dot, **launch.options(),
+    )  # fmt: skip
+
+
 @take_turns
 def gradients(
     q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry, *, first_dq, dq, dk, dv, dg,
@@ -337,7 +367,7 @@ def gradients(
     """
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
-    tile = config.gradients
+    launch = config.gradients
     tiles = next((x.shape[2] for x in (writes, carry) if x is not None), 1)
     launches = ((-1, HV, None, dq),)
     if first_dq is not None:
@@ -348,9 +378,9 @@ def gradients(
         gradients_kernel[(chunks.count * heads,)](
             q, k, v, do, g, beta, A_log, dt_bias, rows, units, S, U, dY, dS, writes, carry, before, after, dk,
             dv, dg, dbeta, dgates, chunks.start, chunks.length, scale, beta_max or None, chunks.tokens,
-            chunks.per_sequence, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=tile.columns, C=chunks.size,
+            chunks.per_sequence, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=launch.columns, C=chunks.size,
             **strides, DQR=row_stride(after), TILES=tiles, MEMBER=member, L2NORM=l2norm, SCALED=scaled,
-            PIPELINED=tile.stages > 1, DOT=config.dot, num_warps=tile.warps, num_stages=tile.stages,
+            PIPELINED=launch.stages > 1, DOT=config.dot, **launch.options(),
         )  # fmt: skip
 
 
@@ -371,3 +401,5 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
                 yield variant
                 if layout == "packed" and form == "gates made":
                     yield from second_of_pair(variant, itemsize)
+    launch, types = tile("sum_heads", K), TYPES | {"*fp32": "dy", "*x": "dx"}
+    yield Variant("sum_heads", "", sum_heads_kernel, types, launch, sizes | {"BT": launch.rows})

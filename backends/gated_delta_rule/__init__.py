@@ -28,22 +28,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from delta_trn.backends import dispatch
-from delta_trn.backends.gated_delta_rule import checks
-from delta_trn.backends.gated_delta_rule.contract import (
-    AnyCall,
-    Gradients,
-    Rule,
-    Step,
-    make_call_gates,
-    state_dtype,
-)
+from delta_trn.backends.gated_delta_rule import checks, contract
+from delta_trn.backends.gated_delta_rule.contract import AnyCall, Gradients, Rule, Step, state_dtype
 from delta_trn.backends.gated_delta_rule.once import once
-from delta_trn.backends.gated_delta_rule.states import compute_states
+from delta_trn.backends.gated_delta_rule.states import compute_states, step_in_pool
 from delta_trn.backends.operator import Operator, gradients_wanted
 
 
@@ -143,6 +137,8 @@ def gated_delta_rule_step(
     dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
+    state_indices: Tensor | None = None,
+    accepted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token of the gated delta rule per sequence, for generation; see `gated_delta_rule`.
 
@@ -154,7 +150,17 @@ def gated_delta_rule_step(
             state       [B, HV, K, V]   after the token
 
     Where gradients are wanted it is `gated_delta_rule` with T = 1 on the same backend. It raises the same
-    errors.
+    errors. For serving, states lie in a pool, which is written in place and returned:
+
+        state           [N, HV, K, V]   also bfloat16: computed in float32, rounded where a state is stored
+        state_indices   [B]             each sequence's slot, int64 or int32; of its own
+        or              [B, T]          with q, k, v, g, beta, o [B, T, ...]: the state after each of T tokens
+                                        goes to the token's slot. It starts from the slot of token
+        accepted        [B]             1 to T of the last call, the last one that it keeps; None: the first
+
+    A token whose slot is negative is skipped: its o is 0, and no state is read or written. So are all of a
+    sequence that would start from one. Slots are checked on CPUs, and elsewhere in check mode only, since a
+    look at them waits for the device: there a slot that is not in the pool is out of bounds. No gradients.
 
         >>> import torch
         >>> from delta_trn import gated_delta_rule_step
@@ -162,40 +168,48 @@ def gated_delta_rule_step(
         >>> o, state = gated_delta_rule_step(x, x, 3 * x, 0 * one, one, torch.zeros(1, 1, 1, 1))
         >>> o.item(), state.item()
         (3.0, 3.0)
+        >>> x, one, pool = torch.ones(2, 1, 1), torch.ones(2, 1), torch.zeros(3, 1, 1, 1)
+        >>> o, _ = gated_delta_rule_step(x, x, 3 * x, 0 * one, one, pool, state_indices=torch.tensor([2, -1]))
+        >>> o.flatten().tolist(), pool.flatten().tolist()
+        ([3.0, 0.0], [0.0, 0.0, 3.0])
     """
-    checks.step_arguments(q, k, v, g, beta, state)
+    checks.step_arguments(q, k, v, g, beta, state, state_indices, accepted)
     beta_max = checks.gate_arguments(
-        q, v.shape[1], use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
+        q, v.shape[-2], use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
     )
     call = Step(
-        q, k, v, g, beta, state, A_log, dt_bias, scale_of(q, scale), beta_max, use_qk_l2norm_in_kernel
-    )
-    return run_step(call, *choose_step(call, (OPERATOR, STEP_OPERATOR), backend))
+        q, k, v, g, beta, state, A_log, dt_bias, state_indices, accepted, scale_of(q, scale), beta_max,
+        use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+    return run_step(call, *choose_step(call, OPERATORS, backend))
 
 
-def choose_step(
-    call: Step, operators: tuple[Operator, Operator], backend: str | None
-) -> tuple[Operator, str, bool]:
+def choose_step(call: Step, operators: Sequence[Operator], backend: str | None) -> tuple[Operator, str, bool]:
     """Returns which operator takes the call, that of sequences where gradients are wanted, by which backend.
 
     The last value says whether they are.
     """
     tensors = (call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.state)
-    operator = operators[0 if gradients_wanted(*tensors) else 1]
-    return operator, *operator.choose(tensors, sizes(call.q, call.v), backend)
+    wanted, pooled = gradients_wanted(*tensors), call.indices is not None
+    if wanted and pooled:
+        raise ValueError(
+            "state_indices with tensors that require grad; the step writes over states that gradients would "
+            "need: call it under torch.no_grad(), and differentiate gated_delta_rule"
+        )
+    operator = operators[0 if wanted else 1]
+    name, save = operator.choose(tensors, sizes(call.q, call.v), backend)
+    return operators[2] if pooled and _says("TAKES_POOL", operator.name, name) else operator, name, save
 
 
 def run_step(call: Step, operator: Operator, name: str, save: bool) -> tuple[Tensor, Tensor]:
     """Returns o and the state after one token, by what `choose_step` returns."""
+    if call.indices is not None:
+        step = partial(operator, save=False, backend=name)
+        return step_in_pool(_with_gates(operator, call, name), step, bool(operator.writes)), call.state
     if not save:
         o, state = operator(_with_gates(operator, call, name), save=False, backend=name)
         return o, state
-    q, k, v, g, beta = (x[:, None] for x in (call.q, call.k, call.v, call.g, call.beta))
-    sequences = Rule(
-        q, k, v, g, beta, call.A_log, call.dt_bias, call.state, scale=call.scale, beta_max=call.beta_max,
-        l2norm=call.l2norm, output_final_state=True, lower_bound=call.lower_bound,
-    )  # fmt: skip
-    o, state = run(operator, sequences, None, save, name, False)
+    o, state = run(operator, call.as_sequence(), None, save, name, False)
     assert state is not None
     return o[:, 0], state
 
@@ -217,13 +231,13 @@ def run(
 
 def _with_gates(operator: Operator, call: AnyCall, backend: str) -> AnyCall:
     """Returns the call as the backend takes it: g and beta are made by PyTorch where it cannot make them."""
-    return call if _makes_gates(operator.name, backend) else make_call_gates(call)
+    return call if _says("MAKES_GATES", operator.name, backend) else contract.make_call_gates(call)
 
 
 @torch.compiler.assume_constant_result
-def _makes_gates(op: str, backend: str) -> bool:
-    """Returns whether a backend's kernels make g and beta of projections; for the others PyTorch does."""
-    return getattr(dispatch.adapter(backend, op), "MAKES_GATES", False)
+def _says(flag: str, op: str, backend: str) -> bool:
+    """Returns whether a backend says of itself what a flag of `Adapter` means."""
+    return getattr(dispatch.adapter(backend, op), flag, False)
 
 
 def first_state(state: Tensor | None, q: Tensor, v_first: bool) -> Tensor | None:
@@ -271,8 +285,8 @@ def _empty_outputs(call: Rule) -> tuple[Tensor, Tensor | None]:
     return o, final_state
 
 
-def make_operators(name: str) -> tuple[Operator, Operator]:
-    """Returns what takes the calls of an operation, and of the one for a token, to an adapter."""
+def make_operators(name: str) -> tuple[Operator, Operator, Operator]:
+    """Returns what takes calls to an adapter: of an operation, of the one for a token, of that in a pool."""
     scan = Operator(
         name,
         Rule,
@@ -282,16 +296,23 @@ def make_operators(name: str) -> tuple[Operator, Operator]:
         values=checks.values,
         empty=_empty_outputs,
     )
+    options: dict[str, Any] = {"forward": "step", "gradients": (), "values": checks.values}
     step = Operator(
         f"{name}_step",
         Step,
         fakes=lambda call: (call.v.new_empty(call.v.shape), call.state.new_empty(call.state.shape)),
         outputs=("o", "state"),
-        forward="step",
-        gradients=(),
-        values=checks.values,
+        **options,
     )
-    return scan, step
+    pool = Operator(
+        f"{name}_step",
+        Step,
+        fakes=lambda call: (call.v.new_empty(call.v.shape), None),
+        outputs=("o", "state?"),
+        writes="state",
+        **options,
+    )
+    return scan, step, pool
 
 
-OPERATOR, STEP_OPERATOR = make_operators("gated_delta_rule")
+OPERATORS = OPERATOR, STEP_OPERATOR, _ = make_operators("gated_delta_rule")

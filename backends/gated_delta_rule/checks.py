@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from torch import Tensor, int32, int64
+from torch import Tensor, arange, bfloat16, dtype, int32, int64
 
 from delta_trn.backends.checks import (
     is_checking,
@@ -21,6 +21,7 @@ from delta_trn.backends.checks import (
     require_shapes,
     require_short_keys,
     require_strengths,
+    require_tensors,
     shape_of,
 )
 from delta_trn.backends.gated_delta_rule.contract import RESET, Rule, Step, gates_of, make_gates, state_dtype
@@ -56,10 +57,54 @@ def arguments(
 
 
 def step_arguments(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, channels: str = ""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    indices: Tensor | None,
+    accepted: Tensor | None,
+    channels: str = "",
 ) -> None:
     """Raises TypeError or ValueError unless shapes, dtypes and devices fit the operation for one token."""
-    _state("state", state, q, _tensors("B ", q, k, v, g, beta, channels), "B HV K V")
+    if indices is None:
+        if accepted is not None:
+            raise ValueError("accepted passed without state_indices; pass both, and a pool as state")
+        _state("state", state, q, _tensors("B ", q, k, v, g, beta, channels), "B HV K V")
+        return
+    given = {"state_indices": indices} | ({} if accepted is None else {"accepted": accepted})
+    require_tensors(given)
+    lead = "B T " if indices.dim() == 2 else "B "
+    sizes = _tensors(lead, q, k, v, g, beta, channels)
+    require_shapes({"state_indices": lead, "accepted": "B"}, given, sizes)
+    for name, x in given.items():
+        if x.dtype not in (int64, int32):
+            raise TypeError(f"{name} is {x.dtype}; pass int64 or int32")
+    require_one_device(q, "q", given)
+    _state("state", state, q, sizes, "N HV K V", bfloat16)
+    if not (state[:1].is_contiguous() or state[:1].mT.is_contiguous()):
+        raise ValueError(
+            f"state {shape_of(state)} has strides {state.stride()}; a pool is written in place, so each of "
+            "its slots must be contiguous: [HV, K, V], or [HV, V, K] passed as pool.mT"
+        )
+
+
+def slots(indices: Tensor, accepted: Tensor | None, N: int) -> None:
+    """Raises ValueError for slots outside of a pool of N, or of two rows, and for impossible `accepted`."""
+    if not (is_checking() or indices.device.type == "cpu"):
+        return
+    why = f"is not in a pool of N={N} slots; pass 0 to {N - 1}, or a negative number to skip a token"
+    refuse_where(indices >= N, "state_indices", indices, why)
+    rows = arange(len(indices), device=indices.device)[:, None].expand_as(indices)
+    places = indices.long().where(indices >= 0, N)
+    others = (rows.new_empty(N + 1).index_put_((places,), rows)[places] != rows) & (places < N)
+    why = "another row has, too, and both would write that state; give each sequence slots of its own"
+    refuse_where(others, "state_indices", indices, why)
+    if accepted is not None:
+        T = indices.shape[1]
+        why = f"is outside of 1 to T={T}; pass how many of the last call's tokens are kept"
+        refuse_where((accepted < 1) | (accepted > T), "accepted", accepted, why)
 
 
 def gate_arguments(
@@ -155,13 +200,14 @@ def _packed_shapes(q: Tensor, cu_seqlens: Tensor) -> None:
     require_one_device(q, "q", {"cu_seqlens": cu_seqlens})
 
 
-def _state(name: str, state: Tensor, q: Tensor, sizes: dict[str, int], letters: str) -> None:
+def _state(
+    name: str, state: Tensor, q: Tensor, sizes: dict[str, int], letters: str, other: dtype | None = None
+) -> None:
     require_shapes({name: letters}, {name: state}, sizes)
-    dtype = state_dtype(q.dtype)
-    if state.dtype != dtype:
-        raise TypeError(
-            f"{name} is {state.dtype}; with {q.dtype} q it is {dtype}: states keep full precision"
-        )
+    full = state_dtype(q.dtype)
+    if state.dtype not in (full, other):
+        wanted = f"{full}: states keep full precision" if other is None else f"{full} or {other}: convert it"
+        raise TypeError(f"{name} is {state.dtype}; with {q.dtype} q it is {wanted}")
     require_one_device(q, "q", {name: state})
 
 
@@ -173,6 +219,8 @@ def values(call: Rule | Step) -> None:
     if not is_checking():
         return
     tensors = {name: x for name, x in vars(call).items() if isinstance(x, Tensor) and name != "cu_seqlens"}
+    if isinstance(call, Step) and call.indices is not None:
+        del tensors["state"]  # slots that are not in use may hold anything
     if call.A_log is None:
         tensors["g"] = call.g.clamp(min=RESET)  # -infinity is a reset; NaN stays
     require_finite(tensors)

@@ -31,17 +31,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from delta_trn.backends.gated_delta_rule import chunked_kernel
-from delta_trn.backends.gated_delta_rule.contract import (
-    L2NORM_EPS,
-    RESET,
-    Gradients,
-    Rule,
-    Shapes,
-    Step,
-    make_call_gates,
-    state_dtype,
-)
+from delta_trn.backends.gated_delta_rule import chunked_kernel, contract
+from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step, state_dtype
 
 MAKES_GATES = True  # by PyTorch, but inside of the call: under torch.compile they have their eager bits
 
@@ -68,7 +59,7 @@ def saved_shapes(call: Rule) -> Shapes:
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Returns o, final_state and what `saved_shapes` lists."""
-    call = make_call_gates(call)
+    call = contract.make_call_gates(call)
     if chunked_kernel.takes(call):
         return chunked_kernel.forward(call, chunk_size(call.q.shape[3], call.v.shape[3]), save=save)
     o, final_state = compute(call)
@@ -80,12 +71,12 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     if not chunked_kernel.takes(call):
         leaves = _leaves(call, Gradients._fields)
         with torch.enable_grad():
-            outputs = compute(make_call_gates(replace(call, **leaves)))
+            outputs = compute(contract.make_call_gates(replace(call, **leaves)))
         pairs = zip(outputs, (do, dstate), strict=True)
         return Gradients(**_gradients_of(leaves, [(y, dy) for y, dy in pairs if dy is not None]))
     leaves = _leaves(call, ("g", "beta", "A_log", "dt_bias"))
     with torch.enable_grad():
-        made = make_call_gates(replace(call, **leaves))
+        made = contract.make_call_gates(replace(call, **leaves))
     given = replace(made, g=made.g.detach(), beta=made.beta.detach())
     C = chunk_size(call.q.shape[3], call.v.shape[3])
     gradients = chunked_kernel.backward(do, dstate, given, saved, C)
@@ -108,7 +99,7 @@ def _gradients_of(leaves: dict[str, Tensor], outputs: Sequence[tuple[Tensor, Ten
 
 def step(call: Step) -> tuple[Tensor, Tensor]:
     """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
-    call = make_call_gates(call)
+    call = contract.make_call_gates(call)
     if chunked_kernel.takes(call):
         return chunked_kernel.step(call)
     dtype, groups = call.state.dtype, call.v.shape[1] // call.q.shape[1]
@@ -128,7 +119,7 @@ def compute(call: Rule) -> tuple[Tensor, Tensor]:
     C, groups = chunk_size(K, V), HV // H
     q, k = (_keys(x, dtype, call.l2norm).repeat_interleave(groups, 2) for x in (call.q, call.k))
     # g is a sum in float64: where decays of -20 and -0.01 meet, differences of float32 sums cost o too much
-    g = call.g.double().clamp(min=RESET)
+    g = call.g.double().clamp(min=contract.RESET)
     tensors = (q, k, call.v.to(dtype), g if call.has_channels else g[..., None], call.beta[..., None])
     chunks = [_split(x, C) for x in tensors]
     S = q.new_zeros((B, HV, K, V)) if call.initial_state is None else call.initial_state
@@ -279,4 +270,4 @@ def triangular_inverse(L: Tensor) -> Tensor:
 def _keys(x: Tensor, dtype: torch.dtype, normalize: bool) -> Tensor:
     """Returns queries or keys in `dtype`; a norm is divided by, since its cube would leave float32."""
     x = x.to(dtype)
-    return x / (x.square().sum(-1, keepdim=True) + L2NORM_EPS).sqrt() if normalize else x
+    return x / (x.square().sum(-1, keepdim=True) + contract.L2NORM_EPS).sqrt() if normalize else x

@@ -71,7 +71,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Step:
-    """One call of `gated_delta_rule_step`: one token per sequence, with the options of `Rule`."""
+    """One call of `gated_delta_rule_step`: one token per sequence, with the options of `Rule`.
+
+    With indices [B, T] state is a pool, and q, k, v, g, beta have the T tokens of each sequence one behind
+    the other, [B T, ...]; accepted [B] may be absent. Only a module that says `TAKES_POOL = True` sees such a
+    call: it writes into the pool and returns o and None. For the others `states.step_in_pool` takes states
+    out of it, token by token.
+    """
 
     q: Tensor
     k: Tensor
@@ -81,6 +87,8 @@ class Step:
     state: Tensor
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None
+    indices: Tensor | None = None
+    accepted: Tensor | None = None
     scale: float = 1.0
     beta_max: float = 0.0
     l2norm: bool = False
@@ -90,6 +98,14 @@ class Step:
     def has_channels(self) -> bool:
         """Whether each channel of a key has a decay of its own."""
         return self.g.dim() == self.q.dim()
+
+    def as_sequence(self) -> Rule:
+        """Returns the call of `gated_delta_rule` with T = 1 that computes the same."""
+        q, k, v, g, beta = (x[:, None] for x in (self.q, self.k, self.v, self.g, self.beta))
+        return Rule(
+            q, k, v, g, beta, self.A_log, self.dt_bias, self.state, None, self.scale, self.beta_max,
+            self.l2norm, output_final_state=True, lower_bound=self.lower_bound,
+        )  # fmt: skip
 
 
 AnyCall = TypeVar("AnyCall", Rule, Step)
@@ -132,8 +148,8 @@ class Adapter(Protocol):
         """
         ...
 
-    def step(self, call: Step) -> tuple[Tensor, Tensor]:
-        """Returns o and the new state; `call.state` stays as it is."""
+    def step(self, call: Step) -> tuple[Tensor, Tensor | None]:
+        """Returns o and the new state; `call.state` stays as it is, unless it is a pool: see `Step`."""
         ...
 
     def saved_shapes(self, call: Rule) -> Shapes:

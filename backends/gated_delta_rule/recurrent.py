@@ -107,12 +107,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
 
 def step(call: Step) -> tuple[Tensor, Tensor]:
     """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
-    q, k, v, g, beta = (x.unsqueeze(1) for x in (call.q, call.k, call.v, call.g, call.beta))
-    one_token = Rule(
-        q, k, v, g, beta, call.A_log, call.dt_bias, beta_max=call.beta_max, l2norm=call.l2norm,
-        lower_bound=call.lower_bound,
-    )  # fmt: skip
-    Q, K, V, g, beta = (x[:, 0] for x in _prepare(one_token))
+    Q, K, V, g, beta = (x[:, 0] for x in _prepare(call.as_sequence()))
     S = _write(call.state.to(V.dtype), K, V, g, beta)
     return (call.scale * _read(S, Q)).to(call.v.dtype), S
 

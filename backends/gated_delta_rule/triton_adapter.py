@@ -37,6 +37,7 @@ from delta_trn.triton_kernels.launch import Tile as Tile
 from delta_trn.triton_kernels.launch import adjust as adjust
 
 MAKES_GATES = True  # of a layer's projections, in the kernels
+TAKES_POOL = True
 # How many bytes of S and U, the states at chunk starts and what chunks write, forward keeps for backward. A
 # call that has more is scanned once more in backward, a fifth of its time. None: a 128th of the device's
 # memory, 1.2 GB of an H200: the paper's width-2048 model keeps 0.94 GB per layer at 30 x 1024 tokens.
@@ -83,34 +84,34 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
 
 def scan_forward(
     call: Rule, q: Tensor, k: Tensor, v: Tensor, prepared: Sequence[Tensor], *, o: Tensor,
-    final_state: Tensor | None, save: bool, chunks: Chunks, row: Config, units: Tensor | None = None,
-    **how: Any,
+    final_state: Tensor | None, save: bool, chunks: Chunks, row: Config, scale: float, unit: float,
+    units: Tensor | None = None, kl: Tensor | None = None, last: Tensor | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """Fills o and final_state from `prepared`, which is T, P and rows; in segments where these pay.
 
     Returns states and A of segments, S and U: what of these there is, and S and U only with `save`.
-    how: scale and unit of P, kl and last of a decay per channel.
+    scale, unit and units as in gated_delta_rule_fwd; kl and last are of a decay per channel.
     """
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+    how: dict[str, Any] = {"scale": scale, "unit": unit, "kl": kl, "last": last, "config": row}
     states = A = S = U = None
     scanned, start, final = chunks, contiguous(call.initial_state)[0], final_state
     split = None if _is_one_token(call) else segment_tables(chunks, HV, K, V, row)
     if split is not None:
         shapes = _segment_shapes(split.chunks.sequences, HV, K, V)
         states, A = (q.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
-        last = torch.empty_like(states)  # of each segment, if it started from zeros
+        ends = torch.empty_like(states)  # of each segment, if it started from zeros
         gated_delta_rule_fwd.scan(
-            q, k, v, *prepared, None, o=None, final_state=last, transition=A, S=None, U=None,
-            chunks=split.chunks, config=row, **how,
+            q, k, v, *prepared, None, o=None, final_state=ends, transition=A, S=None, U=None,
+            chunks=split.chunks, **how,
         )  # fmt: skip
-        segments.chain(A, last, start, states=states, final=final, segments=split, reverse=False)
+        segments.chain(A, ends, start, states=states, final=final, segments=split, reverse=False)
         scanned, start, final = split.chunks, states, None
     if save and _keeps_states(call, chunks):
         S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in state_shapes(chunks, HV, K, V, q.dtype))
     gated_delta_rule_fwd.scan(
-        q, k, v, *prepared, start, o=o, final_state=final, S=S, U=U, units=units, chunks=scanned, config=row,
-        **how,
-    )  # fmt: skip
+        q, k, v, *prepared, start, o=o, final_state=final, S=S, U=U, units=units, chunks=scanned, **how
+    )
     return [states, A, S, U]
 
 
@@ -155,7 +156,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     )  # fmt: skip
     for x, parts in zip((dq, dk), of_heads, strict=True):
         if parts is not x:
-            _sum_group(parts.unflatten(2, (H, HV // H)), out=x)
+            gated_delta_rule_bwd.sum_heads(parts, dx=x, config=row)
     dA_log, ddt_bias = (None, None) if dgates is None else sum_gates(call, *dgates.unbind(2))
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
 
@@ -163,13 +164,15 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
 def scan_backward(
     call: Rule, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dstate: Tensor | None,
     prepared: Sequence[Tensor], kept: Sequence[Tensor], *, writes: Tensor | None, chunks: Chunks, row: Config,
-    units: Tensor | None = None, **how: Any,
+    scale: float, unit: float, units: Tensor | None = None, kl: Tensor | None = None,
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Returns S, U, dY, dS, what initial states add to dg, and their gradient; fills `writes`.
 
-    prepared and how: as in `scan_forward`; kept is what that returned, an empty tensor for None.
+    kept is what `scan_forward` returned, an empty tensor for None; the others are as there.
     """
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+    how: dict[str, Any] = {"scale": scale, "unit": unit, "kl": kl, "last": last, "config": row}
     states, A, S, U = kept
     initial_state = contiguous(call.initial_state)[0]
     dinitial = dfirst = None if initial_state is None else torch.empty_like(initial_state)
@@ -185,7 +188,7 @@ def scan_backward(
         dlast, dstates = torch.empty_like(states), torch.empty_like(states)
         gated_delta_rule_reverse.reverse_scan(
             q, k, do, *prepared, None, None, None, None, dY=None, dS=None, writes=None, carry=None,
-            dinitial_state=dlast, chunks=split.chunks, config=row, **how,
+            dinitial_state=dlast, chunks=split.chunks, **how,
         )  # fmt: skip
         segments.chain(A, dlast, dstate, states=dstates, final=dinitial, segments=split, reverse=True)
         # dlast has done its work: the scan keeps there what rounding takes of the first states' gradients
@@ -194,31 +197,32 @@ def scan_backward(
         S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in state_shapes(chunks, HV, K, V, q.dtype))
         gated_delta_rule_fwd.scan(
             q, k, v, *prepared, initial_state, o=None, final_state=None, S=S, U=U, units=units,
-            chunks=scanned, config=row, **how,
+            chunks=scanned, **how,
         )  # fmt: skip
     dY, dS = torch.empty_like(U), torch.empty_like(S)
     carry = None
     if initial_state is not None:
-        channels = () if how.get("last") is None else (K,)
+        channels = () if last is None else (K,)
         shape = (chunks.count, HV, -(-V // row.reverse.columns), *channels)
         carry = q.new_zeros(shape, dtype=torch.float32)
     gated_delta_rule_reverse.reverse_scan(
         q, k, do, *prepared, S, U, initial_state, dstate, dY=dY, dS=dS, writes=writes, carry=carry,
-        dinitial_state=dfirst, units=units, chunks=scanned, config=row, **how,
+        dinitial_state=dfirst, units=units, chunks=scanned, **how,
     )  # fmt: skip
     return S, U, dY, dS, carry, dinitial
 
 
-def step(call: Step) -> tuple[Tensor, Tensor]:
-    """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
+def step(call: Step) -> tuple[Tensor, Tensor | None]:
+    """Returns o [B, HV, V] and the new state [B, HV, K, V]; with a pool o [B T, HV, V] and None."""
     q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta, leading=1)
-    A_log, dt_bias, state = contiguous(call.A_log, call.dt_bias, call.state)
-    o, new = v.new_empty(v.shape), torch.empty_like(state)
+    A_log, dt_bias, indices, accepted = contiguous(call.A_log, call.dt_bias, call.indices, call.accepted)
+    state = call.state if indices is not None else call.state.contiguous()
+    o, new = v.new_empty(v.shape), state if indices is not None else torch.empty_like(state)
     gated_delta_rule_step.step(
-        q, k, v, g, beta, A_log, dt_bias, state, o, new,
-        scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max,
+        q, k, v, g, beta, A_log, dt_bias, state, o, new, scale=call.scale, l2norm=call.l2norm,
+        beta_max=call.beta_max, lower_bound=call.lower_bound, indices=indices, accepted=accepted,
     )  # fmt: skip
-    return o, new
+    return o, new if indices is None else None
 
 
 def saved_shapes(call: Rule) -> Shapes:
@@ -259,14 +263,6 @@ def contiguous(*tensors: Tensor | None) -> list[Any]:
 def list_saved(like: Tensor, *tensors: Tensor | None) -> list[Tensor]:
     """Returns the tensors, with an empty one in the place of each that is absent."""
     return [like.new_empty(0) if x is None else x for x in tensors]
-
-
-def _sum_group(x: Tensor, *, out: Tensor) -> None:
-    """Fills out with sums over groups of value heads, x [B, tokens, H, HV / H, K] float32, rounded once."""
-    if x.shape[3] != 2:
-        out.copy_(x.sum(3))
-    else:  # one kernel reads float32 and writes out's dtype, where two move half as much again
-        torch.add(*x.unbind(3), out=out)
 
 
 def sum_gates(call: Rule, *parts: Tensor) -> list[Tensor | None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from delta_trn.backends.gated_delta_rule.contract import Rule, Step
 
 CHANNELS = " K"  # the last dimension of g, for the checks
 SAFE = -5.0  # the least bound of flash-linear-attention's safe gate
+STATES = "; return_states_at gives states inside of sequences"
 NOTICE = (
     "kimi_delta_attention runs on this GPU as PyTorch operations, chunk by chunk, since Triton's kernels do "
     'not take this call (backend="triton" says why), and it is many times slower than they are; name '
@@ -95,9 +95,10 @@ def kimi_delta_attention(
         >>> o.flatten().tolist(), state.flatten().tolist()
         ([2.0, 2.0], [1.5, 0.5])
     """
-    _refuse(
-        return_intermediate_states=return_intermediate_states, use_graph=use_graph, max_num_seqs=max_num_seqs
-    )
+    refused = {"return_intermediate_states": return_intermediate_states, "use_graph": use_graph}
+    for name, value in (refused | {"max_num_seqs": max_num_seqs}).items():
+        if value:
+            raise ValueError(f"{name}={value!r} is not supported; leave it out{STATES * ('states' in name)}")
     if chunk_size not in (32, 64):
         raise ValueError(f"chunk_size is {chunk_size}; pass 32 or 64, which change nothing, or leave it out")
     v_first = state_v_first or transpose_state_layout
@@ -136,10 +137,13 @@ def kimi_delta_attention_step(
     allow_neg_eigval: bool = False,
     safe_gate: bool = False,
     lower_bound: float | None = None,
+    state_indices: Tensor | None = None,
+    accepted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token of Kimi Delta Attention per sequence; see `kimi_delta_attention`, `gated_delta_rule_step`.
 
-    g is [B, HV, K]; all other shapes, what is returned and the errors are those of `gated_delta_rule_step`.
+    g is [B, HV, K]; all other shapes, a pool of states, what is returned and the errors are those of
+    `gated_delta_rule_step`.
 
         >>> import torch
         >>> from delta_trn import kimi_delta_attention_step
@@ -148,28 +152,18 @@ def kimi_delta_attention_step(
         >>> o.item(), state.item()
         (3.0, 3.0)
     """
-    checks.step_arguments(q, k, v, g, beta, state, CHANNELS)
+    checks.step_arguments(q, k, v, g, beta, state, state_indices, accepted, CHANNELS)
     A_log, dt_bias, lower_bound, beta_max = _gates(
-        q, v.shape[1], use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate,
+        q, v.shape[-2], use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate,
         use_beta_sigmoid_in_kernel, allow_neg_eigval,
     )  # fmt: skip
     call = Step(
-        q, k, v, g, beta, state, A_log, dt_bias, scale_of(q, scale), beta_max, use_qk_l2norm_in_kernel,
-        lower_bound,
+        q, k, v, g, beta, state, A_log, dt_bias, state_indices, accepted, scale_of(q, scale), beta_max,
+        use_qk_l2norm_in_kernel, lower_bound,
     )  # fmt: skip
-    operator, name, save = choose_step(call, (OPERATOR, STEP_OPERATOR), backend)
+    operator, name, save = choose_step(call, OPERATORS, backend)
     _notice(q, backend, name)
     return run_step(call, operator, name, save)
-
-
-def _refuse(**options: Any) -> None:
-    """Raises ValueError for an option of flash-linear-attention that has no meaning here."""
-    for name, value in options.items():
-        if value:
-            raise ValueError(
-                f"{name}={value!r} is not supported; leave it out"
-                + ("; return_states_at gives states inside of sequences" if "states" in name else "")
-            )
 
 
 def _gates(
@@ -214,4 +208,4 @@ def _notice(q: Tensor, backend: str | None, chosen: str) -> None:
         warnings.warn(NOTICE, stacklevel=3)
 
 
-OPERATOR, STEP_OPERATOR = make_operators("kimi_delta_attention")
+OPERATORS = OPERATOR, _, _ = make_operators("kimi_delta_attention")

@@ -13,24 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step
-from delta_trn.backends.gated_delta_rule.triton_adapter import (
-    contiguous,
-    kept_shapes,
-    launches,
-    list_saved,
-    new_final_state,
-    prepared_shapes,
-    scan_backward,
-    scan_forward,
-    sum_gates,
-)
+from delta_trn.backends.gated_delta_rule import triton_adapter as rule
+from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_counts, chunk_tables
-from delta_trn.triton_kernels import gated_delta_rule_step
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.kimi_delta_attention import bwd, fwd
 
-MAKES_GATES = True  # of a layer's projections, in the kernels
+MAKES_GATES = TAKES_POOL = True
+step = rule.step
 
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -39,37 +29,37 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     Empty are states and A, of segments, where sequences stay whole, and S and U where they are not kept.
     """
     dtype, call = call.q.dtype, _widen(call)
-    q, k, v, g, beta, A_log, dt_bias = contiguous(
+    q, k, v, g, beta, A_log, dt_bias = rule.contiguous(
         call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias
     )
-    row = launches(call, "kimi_")
+    row = rule.launches(call, "kimi_")
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
     o = torch.empty_like(v)
-    final_state = new_final_state(call)
+    final_state = rule.new_final_state(call)
     prepared = [q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared_shapes(call, chunks)]
     T, P, qg, kg, kl, last, rows = prepared
     fwd.prepare(
         q, k, g, beta, A_log, dt_bias, T=T, P=P, qg=qg, kg=kg, kl=kl, last=last, rows=rows, scale=call.scale,
         l2norm=call.l2norm, beta_max=call.beta_max, lower_bound=call.lower_bound, chunks=chunks, config=row,
     )  # fmt: skip
-    kept = scan_forward(
+    kept = rule.scan_forward(
         call, qg, kg, v, (T, P, rows), o=o, final_state=final_state, save=save, chunks=chunks, row=row,
         scale=1.0, unit=1.0, kl=kl, last=last,
     )  # fmt: skip
-    return o.to(dtype), final_state, [*prepared, *list_saved(q, *kept)] if save else []
+    return o.to(dtype), final_state, [*prepared, *rule.list_saved(q, *kept)] if save else []
 
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients; those of A_log and dt_bias only where the kernels make the gates."""
     dtype, call = call.q.dtype, _widen(call)
-    q, k, v, g, beta, A_log, dt_bias, dstate, do = contiguous(
+    q, k, v, g, beta, A_log, dt_bias, dstate, do = rule.contiguous(
         call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, dstate, do.to(call.q.dtype)
     )
     (B, length, H, K), HV = q.shape, v.shape[2]
-    row = launches(call, "kimi_")
+    row = rule.launches(call, "kimi_")
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
     T, P, qg, kg, kl, last, rows, *kept = saved
-    S, U, dY, dS, carry, dinitial = scan_backward(
+    S, U, dY, dS, carry, dinitial = rule.scan_backward(
         call, qg, kg, v, do, dstate, (T, P, rows), kept, writes=None, chunks=chunks, row=row, scale=1.0,
         unit=1.0, kl=kl, last=last,
     )  # fmt: skip
@@ -90,29 +80,16 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
             bwd.combine(x, dy, dx=dx, l2norm=call.l2norm)
     dA_log = ddt_bias = None
     if dgates is not None:
-        dA_log, ddt_bias = sum_gates(call, dgates[..., K], dgates[..., :K])
+        dA_log, ddt_bias = rule.sum_gates(call, dgates[..., K], dgates[..., :K])
     return Gradients(dq.to(dtype), dk.to(dtype), dv.to(dtype), dg, dbeta, dA_log, ddt_bias, dinitial)
-
-
-def step(call: Step) -> tuple[Tensor, Tensor]:
-    """Returns o [B, HV, V] and the new state [B, HV, K, V] after one token."""
-    q, k, v, g, beta, A_log, dt_bias, state = contiguous(
-        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.state
-    )
-    o, new = torch.empty_like(v), torch.empty_like(state)
-    gated_delta_rule_step.step(
-        q, k, v, g, beta, A_log, dt_bias, state, o, new, scale=call.scale, l2norm=call.l2norm,
-        beta_max=call.beta_max, lower_bound=call.lower_bound,
-    )  # fmt: skip
-    return o, new
 
 
 def saved_shapes(call: Rule) -> Shapes:
     """Returns shapes and dtypes of what `forward` saves, from shapes alone."""
     call = _widen(call)
-    row = launches(call, "kimi_")
+    row = rule.launches(call, "kimi_")
     chunks = chunk_counts(call.q, call.cu_seqlens, row.C)
-    return [*_prepared_shapes(call, chunks), *kept_shapes(call, chunks, row)]
+    return [*_prepared_shapes(call, chunks), *rule.kept_shapes(call, chunks, row)]
 
 
 def _widen(call: Rule) -> Rule:
@@ -125,5 +102,5 @@ def _widen(call: Rule) -> Rule:
 def _prepared_shapes(call: Rule, chunks: Chunks) -> Shapes:
     """Returns the shapes of T, P, qg, kg, kl, last and rows."""
     HV, K, dtype = call.v.shape[2], call.q.shape[3], call.q.dtype
-    T, P, rows = prepared_shapes(chunks, HV, dtype)
+    T, P, rows = rule.prepared_shapes(chunks, HV, dtype)
     return [T, P, *[(tuple(call.g.shape), dtype)] * 3, ((chunks.count, HV, K), torch.float32), rows]

@@ -21,6 +21,7 @@ from delta_trn.backends import (
     kimi_delta_attention_step,
     short_convolution,
 )
+from delta_trn.backends.gated_delta_rule.contract import state_dtype
 from delta_trn.models.sequence import places_in_sequences
 
 
@@ -77,7 +78,7 @@ def chunk_rule(
     q, k, v, g, beta = inputs
     o, state = rule(
         *(q, k, v, g, beta),
-        initial_state=None if initial_state is None else initial_state.to(_state_dtype(query)),
+        initial_state=None if initial_state is None else initial_state.to(state_dtype(query.dtype)),
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
@@ -103,22 +104,12 @@ def recurrent_rule(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns o and the state after one token; more tokens, or no state, go the way of a sequence."""
+    tensors = query, key, value, g, beta
+    named: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "backend": backend}
     if query.shape[1] != 1 or initial_state is None:
-        return chunk_rule(
-            *(rule, query, key, value, g, beta),
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            backend=backend,
-            **options,
-        )
-    q, k, v, g, beta = (x[:, 0] for x in (query, key, value, g, beta))
-    o, state = step(
-        *(q, k, v, g, beta),
-        initial_state.to(_state_dtype(query)),
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        backend=backend,
-    )
+        named |= {"initial_state": initial_state, "output_final_state": output_final_state} | options
+        return chunk_rule(rule, *tensors, **named)
+    o, state = step(*(x[:, 0] for x in tensors), initial_state.to(state_dtype(query.dtype)), **named)
     return o[:, None], state if output_final_state else None
 
 
@@ -177,7 +168,3 @@ def _convolve(
         return y
     y = y if bias is None else y + bias
     return y if activation is None else ACT2FN[activation](y)
-
-
-def _state_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

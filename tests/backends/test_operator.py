@@ -91,7 +91,7 @@ def test_operators_pass_pytorchs_opcheck():
     step = [x.detach()[:, 0] for x in leaves[:5]]
     torch.library.opcheck(
         torch.ops.delta_trn.gated_delta_rule_step.default,
-        (*step, leaves[5].detach(), *no_gates, 0.5, 0.0, True, None, False, "chunked"),
+        (*step, leaves[5].detach(), *no_gates, None, None, 0.5, 0.0, True, None, False, "chunked"),
     )
     channels = -leaves[0].detach().repeat(1, 1, leaves[2].shape[2], 1)[:, :, : leaves[2].shape[2]].abs()
     channels.requires_grad_()

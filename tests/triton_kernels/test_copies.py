@@ -277,7 +277,7 @@ def test_gradients_are_joined_where_they_lie_or_by_a_copy():
         ("backends.rows:find_whole", "x.storage_offset() == place and", "", joins),
         ("models.layers:Parts.backward", "None if again else find_whole(parts)", "find_whole(parts)", joins),
         ("backends.gated_delta_rule.once:once", "_MADE[x][0] != x._version", "False", tables_follow),
-        ("triton_kernels.gated_delta_rule_step:step_kernel", "i_n * KR", "i_n * QR", tokens_agree),
+        ("triton_kernels.gated_delta_rule_step:step_kernel", "i_x * KR", "i_x * QR", tokens_agree),
         *(
             (f"triton_kernels.gated_delta_rule_{place}_kernel", line, mistake, None)
             for place, line, mistake in (

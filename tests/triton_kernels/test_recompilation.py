@@ -74,6 +74,8 @@ def call_rule(T, *, packed=False, parts=False, H=1, HV=2, K=16):
     call = Rule(q, k, v, g, g, initial_state=state, cu_seqlens=cuts, l2norm=True, output_final_state=True)
     *_, saved = triton_adapter.forward(call, save=True)
     triton_adapter.backward(v, state, call, saved)
+    own, kept = torch.zeros(1, T).int(), torch.ones(1).int()
+    triton_adapter.step(Step(q[0], k[0], v[0], g[0], g[0], state, indices=own, accepted=kept))
 
 
 def call_channels(T, *, packed=False, H=1, HV=2, K=16):
@@ -84,6 +86,7 @@ def call_channels(T, *, packed=False, H=1, HV=2, K=16):
     *_, saved = channels.forward(call, save=True)
     channels.backward(v, state, call, saved)
     channels.step(Step(x[:, 0], x[:, 0], v[:, 0], g[:, 0], beta[:, 0], state))
+    channels.step(Step(x[0], x[0], v[0], g[0], beta[0], state, indices=torch.zeros(1, T).int()))
 
 
 def call_layers(T):

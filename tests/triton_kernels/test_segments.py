@@ -7,10 +7,7 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from delta_trn.backends import gated_delta_rule, kimi_delta_attention
 from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter
-from delta_trn.backends.gated_delta_rule.triton_time_adapter import (
-    chunk_tables,
-    segment_tables,
-)
+from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_tables, segment_tables
 from delta_trn.backends.parity import channel_cases, rule_cases
 from delta_trn.backends.parity.rule import verdicts
 from delta_trn.triton_kernels import segments

@@ -225,16 +225,15 @@ class _Calls:
         yield Launch("gradients", True, variant, work)
 
     def sums(self) -> Iterator[Launch]:
-        """What PyTorch sums: the gradients of A_log and dt_bias; with grouped heads, those of q and k."""
+        """What is summed: by PyTorch the gradients of A_log and dt_bias; with grouped heads, dk and dq."""
         shape = self.shape
         yield Launch("sums of gates", True, None, Work(0, 16 * self.chunks * shape.HV), count=2)
         if shape.HV > shape.H:
-            summed = self.keys * shape.HV // shape.H * 2
-            pair = shape.HV == 2 * shape.H  # summed and rounded by one kernel; else by two
-            tensors = 1 if self.adds_pairs else 2  # dk, and dq
-            moved = tensors * (summed + (self.keys if pair else 5 * self.keys))
-            count = tensors if pair else 2 * tensors
-            yield Launch("sums of grouped heads", True, None, Work(0, moved), count=count)
+            variant = self._variant(gated_delta_rule_bwd, "", "sum_heads")
+            programs = shape.sequences * shape.tokens // variant.tile.rows * shape.H
+            work = Work(programs, 2 * self.keys * shape.HV // shape.H, others=(shape.HV // shape.H,))
+            for name in ("dk",) if self.adds_pairs else ("dk", "dq"):
+                yield Launch(f"sums of {name}", True, variant, work)
 
     def of_channels(self) -> Iterator[Launch]:
         """Yields the launches of Kimi Delta Attention, as its triton_adapter makes them; g is float32."""

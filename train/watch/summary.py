@@ -36,7 +36,7 @@ def opening(run: Run, asked_backend: str) -> list[str]:
     ratio, parts = c.model.width / c.model.base_width, run.layout.sequences // run.layout.micro
     accumulation = f" in {parts} parts" if parts > 1 else ""
     device = machine.describe(run.device)
-    device += f", {machine.threads()} threads" if run.device.type == "cpu" else ""
+    device += f", {torch.get_num_threads()} threads" if run.device.type == "cpu" else ""
     dtype = torch.bfloat16 if c.precision == "bf16" else torch.float32
     kernel = describe_choice(c.backend, dtype, run.device.type)
     lines = [
