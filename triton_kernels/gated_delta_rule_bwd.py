@@ -353,7 +353,7 @@ def sum_heads(dy, *, dx, config: Config):
     launch = tile("sum_heads", K)
     sum_heads_kernel[(-(-B * tokens // launch.rows) * H,)](
         dy, dx, B * tokens, QR=row_stride(dx), H=H, HV=dy.shape[2], K=K, KP=power_of_two(K), BT=launch.rows,
-        DOT=config.dot, **launch.options(),
+        DOT=config.dot, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
 
 
@@ -380,7 +380,7 @@ def gradients(
             dv, dg, dbeta, dgates, chunks.start, chunks.length, scale, beta_max or None, chunks.tokens,
             chunks.per_sequence, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=launch.columns, C=chunks.size,
             **strides, DQR=row_stride(after), TILES=tiles, MEMBER=member, L2NORM=l2norm, SCALED=scaled,
-            PIPELINED=launch.stages > 1, DOT=config.dot, **launch.options(),
+            PIPELINED=launch.stages > 1, DOT=config.dot, num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
 
 

@@ -273,6 +273,8 @@ BUGS = (
         "o_v = i_v * BV + ", "o_v = ", "triton's refined heads"),
     Bug("triton: a second group of heads refines those of the first", TRITON_REFINE,
         "i_h = first + i", "i_h = i", "triton's refined heads"),
+    Bug("triton: a sum over value heads begins with the second", f"{TRITON_BACK}:sum_heads_kernel",
+        "range(0, HV // H)", "range(1, HV // H)", "triton's pairs"),
     Bug("triton: dq of a pair's first value head is lost", f"{TRITON_BACK}:gradients_kernel",
         "b_dq += tl.load(p_first", "b_dq += 0 * tl.load(p_first", "triton's pairs"),
     Bug("triton: states are computed again without the first one", f"{RULE}.triton_adapter:backward",

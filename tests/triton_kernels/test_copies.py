@@ -80,8 +80,8 @@ FORWARD = {
 }  # fmt: skip
 # sums are of a norm's and taps' weight, A_log and dt_bias; adds, of dk of pairs and of x's gradients
 BACKWARD = {
-    "mm": 8, "clone": 2, "sum": 4, "_to_copy": 2, "add": 3, "reverse.reverse_scan": 1, "refine.refine": 1,
-    "bwd.gradients": 2, "rms_norm.backward": 1, "short_convolution.backward": 1,
+    "mm": 8, "clone": 2, "sum": 4, "_to_copy": 2, "add": 2, "reverse.reverse_scan": 1, "refine.refine": 1,
+    "bwd.gradients": 2, "bwd.sum_heads": 1, "rms_norm.backward": 1, "short_convolution.backward": 1,
 }  # fmt: skip
 
 
