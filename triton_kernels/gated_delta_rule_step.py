@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.launch import arithmetic, power_of_two, take_turns, tile
-from delta_trn.triton_kernels.tiles import compute_gates, exp, load_decays, round_to
+from delta_trn.triton_kernels.tiles import compute_gates, exp, load_decays, load_rate, round_to
 from delta_trn.triton_kernels.variants import Variant, gates
 
 TYPES = {
@@ -83,7 +83,8 @@ def step_kernel(
         if CHANNELS:
             _, b_beta = compute_gates(b_beta, b_beta, None, None, i_h, beta_max)
             p_g, o_bias = i_x * GR + i_h * K + o_k[:, None], i_h * K + o_k[:, None]
-            b_g, _ = load_decays(g, A_log, dt_bias, lower_bound, p_g, o_bias, m_x[:, None], i_h)
+            rate = None if A_log is None else load_rate(A_log, lower_bound, i_h)
+            b_g, _ = load_decays(g, rate, dt_bias, lower_bound, p_g, o_bias, m_x[:, None], m_x[:, None])
         else:
             b_g = tl.load(g + i_x * GR + i_h, mask=there, other=0.0).to(tl.float32)
             b_g, b_beta = compute_gates(b_g, b_beta, A_log, dt_bias, i_h, beta_max)

@@ -135,6 +135,8 @@ TABLE = (
     Row("kimi_scan kimi_reverse", 2,  ANY,  ANY,     8,     1,  (16, 32), upright=True),
     Row("kimi_gradients",         2,  ANY,  ANY,     4,     1,  (16, 32)),
     Row("kimi_prepare kimi_gradients", 4, ANY, ANY,  4,     1,  (16, 16)),
+    Row("products kimi_products", 2,  ANY,  ANY,     8,     2,  (16, 32)),  # launched by Kimi's rule only
+    Row("products kimi_products", 4,  ANY,  ANY,     4,     1,  (16, 16)),
     Row("kimi_scan kimi_reverse", 4,  128,  ANY,     4,     1,  (16, 16), upright=True),
     Row("kimi_scan kimi_reverse", 4,  ANY,  ANY,     8,     1,  (16, 16), upright=True),
     Row("kimi_combine sum_heads", ANY,  ANY,  ANY,     4,     1,  (16, 256), elements=2048, rows=8),
@@ -194,7 +196,7 @@ class Tile:
 class Config:
     """The launches of the kernels over a sequence: C tokens in a chunk, `dot` for tiles.product.
 
-    processors of the GPU; refine is launched in 16 bits only.
+    processors of the GPU; refine is launched in 16 bits only, products by Kimi Delta Attention.
     """
 
     C: int
@@ -204,6 +206,7 @@ class Config:
     reverse: Tile
     gradients: Tile
     refine: Tile
+    products: Tile
     processors: int
 
 
@@ -332,7 +335,7 @@ def config(
         for size, height, majors, C, dot in CHUNKS
         if itemsize <= size and height >= K and (not majors or card.major in majors)
     )
-    kernels = ("prepare", "scan", "reverse", "gradients", "refine")
+    kernels = ("prepare", "scan", "reverse", "gradients", "refine", "products")
     tiles = (tile(rule + kernel, V, K, itemsize=itemsize, few=few, major=card.major) for kernel in kernels)
     row = Config(C, arithmetic(dot), *tiles, processors=card.processors)
     return row if _change is None else _change(row)

@@ -184,26 +184,27 @@ def compute_gates(b_g, b_beta, A_log, dt_bias, i_h, beta_max):
 
 
 @triton.jit
-def find_rate(A_log, i_h):
-    """Returns A_log of head i_h, at most 80: beyond, a gate is at its end for all but tiny projections."""
-    return tl.minimum(tl.load(A_log + i_h).to(tl.float32), 80.0)
+def load_rate(A_log, lower_bound, i_h):
+    """Returns A_log of head i_h, at most 80 with a bound: there, a gate is at its end unless x is tiny."""
+    rate = tl.load(A_log + i_h).to(tl.float32)
+    return rate if lower_bound is None else tl.minimum(rate, 80.0)
 
 
 @triton.jit
-def load_decays(g, A_log, dt_bias, lower_bound, p_g, o_bias, m, i_h):
+def load_decays(g, rate, dt_bias, lower_bound, p_g, o_bias, m, m_bias):
     """Returns g at p_g, 0 where the mask m is not, and what the gate makes it of, x, or g itself.
 
-    A reset counts as RESET. The formulas are those of kimi_delta_attention.fwd.
+    rate: of `load_rate`, or None. A reset counts as RESET. The formulas: see kimi_delta_attention.fwd.
     """
     b_x = tl.load(g + p_g, mask=m, other=0.0).to(tl.float32)
     b_g = b_x
-    if A_log is not None:
+    if rate is not None:
         if dt_bias is not None:
-            b_x += tl.load(dt_bias + o_bias, mask=m, other=0.0).to(tl.float32)
+            b_x += tl.load(dt_bias + o_bias, mask=m_bias, other=0.0).to(tl.float32)
         if lower_bound is not None:
-            b_g = lower_bound * sigmoid(exp(find_rate(A_log, i_h)) * b_x)
+            b_g = lower_bound * sigmoid(exp(rate) * b_x)
         else:
-            b_g = -scale_by_exp(tl.load(A_log + i_h).to(tl.float32), softplus(b_x), b_x)
+            b_g = -scale_by_exp(rate, softplus(b_x), b_x)
         b_g = tl.where(m, b_g, 0.0)
     return tl.where(b_g < RESET, RESET, b_g), b_x
 

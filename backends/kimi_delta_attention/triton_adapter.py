@@ -64,14 +64,14 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         unit=1.0, kl=kl, last=last,
     )  # fmt: skip
     dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
+    products = [torch.empty_like(x) for x in (P, P, qg, qg, qg, last)]
+    products.append(rows.new_empty(chunks.count, HV, row.C))
     combined = HV != H or call.l2norm
     dq, dk = (q.new_empty((B, length, HV, K), dtype=torch.float32 if combined else q.dtype) for _ in range(2))
-    dgates = None
-    if A_log is not None:
-        dgates = q.new_empty((chunks.count, HV, K + 1), dtype=torch.float32)
+    dgates = None if A_log is None else torch.zeros(chunks.count, HV, K + 1, device=q.device)
     bwd.gradients(
-        q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq=dq, dk=dk, dv=dv,
-        dg=dg, dbeta=dbeta, dgates=dgates, scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max,
+        q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, products=products, dq=dq, dk=dk,
+        dv=dv, dg=dg, dbeta=dbeta, dgates=dgates, scale=call.scale, beta_max=call.beta_max,
         lower_bound=call.lower_bound, chunks=chunks, config=row,
     )  # fmt: skip
     if combined:

@@ -240,10 +240,10 @@ class _Calls:
         shape, modules = self.shape, (kimi_delta_attention.fwd, kimi_delta_attention.bwd)
         programs, scaled = self.chunks * shape.HV, self.keys * shape.HV // shape.H
         slices = -(-shape.K // self.row.prepare.columns)
-        tiles = self._tiles(self.row.gradients.columns)
-        read = 2 * (self.keys + scaled), 4 * self.values + 2 * (self.states + self.keys + scaled)
-        prepare = Work(programs, read[0] + self.factor, (slices, 6), (slices,), self.mask)
-        gradients = Work(programs, read[1], (tiles, slices, tiles, 6), (slices,), self.mask)
+        tiles, given = self._tiles(self.row.products.columns), 2 * (self.keys + scaled)
+        prepare = Work(programs, given + self.factor, (slices, 4, 2), (slices,), self.mask)
+        multiply = Work(programs, 4 * self.values + 2 * self.states, (tiles,), (), self.mask)
+        gradients = Work(programs, given + 3 * scaled + 2 * self.P, (slices, 2, 4), (), self.mask)
         columns = self.row.scan.columns  # and the reverse scan's
         scan = self._serial(columns, self._tiles(columns), 3 * scaled + self.values + self.T + self.P)
         rows = shape.sequences * shape.tokens // tile("kimi_combine", shape.K).rows
@@ -252,6 +252,7 @@ class _Calls:
             ("prepare", False, "prepare", "dense, gates with a bound", prepare),
             ("scan", False, "scan", "dense", scan),
             ("reverse scan", True, "reverse", "dense", scan),
+            ("products", True, "products", "dense", multiply),
             ("gradients", True, "gradients", "dense, gates with a bound", gradients),
             ("gradient of q", True, "combine", "", combine),
             ("gradient of k", True, "combine", "", combine),

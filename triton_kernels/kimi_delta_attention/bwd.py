@@ -35,6 +35,8 @@ With x = a + dt_bias, and y = exp(A_log) x for the gate with a lower bound:
 
 Layout, beyond that of forward and of gated_delta_rule_bwd:
 
+    products                       dP, dkk [NC, HV, C, C], with their transposes above the diagonal and dkk
+                                   without beta; dO S^T, dY S^T, U dS'^T, as q; rowsum(S . dS'), <dY_i, V_i>
     dq, dk [B, tokens, HV, K]      in float32 if `combine` follows, of the normalized q and k then
     carry [NC, HV, TILES, K]       what rounding took from rowsum(S . dS') at the first chunk of a sequence
                                    that has an initial state, for each of the reverse scan's tiles; else 0
@@ -53,19 +55,19 @@ from delta_trn.triton_kernels.kimi_delta_attention.fwd import (
     add_sums,
     find_cut_factors,
     find_factors,
-    find_norms,
     gates_of,
     lies_between,
 )
 from delta_trn.triton_kernels.launch import Config, arithmetic, config, power_of_two, take_turns, tile
 from delta_trn.triton_kernels.tiles import (
+    LOG2E,
     RESET,
     ROWS,
     accumulate,
     accumulate_in_turn,
     exp,
-    find_rate,
     load_decays,
+    load_rate,
     locate_chunk,
     multiply,
     round_to,
@@ -75,170 +77,198 @@ from delta_trn.triton_kernels.tiles import (
 from delta_trn.triton_kernels.variants import Variant, layouts, of_tile, rows_of
 
 TYPES = {
-    "*x": "q k v do S U dY dS dv x dx",
-    "*fp32": "g beta A_log dt_bias rows carry dq dk dg dbeta dgates dy",
+    "*x": "q k v do S U dY dS dP dkk OS YS US dv x dx",
+    "*fp32": "g beta A_log dt_bias rows carry SdS dYV dq dk dg dbeta dgates dy",
     "*i64": "chunk_start chunk_length",
     "fp32": "scale beta_max lower_bound",
     "i32": "tokens NT",
 }
 
 
-@triton.jit
-def multiply_states(
-    do, U, dY, S, dS, p_v, p_U, p_S, m_t, m_k, o_c, o_k, scale,
-    HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PIPELINED: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Returns dO S^T, dY S^T and U dS'^T [C, BK], and rowsum(S . dS') [BK], of one slice of K."""
-    b_OS = tl.zeros([o_c.shape[0], o_k.shape[0]], tl.float32)
-    b_YS = tl.zeros([o_c.shape[0], o_k.shape[0]], tl.float32)
-    b_US = tl.zeros([o_c.shape[0], o_k.shape[0]], tl.float32)
-    b_SdS = tl.zeros([o_k.shape[0]], tl.float32)
-    for i_v in range(0, (V + BV - 1) // BV):
-        o_v = i_v * BV + tl.arange(0, BV)
-        m_v = o_v < V
-        m_vk = m_v[:, None] & m_k[None, :]
-        o_cv = o_c[:, None] * V + o_v[None, :]
-        o_tv = o_c[:, None] * (HV * V) + o_v[None, :]
-        b_S = tl.load(S + p_S + o_v[:, None] + o_k[None, :] * V, mask=m_vk, other=0.0)
-        b_dS = tl.load(dS + p_S + o_v[:, None] + o_k[None, :] * V, mask=m_vk, other=0.0)
-        b_do = tl.load(do + p_v + o_tv, mask=m_t[:, None] & m_v[None, :], other=0.0)
-        b_U = tl.load(U + p_U + o_cv, mask=m_v[None, :], other=0.0)
-        b_dY = tl.load(dY + p_U + o_cv, mask=m_v[None, :], other=0.0)
-        b_OS = accumulate(b_OS, b_do, b_S, DOT)
-        b_YS = accumulate_in_turn(b_YS, b_dY, b_S, scale, PIPELINED, DOT)
-        b_US = accumulate_in_turn(b_US, b_U, b_dS, scale, PIPELINED, DOT)
-        b_SdS += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=0)
-    return b_OS, b_YS, b_US, b_SdS
-
-
-@triton.jit
-def mirror(x, o_c):
-    """Returns x [C, C] below the diagonal, and above it its transpose."""
-    return tl.where(o_c[:, None] > o_c[None, :], x, tl.trans(x))
-
-
-@triton.jit
-def differentiate_gates(b_dg, b_g, b_x, A_log, lower_bound, i_h):
-    """Returns the gradient of x [C, BK], and that of A_log, of every token and channel."""
-    if lower_bound is not None:
-        b_rate = exp(find_rate(A_log, i_h))
-        b_y = b_rate * b_x
-        # beyond 100 a sigmoid or its counterpart is 0, and infinity times 0 would be NaN
-        b_y = tl.minimum(tl.maximum(b_y, -100.0), 100.0)
-        b_dy = lower_bound * sigmoid(b_y) * sigmoid(-b_y) * b_dg
-        return b_rate * b_dy, b_y * b_dy
-    else:
-        rate = tl.load(A_log + i_h).to(tl.float32)
-        kept = b_g > RESET  # a reset has no gradient
-        b_dx = tl.where(kept, -b_dg * scale_by_exp(rate, sigmoid(b_x), b_x), 0.0)
-        return b_dx, tl.where(kept, b_g * b_dg, 0.0)
-
-
 @triton.jit(do_not_specialize=["tokens", "NT"])
-def gradients_kernel(
-    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq, dk, dv, dg, dbeta, dgates,
-    chunk_start, chunk_length, scale, beta_max, lower_bound, tokens, NT,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, TILES: tl.constexpr, L2NORM: tl.constexpr, PIPELINED: tl.constexpr, DOT: tl.constexpr,
+def products_kernel(
+    v, do, rows, S, U, dY, dS, carry, dP, dkk, OS, YS, US, SdS, dYV, dv, chunk_start, chunk_length, scale,
+    tokens, NT,
+    HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    TILES: tl.constexpr, PIPELINED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Computes dq, dk, dv, dg, dbeta and dgates; one program per (chunk, value head), BK channels at a time.
+    """Computes what `gradients_kernel` needs of V, and dv; one program per (chunk, value head).
 
     PIPELINED: loads of later turns of a loop run ahead; see tiles.accumulate_in_turn.
     """
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_h = pid // HV, pid % HV
     start, length = locate_chunk(i_c, tokens, NT, chunk_start, chunk_length, C)
+    if length <= 0:
+        return
+    o_c = tl.arange(0, C)
+    o_k = tl.arange(0, KP)
+    m_t, m_k = o_c < length, o_k < K
+    dtype = do.dtype.element_ty
+    tile = i_c * HV + i_h
+    b_beta = tl.load(rows + tile * (ROWS * C) + 7 * C + o_c)
+    b_OU, b_YU = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    b_OS = tl.zeros([C, KP], tl.float32)
+    b_YS, b_US = b_OS, b_OS
+    b_SdS, b_dYV = tl.zeros([KP], tl.float32), tl.zeros([C], tl.float32)
+    for i_v in range(0, (V + BV - 1) // BV):
+        o_v = i_v * BV + tl.arange(0, BV)
+        m_v = o_v < V
+        m_vk = m_v[:, None] & m_k[None, :]
+        m_cv = m_t[:, None] & m_v[None, :]
+        o_tv = (start * HV + i_h) * V + o_c[:, None] * (HV * V) + o_v[None, :]
+        o_cv = tile * (C * V) + o_c[:, None] * V + o_v[None, :]
+        o_vk = tile * (K * V) + o_v[:, None] + o_k[None, :] * V
+        b_S = tl.load(S + o_vk, mask=m_vk, other=0.0)
+        b_dS = tl.load(dS + o_vk, mask=m_vk, other=0.0)
+        b_do = tl.load(do + o_tv, mask=m_cv, other=0.0)
+        b_U = tl.load(U + o_cv, mask=m_v[None, :], other=0.0)
+        b_dY = tl.load(dY + o_cv, mask=m_v[None, :], other=0.0)
+        b_OU = accumulate(b_OU, b_do, tl.trans(b_U), DOT)
+        b_OS = accumulate(b_OS, b_do, b_S, DOT)
+        b_YU = accumulate_in_turn(b_YU, b_dY, tl.trans(b_U), scale, PIPELINED, DOT)
+        b_YS = accumulate_in_turn(b_YS, b_dY, b_S, scale, PIPELINED, DOT)
+        b_US = accumulate_in_turn(b_US, b_U, b_dS, scale, PIPELINED, DOT)
+        b_SdS += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=0)
+        b_dY = b_dY.to(tl.float32)
+        b_dYV += tl.sum(b_dY * tl.load(v + o_tv, mask=m_cv, other=0.0).to(tl.float32), axis=1)
+        tl.store(dv + o_tv, round_to(b_dY * b_beta[:, None], dtype, DOT), mask=m_cv)
+    if carry is not None:
+        for i_tile in range(0, TILES):
+            b_SdS += tl.load(carry + (tile * TILES + i_tile) * K + o_k, mask=m_k, other=0.0)
+    o_cc = tile * (C * C) + o_c[:, None] * C + o_c[None, :]
+    below = o_c[:, None] > o_c[None, :]
+    tl.store(dP + o_cc, round_to(tl.where(below, b_OU, tl.trans(b_OU)), dtype, DOT))
+    tl.store(dkk + o_cc, round_to(tl.where(below, -b_YU, tl.trans(-b_YU)), dtype, DOT))
+    p, m = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :], m_t[:, None] & m_k[None, :]
+    tl.store(OS + p, round_to(b_OS, dtype, DOT), mask=m)
+    tl.store(YS + p, round_to(b_YS, dtype, DOT), mask=m)
+    tl.store(US + p, round_to(b_US, dtype, DOT), mask=m)
+    tl.store(SdS + tile * K + o_k, b_SdS, mask=m_k)
+    tl.store(dYV + tile * C + o_c, b_dYV)
+
+
+@triton.jit
+def differentiate_gates(b_dg, b_g, b_x, rate, lower_bound):
+    """Returns the gradient of x [C, BK], and that of A_log, of every token and channel."""
+    if lower_bound is not None:
+        b_rate = exp(rate)
+        b_y = b_rate * b_x
+        # beyond 100 a sigmoid or its counterpart is 0, and infinity times 0 would be NaN
+        b_y = tl.minimum(tl.maximum(b_y, -100.0), 100.0)
+        b_e = exp(-tl.abs(b_y))
+        b_dy = lower_bound * b_e / ((1.0 + b_e) * (1.0 + b_e)) * b_dg  # sigmoid(y) sigmoid(-y)
+        return b_rate * b_dy, b_y * b_dy
+    else:
+        kept = b_g > RESET  # a reset has no gradient
+        b_dx = tl.where(kept, -b_dg * scale_by_exp(rate, sigmoid(b_x), b_x), 0.0)
+        return b_dx, tl.where(kept, b_g * b_dg, 0.0)
+
+
+@triton.jit
+def differentiate_cuts(
+    b_dq, b_dk, b_rowk, b_dg, b_q, b_k, b_g, b_beta, b_dP, b_dkk, o_i, o_j, first, last, dtype: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """Adds what comes through kk and P at the levels from `first` to before `last`; tiles as in add_cuts."""
+    for level in range(first, last):
+        b_f = find_cut_factors(b_g, o_i, o_j, level, dtype, DOT)
+        apart = (o_i >> level) ^ (o_j >> level) == 1
+        right = (o_i >> level) % 2 == 1
+        b_w = tl.where(right, b_q, b_k)
+        b_by = tl.where(right, b_beta, 1.0)
+        b_from_q = b_f * multiply(tl.where(apart, b_dP, 0.0), round_to(b_w * b_f, dtype, DOT), DOT)
+        b_row_k = b_f * multiply(tl.where(apart, b_dkk, 0.0), round_to(b_k * b_f * b_by, dtype, DOT), DOT)
+        b_dq += tl.where(right, b_from_q, 0.0)
+        b_rowk += tl.where(right, b_row_k, 0.0)
+        b_dk += tl.where(right, 0.0, b_from_q + b_row_k)
+        b_read = b_w * b_from_q + b_k * b_row_k * b_by
+        b_dg = add_sums(b_dg, lies_between(o_i, o_j, level), b_read, dtype, DOT)
+    return b_dq, b_dk, b_rowk, b_dg
+
+
+@triton.jit(do_not_specialize=["tokens", "NT"])
+def gradients_kernel(
+    q, k, g, beta, A_log, dt_bias, rows, dP, dkk, OS, YS, US, SdS, dYV, dq, dk, dg, dbeta, dgates,
+    chunk_start, chunk_length, scale, tokens, NT, beta_max, lower_bound,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Computes dq, dk, dg, dbeta and dgates of what `products_kernel` wrote, BK channels at a time."""
+    pid = tl.program_id(0).to(tl.int64)
+    i_c, i_h = pid // HV, pid % HV
+    start, length = locate_chunk(i_c, tokens, NT, chunk_start, chunk_length, C)
     tile = i_c * HV + i_h
     if length <= 0:
-        if dgates is not None:
-            for i_k in range(0, (K + BK) // BK):
-                o_k = i_k * BK + tl.arange(0, BK)
-                tl.store(dgates + tile * (K + 1) + o_k, tl.zeros([BK], tl.float32), mask=o_k < K + 1)
         return
     o_c = tl.arange(0, C)
     m_t = o_c < length
     dtype = k.dtype.element_ty
+    b_rq = tl.load(rows + tile * (ROWS * C) + 2 * C + o_c) * scale
+    b_rk = tl.load(rows + tile * (ROWS * C) + 3 * C + o_c)
     b_beta = tl.load(rows + tile * (ROWS * C) + 7 * C + o_c)
-    p_v = (start * HV + i_h) * V
-    p_U = tile * (C * V)
-    p_q = (start * H + i_h // (HV // H)) * K
-    b_rq = tl.full([C], 1.0, tl.float32)
-    b_rk = tl.full([C], 1.0, tl.float32)
-    if L2NORM:
-        b_rq, b_rk = find_norms(q, k, p_q, m_t, o_c, H, K, BK)
-
-    b_OU = tl.zeros([C, C], dtype=tl.float32)  # dO U^T
-    b_YU = tl.zeros([C, C], dtype=tl.float32)  # dY U^T
-    b_dbeta = tl.zeros([C], dtype=tl.float32)
-    for i_v in range(0, (V + BV - 1) // BV):
-        o_v = i_v * BV + tl.arange(0, BV)
-        m_v = (o_v < V)[None, :]
-        m_cv = m_t[:, None] & m_v
-        o_tv = p_v + o_c[:, None] * (HV * V) + o_v[None, :]
-        o_cv = p_U + o_c[:, None] * V + o_v[None, :]
-        b_U = tl.load(U + o_cv, mask=m_v, other=0.0)
-        b_dY = tl.load(dY + o_cv, mask=m_v, other=0.0)
-        b_OU = accumulate(b_OU, tl.load(do + o_tv, mask=m_cv, other=0.0), tl.trans(b_U), DOT)
-        b_YU = accumulate_in_turn(b_YU, b_dY, tl.trans(b_U), scale, PIPELINED, DOT)
-        b_dY = b_dY.to(tl.float32)
-        b_dbeta += tl.sum(b_dY * tl.load(v + o_tv, mask=m_cv, other=0.0).to(tl.float32), axis=1)
-        tl.store(dv + o_tv, round_to(b_dY * b_beta[:, None], dtype, DOT), mask=m_cv)
-    b_own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_OU, 0.0), axis=1)
-    b_written = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_YU, 0.0), axis=1)
-    # as operands, in half the registers, with their transposes above the diagonal; dkk without beta
-    b_dP = mirror(round_to(b_OU, dtype, DOT), o_c)
-    b_dkk = mirror(round_to(-b_YU, dtype, DOT), o_c)
-    b_zero = tl.zeros([C, C], dtype)
+    rate = None if A_log is None else load_rate(A_log, lower_bound, i_h)
+    p_beta = start * HV + i_h + o_c * HV
+    o_cc = tile * (C * C) + o_c[:, None] * C + o_c[None, :]
+    o_i = tl.arange(0, 16)[None, :, None]
+    o_j = tl.arange(0, 16)[None, None, :]
+    o_16 = tile * (C * C) + tl.arange(0, C // 16)[:, None, None] * (16 * C + 16) + o_i * C + o_j
+    b_dP_16 = tl.load(dP + o_16)
+    b_dkk_16 = tl.load(dkk + o_16)
+    b_own = tl.reshape(tl.sum(tl.where(o_i == o_j, b_dP_16.to(tl.float32), 0.0), axis=2), [C])
+    b_written = tl.reshape(tl.sum(tl.where(o_i == o_j, -b_dkk_16.to(tl.float32), 0.0), axis=2), [C])
 
     dA = 0.0
+    b_dbeta = tl.load(dYV + tile * C + o_c)
     for i_k in range(0, (K + BK - 1) // BK):
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < K
         m = m_t[:, None] & m_k[None, :]
+        p = (start * H + i_h // (HV // H)) * K + o_c[:, None] * (H * K) + o_k[None, :]
         p_g = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
-        b_g, _ = load_decays(g, A_log, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, i_h)
-        b_gam, b_lam, b_last = find_factors(b_g, o_c, C)
-        b_OS, b_YS, b_US, b_SdS = multiply_states(
-            do, U, dY, S, dS, p_v, p_U, tile * (K * V), m_t, m_k, o_c, o_k, scale, HV, V, BV, PIPELINED, DOT
-        )
-        if carry is not None:
-            for i_tile in range(0, TILES):
-                b_SdS += tl.load(carry + (tile * TILES + i_tile) * K + o_k, mask=m_k, other=0.0)
-        p = p_q + o_c[:, None] * (H * K) + o_k[None, :]
-        b_q = tl.load(q + p, mask=m, other=0.0).to(tl.float32) * (scale * b_rq)[:, None]
-        b_k = tl.load(k + p, mask=m, other=0.0).to(tl.float32) * b_rk[:, None]
-        b_dq = b_gam * b_OS
-        b_rowk = -b_gam * b_YS  # without beta
-        b_dk = b_lam * b_US
-        b_dg = add_sums(tl.zeros([C, BK], tl.float32), o_c[:, None] > o_c[None, :], b_k * b_dk, dtype, DOT)
-        b_dg += (b_last * b_SdS)[None, :]
+        p_bias = i_h * K + o_k[None, :]
+        b_q = tl.load(q + p, mask=m, other=0.0)
+        b_k = tl.load(k + p, mask=m, other=0.0)
+        b_OS = tl.load(OS + p_g, mask=m, other=0.0)
+        b_YS = tl.load(YS + p_g, mask=m, other=0.0)
+        b_US = tl.load(US + p_g, mask=m, other=0.0)
+        b_SdS = tl.load(SdS + tile * K + o_k, mask=m_k, other=0.0)
+        o_r = o_c + tl.where(i_k < NT + K, 0, C)  # o_c, which the compiler does not know: it would keep masks
+        b_g, b_x = load_decays(g, rate, dt_bias, lower_bound, p_g, p_bias, m, m_k[None, :])
+        # the layout of products, which the levels have, costs nothing where a product makes it: of 1
+        b_one = tl.where(o_r[:, None] == o_c[None, :], 1.0, 0.0).to(dtype)
+        b_q = multiply(b_one, b_q, DOT) * b_rq[:, None]
+        b_k = multiply(b_one, b_k, DOT) * b_rk[:, None]
+        b_gam, b_lam, b_last = find_factors(b_g, o_c, C, dtype)
+        b_dq = b_gam * b_OS.to(tl.float32)
+        b_rowk = -b_gam * b_YS.to(tl.float32)  # without beta
+        b_dk = b_lam * b_US.to(tl.float32)
+        b_dg = tl.zeros([C, BK], tl.float32) + (b_last * b_SdS)[None, :]
+        b_dg = add_sums(b_dg, o_r[:, None] > o_c[None, :], b_k * b_dk, dtype, DOT)
         b_read = b_q * b_dq + b_k * b_rowk * b_beta[:, None]
-        b_dg = add_sums(b_dg, o_c[:, None] <= o_c[None, :], b_read, dtype, DOT)
+        b_dg = add_sums(b_dg, o_r[:, None] <= o_c[None, :], b_read, dtype, DOT)
         b_dq += b_own[:, None] * b_k
-        b_dbeta += tl.sum(b_k * b_rowk, axis=1)
-        b_dk += b_own[:, None] * b_q + b_rowk * b_beta[:, None]
-        for level in range(0, 6 if C == 64 else 5 if C == 32 else 4):
-            b_f = find_cut_factors(b_g, o_c, level, dtype, DOT)
-            apart = (o_c[:, None] >> level) ^ (o_c[None, :] >> level) == 1
-            right = ((o_c >> level) % 2 == 1)[:, None]
-            b_w = tl.where(right, b_q, b_k)
-            b_by = tl.where(right, b_beta[:, None], 1.0)
-            b_from_q = b_f * multiply(tl.where(apart, b_dP, b_zero), round_to(b_w * b_f, dtype, DOT), DOT)
-            b_y = round_to(b_k * b_f * b_by, dtype, DOT)
-            b_row_k = b_f * multiply(tl.where(apart, b_dkk, b_zero), b_y, DOT)
-            b_from_k = b_row_k * b_by
-            b_dq += tl.where(right, b_from_q, 0.0)
-            b_dbeta += tl.sum(tl.where(right, b_k * b_row_k, 0.0), axis=1)
-            b_dk += tl.where(right, 0.0, b_from_q) + b_from_k
-            b_read = b_w * b_from_q + b_k * b_from_k
-            between = lies_between(o_c[:, None], o_c[None, :], level)
-            b_dg = add_sums(b_dg, between, b_read, dtype, DOT)
+        b_dk += b_own[:, None] * b_q
+        b_dq, b_dk, b_rowk, b_dg = differentiate_cuts(
+            b_dq, b_dk, b_rowk, b_dg, b_q, b_k, b_g * LOG2E, b_beta[:, None], tl.load(dP + o_cc),
+            tl.load(dkk + o_cc), o_c[:, None], o_c[None, :], 4, C // 32 + 4, dtype, DOT,
+        )  # fmt: skip
+        blocks: tl.constexpr = [C // 16, 16, BK]
+        b_dq, b_dk, b_rowk, b_dg = differentiate_cuts(
+            tl.reshape(b_dq, blocks), tl.reshape(b_dk, blocks), tl.reshape(b_rowk, blocks),
+            tl.reshape(b_dg, blocks), tl.reshape(b_q, blocks), tl.reshape(b_k, blocks),
+            tl.reshape(b_g * LOG2E, blocks), tl.reshape(b_beta, [C // 16, 16, 1]), b_dP_16, b_dkk_16, o_i,
+            o_j, 0, 4, dtype, DOT,
+        )  # fmt: skip
+        b_dq, b_dk = tl.reshape(b_dq, [C, BK]), tl.reshape(b_dk, [C, BK])
+        b_rowk, b_dg = tl.reshape(b_rowk, [C, BK]), tl.reshape(b_dg, [C, BK])
+        b_dbeta += tl.sum(tl.reshape(b_k, [C, BK]) * b_rowk, axis=1)
+        b_dk += b_rowk * b_beta[:, None]
         tl.store(dq + p_g, round_to(scale * b_dq, dq.dtype.element_ty, DOT), mask=m)
         tl.store(dk + p_g, round_to(b_dk, dk.dtype.element_ty, DOT), mask=m)
         if A_log is not None:
-            # again, since x would fill registers all along
-            b_g, b_x = load_decays(g, A_log, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, i_h)
-            b_dg, b_dA = differentiate_gates(b_dg, b_g, b_x, A_log, lower_bound, i_h)
+            if lower_bound is None:  # again, since softplus leaves no registers for x
+                b_g, b_x = load_decays(g, rate, dt_bias, lower_bound, p_g, p_bias, m, m_k[None, :])
+            b_dg, b_dA = differentiate_gates(b_dg, b_g, b_x, rate, lower_bound)
             b_dg = tl.where(m, b_dg, 0.0)
             tl.store(dgates + tile * (K + 1) + o_k, tl.sum(b_dg, axis=0), mask=m_k)
             dA += tl.sum(tl.sum(tl.where(m, b_dA, 0.0), axis=1), axis=0)
@@ -247,7 +277,6 @@ def gradients_kernel(
     if A_log is not None:
         tl.store(dgates + tile * (K + 1) + K, dA)
     b_dbeta = tl.where(b_beta >= LEAST_DIVISOR, b_written / b_beta, b_dbeta)
-    p_beta = start * HV + i_h + o_c * HV
     if beta_max is not None:
         b_z = tl.load(beta + p_beta, mask=m_t, other=0.0).to(tl.float32)
         b_dbeta *= beta_max * sigmoid(b_z) * sigmoid(-b_z)
@@ -285,19 +314,21 @@ def combine_kernel(
 
 @take_turns
 def gradients(
-    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, *, dq, dk, dv, dg, dbeta, dgates, scale,
-    l2norm, beta_max, lower_bound, chunks: Chunks, config: Config,
+    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, *, products, dq, dk, dv, dg, dbeta,
+    dgates, scale, beta_max, lower_bound, chunks: Chunks, config: Config,
 ):  # fmt: skip
-    """Launches `gradients_kernel`: fills dq and dk of value heads, dv, dg, dbeta, and with A_log dgates."""
-    H, K = q.shape[2:]
-    HV, V = do.shape[2:]
-    launch = config.gradients
-    gradients_kernel[(chunks.count * HV,)](
-        q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, dq, dk, dv, dg, dbeta, dgates,
-        chunks.start, chunks.length, scale, beta_max or None, lower_bound, chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, BK=config.prepare.columns, V=V, BV=launch.columns, C=chunks.size,
-        TILES=1 if carry is None else carry.shape[2], L2NORM=l2norm,
-        PIPELINED=launch.stages > 1, DOT=config.dot, **launch.options(),
+    """Launches both kernels: fills products, dq and dk of value heads, dv, dg, dbeta; with A_log dgates."""
+    H, (HV, V), K = q.shape[2], do.shape[2:], q.shape[3]
+    launch, grid, sizes = config.products, (chunks.count * HV,), {"HV": HV, "K": K, "C": chunks.size}
+    places = chunks.start, chunks.length, scale, chunks.tokens, chunks.per_sequence
+    products_kernel[grid](
+        v, do, rows, S, U, dY, dS, carry, *products, dv, *places, KP=power_of_two(K), V=V,
+        BV=launch.columns, TILES=1 if carry is None else carry.shape[2], PIPELINED=launch.stages > 1,
+        DOT=config.dot, **sizes, **launch.options(),
+    )  # fmt: skip
+    gradients_kernel[grid](
+        q, k, g, beta, A_log, dt_bias, rows, *products, dq, dk, dg, dbeta, dgates, *places, beta_max or None,
+        lower_bound, H=H, BK=config.gradients.columns, DOT=config.dot, **sizes, **config.gradients.options(),
     )  # fmt: skip
 
 
@@ -325,10 +356,11 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         for use, missing in {"": states, " segments": absent}.items():
             form = own | dict.fromkeys(missing)
             yield Variant("kimi_reverse", layout + use, rule.reverse_scan_kernel, rule.TYPES, launch, form)
-        launch = row.gradients
+        launch = row.products
+        own = values | {"BV": launch.columns, "PIPELINED": launch.stages > 1}
+        yield Variant("kimi_products", layout, products_kernel, TYPES, launch, own)
         for form, arguments in gates_of(quick).items():
-            own = values | arguments | {"BV": launch.columns, "PIPELINED": launch.stages > 1}
-            options = f"{layout}, {form}"
-            yield Variant("kimi_gradients", options, gradients_kernel, TYPES, launch, own)
+            own = values | arguments | {"BK": row.gradients.columns}
+            yield Variant("kimi_gradients", f"{layout}, {form}", gradients_kernel, TYPES, row.gradients, own)
     launch = tile("kimi_combine", K)
     yield Variant("kimi_combine", "", combine_kernel, TYPES, launch, sizes | {"BT": launch.rows})

@@ -46,6 +46,7 @@ from delta_trn.triton_kernels.tiles import (
     exp2_of_words,
     invert_unit_lower,
     load_decays,
+    load_rate,
     locate_chunk,
     multiply,
     round_to,
@@ -63,25 +64,23 @@ TYPES = {
 
 
 @triton.jit
-def find_factors(b_g, o_c, C: tl.constexpr):
-    """Returns gam and lam [C, BK], and gam_C [BK]: of float64 sums, since they multiply states."""
-    b_sum = tl.cumsum(b_g.to(tl.float64), axis=0) * LOG2E
+def exp2_of(x):
+    """Returns 2^x in float32; of a float64 with all digits."""
+    b_high = x.to(tl.float32)
+    return exp2_of_words(b_high, (x - b_high).to(tl.float32))
+
+
+@triton.jit
+def find_factors(b_g, o_c, C: tl.constexpr, dtype: tl.constexpr):
+    """Returns gam and lam [C, BK], and gam_C [BK]: in float32 of float64 sums, since they multiply states."""
+    b_sum = tl.cumsum(b_g.to(tl.float64 if dtype == tl.float32 else tl.float32), axis=0) * LOG2E
     b_last = tl.sum(tl.where((o_c == C - 1)[:, None], b_sum, 0.0), axis=0)
-    b_high = b_sum.to(tl.float32)
-    b_gam = exp2_of_words(b_high, (b_sum - b_high).to(tl.float32))
-    b_sum = b_last[None, :] - b_sum
-    b_high = b_sum.to(tl.float32)
-    b_lam = exp2_of_words(b_high, (b_sum - b_high).to(tl.float32))
-    b_high = b_last.to(tl.float32)
-    return b_gam, b_lam, exp2_of_words(b_high, (b_last - b_high).to(tl.float32))
+    return exp2_of(b_sum), exp2_of(b_last[None, :] - b_sum), exp2_of(b_last)
 
 
 @triton.jit
 def lies_between(t, i, level):
-    """Returns whether token t decays token i on its way to the cut of i's block, of two halves of 2^level.
-
-    It takes few operations where a thread has many t and few i; `are_decayed` does where it has many i.
-    """
+    """Returns whether token t decays token i on its way to the cut of i's block, of two halves of 2^level."""
     start = (i >> level) << level
     right = (i >> level) % 2 == 1
     first = tl.where(right, start, i + 1)
@@ -90,41 +89,29 @@ def lies_between(t, i, level):
 
 
 @triton.jit
-def are_decayed(i, t, level):
-    """Returns `lies_between(t, i, level)`, in few operations where a thread has many i and few t."""
-    start = (t >> level) << level
-    right = (t >> level) % 2 == 1
-    first = tl.where(right, t, start)
-    end = tl.where(right, start + (1 << level), t)
-    return (i >= first) & (i < end)
-
-
-@triton.jit
-def lie_apart(i, j, level):
-    """Returns whether a cut of blocks of two halves of 2^level tokens lies between j and a later i."""
-    return (i >> level == (j >> level) + 1) & ((i >> level) % 2 == 1)
-
-
-@triton.jit
 def add_sums(acc, chosen, x, dtype: tl.constexpr, DOT: tl.constexpr):
-    """Returns acc + chosen x, for booleans [C, C] and float32 x; in 16 bits x has two words, 2^-16 of it."""
+    """Returns acc + chosen x, for booleans [.., C, C] and float32 x; in 16 bits of two words, 2^-16 of x."""
+    if len(x.shape) == 3:
+        chosen = tl.broadcast_to(chosen, [x.shape[0], x.shape[1], x.shape[1]])
     if dtype == tl.float32:
         return accumulate(acc, chosen.to(tl.float32), x, DOT)
     else:
-        b_high = round_to(x, tl.bfloat16, DOT)
-        b_low = round_to(x - b_high.to(tl.float32), tl.bfloat16, DOT)
+        b_high = (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        b_low = round_to(x - b_high, tl.bfloat16, DOT)
+        b_high = b_high.to(tl.bfloat16)
         b_ones = tl.where(chosen, 1.0, 0.0).to(tl.bfloat16)
         return accumulate(accumulate(acc, b_ones, b_high, DOT), b_ones, b_low, DOT)
 
 
 @triton.jit
-def find_cut_factors(b_g, o_c, level, dtype: tl.constexpr, DOT: tl.constexpr):
-    """Returns f [C, BK] for the cuts of a level."""
-    # so g is stored as an operand in every turn, not before the loop: the compiler does not know that 0 is
-    # added, and puts a fence between each store and the products behind it
-    b_g += level * 0.0
+def find_cut_factors(b_g, o_i, o_j, level, dtype: tl.constexpr, DOT: tl.constexpr):
+    """Returns f [.., C, BK] for the cuts of a level. g times log2(e)."""
+    if len(b_g.shape) == 2:
+        # so g is stored as an operand in every turn, not before the loop: the compiler does not know that 0
+        # is added, and puts a fence between each store and the products behind it
+        b_g += level * 0.0
     b_sum = tl.zeros(b_g.shape, tl.float32)
-    return tl.exp(add_sums(b_sum, are_decayed(o_c[:, None], o_c[None, :], level), b_g, dtype, DOT))
+    return tl.exp2(add_sums(b_sum, lies_between(o_j, o_i, level), b_g, dtype, DOT))
 
 
 @triton.jit
@@ -141,6 +128,30 @@ def find_norms(q, k, p_q, m_t, o_c, H: tl.constexpr, K: tl.constexpr, BK: tl.con
         b_qq += tl.sum(b_q * b_q, axis=1)
         b_kk += tl.sum(b_k * b_k, axis=1)
     return tl.rsqrt(b_qq + 1e-6), tl.rsqrt(b_kk + 1e-6)
+
+
+@triton.jit
+def add_cuts(b_kk, b_P, b_q, b_k, b_g, o_i, o_j, first, last, dtype: tl.constexpr, DOT: tl.constexpr):
+    """Adds kk and P of the levels from `first` to before `last`, and what pairs i < j would have.
+
+    Tiles are those of a chunk or of its blocks of 16; o_i and o_j number rows and columns. g times log2(e).
+    """
+    for level in range(first, last):
+        b_f = find_cut_factors(b_g, o_i, o_j, level, dtype, DOT)
+        b_kf = round_to(b_k * b_f, dtype, DOT)
+        b_fk = tl.trans(b_kf) if len(b_k.shape) == 2 else tl.permute(b_kf, (0, 2, 1))
+        apart = (o_i >> level) ^ (o_j >> level) == 1
+        b_kk += tl.where(apart, multiply(b_kf, b_fk, DOT), 0.0)
+        b_P += tl.where(apart, multiply(round_to(b_q * b_f, dtype, DOT), b_fk, DOT), 0.0)
+    return b_kk, b_P
+
+
+@triton.jit
+def spread_blocks(x, C: tl.constexpr):
+    """Returns [C, C] with the blocks x [C / 16, 16, 16] on its diagonal, 0 elsewhere."""
+    i_row = tl.arange(0, C // 16)[:, None, None, None]
+    i_column = tl.arange(0, C // 16)[None, None, :, None]
+    return tl.reshape(tl.where(i_row == i_column, x[:, :, None, :], 0.0), [C, C])
 
 
 @triton.jit(do_not_specialize=["tokens", "NT"])
@@ -169,38 +180,46 @@ def prepare_kernel(
     if L2NORM:
         b_rq, b_rk = find_norms(q, k, p_q, m_t, o_c, H, K, BK)
 
-    b_kk = tl.zeros([C, C], tl.float32)
-    b_P = tl.zeros([C, C], tl.float32)
+    b_kk, b_P = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    b_kk_16 = tl.zeros([C // 16, 16, 16], tl.float32)
+    b_P_16 = b_kk_16
+    rate = None if A_log is None else load_rate(A_log, lower_bound, i_h)
+    o_i = tl.arange(0, 16)[None, :, None]
+    o_j = tl.arange(0, 16)[None, None, :]
     for i_k in range(0, (K + BK - 1) // BK):
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < K
         m = m_t[:, None] & m_k[None, :]
         p = p_q + o_c[:, None] * (H * K) + o_k[None, :]
-        b_q = tl.load(q + p, mask=m, other=0.0).to(tl.float32) * (scale * b_rq)[:, None]
-        b_k = tl.load(k + p, mask=m, other=0.0).to(tl.float32) * b_rk[:, None]
+        b_q = tl.load(q + p, mask=m, other=0.0)
+        b_k = tl.load(k + p, mask=m, other=0.0)
         p_g = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
-        b_g, _ = load_decays(g, A_log, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, i_h)
-        b_gam, b_lam, b_last = find_factors(b_g, o_c, C)
+        b_g, _ = load_decays(g, rate, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, m_k[None, :])
+        b_q = b_q.to(tl.float32) * (scale * b_rq)[:, None]
+        b_k = b_k.to(tl.float32) * b_rk[:, None]
+        b_gam, b_lam, b_last = find_factors(b_g, o_c, C, dtype)
         tl.store(qg + p_g, round_to(b_q * b_gam, dtype, DOT), mask=m)
         tl.store(kg + p_g, round_to(b_k * b_gam * b_beta[:, None], dtype, DOT), mask=m)
         tl.store(kl + p_g, round_to(b_k * b_lam, dtype, DOT), mask=m)
         tl.store(last + tile * K + o_k, b_last, mask=m_k)
-        b_P += tl.where(o_c[:, None] == o_c[None, :], tl.sum(b_q * b_k, axis=1)[:, None], 0.0)
-        # a loop, since of its turns side by side all masks would be held at once
-        for level in range(0, 6 if C == 64 else 5 if C == 32 else 4):
-            b_f = find_cut_factors(b_g, o_c, level, dtype, DOT)
-            b_kf = round_to(b_k * b_f, dtype, DOT)
-            b_qf = round_to(b_q * b_f, dtype, DOT)
-            apart = lie_apart(o_c[:, None], o_c[None, :], level)
-            b_kk += tl.where(apart, multiply(b_kf, tl.trans(b_kf), DOT), 0.0)
-            b_P += tl.where(apart, multiply(b_qf, tl.trans(b_kf), DOT), 0.0)
+        b_g *= LOG2E
+        b_qs = tl.reshape(b_q, [C // 16, 16, BK])
+        b_ks = tl.reshape(b_k, [C // 16, 16, BK])
+        b_gs = tl.reshape(b_g, [C // 16, 16, BK])
+        b_P_16 += tl.where(o_i == o_j, tl.sum(b_qs * b_ks, axis=2)[:, :, None], 0.0)
+        b_kk_16, b_P_16 = add_cuts(b_kk_16, b_P_16, b_qs, b_ks, b_gs, o_i, o_j, 0, 4, dtype, DOT)
+        b_kk, b_P = add_cuts(
+            b_kk, b_P, b_q, b_k, b_g, o_c[:, None], o_c[None, :], 4, C // 32 + 4, dtype, DOT
+        )  # fmt: skip
 
+    b_kk = tl.where(o_c[:, None] > o_c[None, :], b_kk + spread_blocks(b_kk_16, C), 0.0)
+    b_P = tl.where(o_c[:, None] >= o_c[None, :], b_P + spread_blocks(b_P_16, C), 0.0)
     o_cc = o_c[:, None] * C + o_c[None, :]
     tl.store(P + tile * (C * C) + o_cc, round_to(b_P, dtype, DOT))
     b_L = b_kk * b_beta[:, None]
     p_rows = rows + tile * (ROWS * C) + o_c
     for row in tl.static_range(ROWS - 2):
-        tl.store(p_rows + row * C, tl.full([C], 1.0, tl.float32))
+        tl.store(p_rows + row * C, b_rq if row == 2 else b_rk if row == 3 else tl.full([C], 1.0, tl.float32))
     tl.store(p_rows + 7 * C, b_beta)
     tl.store(p_rows + 8 * C, tl.sum(tl.abs(b_L), axis=1))
     tl.store(T + tile * (C * C) + o_cc, round_to(invert_unit_lower(b_L, C, dtype, DOT), dtype, DOT))
