@@ -60,8 +60,7 @@ ITSELF = ("packed_empty", "gates_wide")
 # operation of a layer one case. Those about NKI's cells, 10 s each, are slow.
 BOTH_WIDTHS = {"seam_65", "reflect", "gva_2", "packed_empty", "reset_packed"}
 HALF = {"one_fresh", "forget", "gva_2", "packed_empty", "norm_zero_large", "norm_huge_weak", "scale_up",
-        "conv_ragged", "norm_head", "sum_odd", "loss_ragged", "kimi_gva", "kimi_reset_packed", "kimi_gates",
-        "decode_kimi_odd"}  # fmt: skip
+        "conv_ragged", "norm_head", "sum_odd", "loss_ragged", "kimi_gva", "decode_kimi_odd"}  # fmt: skip
 CELLS = ("conv_cells", "conv_packed_cells")
 # Compiled, a small case is judged in every dtype, one of K > 128 in 16 bits, any other by turns.
 WIDE = ("k192", "k256", "packed_wide")
