@@ -61,8 +61,8 @@ def gated_delta_layer(
     """
     HV, V = gate.shape[2:]
     tensors = (x, weight, a, b, gate, gain, A_log, dt_bias, prefix, initial_state)
-    options = ["packed"] * (position is not None)
-    name, save = OPERATOR.choose(tensors, _sizes(x, weight, HV, K, V), backend, *options)
+    sizes, options = _sizes(x, weight, HV, K, V), _options(position is not None)
+    name, save = OPERATOR.choose(tensors, sizes, backend, *options)
     with torch.autocast(x.device.type, enabled=False):
         g, beta = make_gates(a, b, A_log, dt_bias, beta_max)
     call = Layer(
@@ -82,13 +82,17 @@ def find_layer_backend(
     """
     if x.numel() == 0:
         return None
-    of_call = _sizes(x, weight, HV, K, V), backend, *["packed"] * packed
-    return OPERATOR.choose((x, weight), *of_call, required=False)[0]
+    sizes = _sizes(x, weight, HV, K, V)
+    return OPERATOR.choose((x, weight), sizes, backend, *_options(packed), required=False)[0]
 
 
 def _sizes(x: Tensor, weight: Tensor, HV: int, K: int, V: int) -> dict[str, int]:
     W = weight.shape[1]
     return {"T": x.shape[1], "H": key_heads(x, HV, V, K), "HV": HV, "K": K, "V": V, "W": W}
+
+
+def _options(packed: bool) -> tuple[str, ...]:
+    return ("packed",) if packed else ()
 
 
 def _outputs_like(call: Layer) -> tuple[Tensor, Tensor | None]:

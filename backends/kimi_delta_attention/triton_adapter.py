@@ -68,7 +68,10 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     products.append(rows.new_empty(chunks.count, HV, row.C))
     combined = HV != H or call.l2norm
     dq, dk = (q.new_empty((B, length, HV, K), dtype=torch.float32 if combined else q.dtype) for _ in range(2))
-    dgates = None if A_log is None else torch.zeros(chunks.count, HV, K + 1, device=q.device)
+    dgates = None
+    if A_log is not None:  # only packed sequences leave slots unused, which no program fills
+        make = torch.zeros if chunks.packed else torch.empty
+        dgates = make((chunks.count, HV, K + 1), dtype=torch.float32, device=q.device)
     bwd.gradients(
         q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, products=products, dq=dq, dk=dk,
         dv=dv, dg=dg, dbeta=dbeta, dgates=dgates, scale=call.scale, beta_max=call.beta_max,
