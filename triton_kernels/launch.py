@@ -197,7 +197,7 @@ class Tile:
 class Config:
     """The launches of the kernels over a sequence: C tokens in a chunk, `dot` for tiles.product.
 
-    processors of the GPU; refine is launched in 16 bits only, products by Kimi Delta Attention.
+    major and processors of the GPU; refine is launched in 16 bits only, products by Kimi Delta Attention.
     """
 
     C: int
@@ -209,6 +209,7 @@ class Config:
     refine: Tile
     products: Tile
     processors: int
+    major: int
 
 
 def power_of_two(size: int, least: int = 16) -> int:
@@ -338,5 +339,5 @@ def config(
     )
     kernels = ("prepare", "scan", "reverse", "gradients", "refine", "products")
     tiles = (tile(rule + kernel, V, K, itemsize=itemsize, few=few, major=card.major) for kernel in kernels)
-    row = Config(C, arithmetic(dot), *tiles, processors=card.processors)
+    row = Config(C, arithmetic(dot), *tiles, processors=card.processors, major=card.major)
     return row if _change is None else _change(row)

@@ -54,6 +54,11 @@ from delta_trn.triton_kernels.tiles import (
 )
 from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, Variant, layouts, of_tile, rows_of
 
+try:  # Gluon is younger than Triton
+    from delta_trn.triton_kernels.kimi_delta_attention import prepare_hopper
+except ImportError:
+    prepare_hopper = None
+
 TYPES = {
     "*x": "q k T P qg kg kl",
     "*fp32": "g beta A_log dt_bias last rows",
@@ -230,17 +235,28 @@ def prepare(
     q, k, g, beta, A_log, dt_bias, *, T, P, qg, kg, kl, last, rows, scale, l2norm, beta_max, lower_bound,
     chunks: Chunks, config: Config,
 ):  # fmt: skip
-    """Launches `prepare_kernel`: fills what stands behind the star, up to rows.
+    """Launches `prepare_kernel`, or that of prepare_hopper: fills what stands behind the star, up to rows.
 
     A_log None: g is given as it is. beta_max 0: beta is given as it is. lower_bound None: softplus.
     """
     H, K, HV = q.shape[2], q.shape[3], g.shape[2]
-    prepare_kernel[(chunks.count * HV,)](
+    arguments = (
         q, k, g, beta, A_log, dt_bias, T, P, qg, kg, kl, last, rows, chunks.start, chunks.length, scale,
         beta_max or None, lower_bound, chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, BK=config.prepare.columns, C=chunks.size, L2NORM=l2norm,
-        DOT=config.dot, **config.prepare.options(),
     )  # fmt: skip
+    sizes = {"H": H, "HV": HV, "K": K, "C": chunks.size} | config.prepare.options()
+    if is_for_hopper(config) and l2norm and prepare_hopper.takes(q, g, A_log, lower_bound):
+        slices = prepare_hopper.slices(K)
+        prepare_hopper.prepare_kernel[(chunks.count * HV,)](*arguments, SLICES=slices, **sizes)
+        return
+    prepare_kernel[(chunks.count * HV,)](
+        *arguments, BK=config.prepare.columns, L2NORM=l2norm, DOT=config.dot, **sizes
+    )
+
+
+def is_for_hopper(config: Config) -> bool:
+    """Returns whether prepare_hopper is there and its kernel runs on the GPU."""
+    return prepare_hopper is not None and config.major == 9 and config.dot != "interpreted"
 
 
 def gates_of(quick: bool):
@@ -262,6 +278,9 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         for form, arguments in gates_of(quick).items():
             values = sizes | tables | arguments
             yield Variant("kimi_prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, values)
+            if form == "gates with a bound" and row.major == 9 and itemsize == 2 and K <= 128:
+                function, slices = prepare_hopper.prepare_kernel, {"SLICES": prepare_hopper.slices(K)}
+                yield Variant("kimi_prepare_hopper", layout, function, TYPES, row.prepare, values | slices)
         states = ("initial_state", "final_state") if layout == "dense" else ()
         uses = {"": ("transition", *states), " segments": ("initial_state", "o", "S", "U")}
         for use, absent in uses.items():
