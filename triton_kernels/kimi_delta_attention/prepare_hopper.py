@@ -15,7 +15,6 @@ channels. q, k and g are copied to shared memory at once, before anything waits 
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # (Gluon adds the launch arguments and gives its own functions their types at compile time)
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -46,10 +45,13 @@ exp, load_rate, locate_chunk, sigmoid = (
 
 
 def takes(q, g, A_log, lower_bound) -> bool:
-    """Returns whether this kernel prepares a call with normalized q and k; others may overflow as factors."""
+    """Returns whether this kernel prepares a call in 16 bits, which are bfloat16's, with normalized q and k.
+
+    Others may overflow as factors.
+    """
     bounded = A_log is not None and lower_bound is not None and lower_bound >= SAFE
     sizes = q.shape[3] <= 128 and q.shape[3] % 8 == 0 and g.element_size() in (2, 4)
-    return q.dtype == torch.bfloat16 and bounded and sizes
+    return q.element_size() == 2 and bounded and sizes
 
 
 def slices(K: int) -> int:
