@@ -34,6 +34,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from delta_trn.triton_kernels import (
     cross_entropy,
@@ -152,7 +153,8 @@ def source(dtype: str, variant: Variant) -> ASTSource:
     whole = {name for name, t in signature.items() if t == "i32"} & set(variant.multiples)
     multiples = [name for name, t in signature.items() if t[0] == "*" or name in whole]
     aligned = {places[name]: [["tt.divisibility", 16]] for name in multiples}
-    return ASTSource(variant.function, signature, constants, aligned)
+    form = GluonASTSource if variant.function.is_gluon() else ASTSource
+    return form(variant.function, signature, constants, aligned)
 
 
 def compile_variant(K: int, V: int, dtype: str, variant: Variant, architecture: int = 90) -> Row:

@@ -1,4 +1,4 @@
-"""`prepare` of the gated delta rule for Hopper, in Gluon: T, P and the rows of gated_delta_rule_fwd, in half the time.
+"""Gated delta rule, T, P and the rows of gated_delta_rule_fwd, for Hopper and in Gluon: in half the time.
 
 What it computes, and where it stores it, is as there, in 16 bits and chunks of 64. It differs in how:
 
@@ -26,9 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from delta_trn.triton_kernels import tiles
-from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.hopper_tiles import (
-    ACC16,
     ACC32,
     ACC64,
     COLUMN,
@@ -41,7 +39,7 @@ from delta_trn.triton_kernels.hopper_tiles import (
     number_of_warp,
     sum_diagonal,
 )
-from delta_trn.triton_kernels.launch import Tile, power_of_two, row_stride
+from delta_trn.triton_kernels.launch import Config, row_stride
 from delta_trn.triton_kernels.tiles import LOG2E, RESET, ROWS
 
 exp2_of_words, locate_chunk, scale_by_exp, sigmoid, softplus = (
@@ -69,7 +67,9 @@ def _load_value(s_x, place: gl.constexpr):
 
 
 @gluon.jit
-def _find_decays(b_b, b_low, s_rows, s_within, i_w, head: gl.constexpr, LINE: gl.constexpr, part: gl.constexpr):
+def _find_decays(
+    b_b, b_low, s_rows, s_within, i_w, head: gl.constexpr, LINE: gl.constexpr, part: gl.constexpr
+):
     """Returns the factors of rows and columns of the part-th 16 columns: 0 in rows not below its block."""
     END: gl.constexpr = head + 16 * part + 15
     b_b = (b_b - _load_value(s_rows, END)) + (b_low - _load_value(s_rows, LINE + END))
@@ -153,7 +153,10 @@ def prepare_kernel(
         b_rq = gl.rsqrt(sum_diagonal(own, b_below) + 1e-6)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_cc = gl.arange(0, C, gl.SliceLayout(1, OUT))[:, None] * C + gl.arange(0, C, gl.SliceLayout(0, OUT))[None, :]
+    o_cc = (
+        gl.arange(0, C, gl.SliceLayout(1, OUT))[:, None] * C
+        + gl.arange(0, C, gl.SliceLayout(0, OUT))[None, :]
+    )
     s_out = gl.allocate_shared_memory(dtype, [C, C], SQUARE)
     for i in gl.static_range(TOGETHER):
         b_KK = _multiply_transposed(s_k, s_k)
@@ -206,7 +209,26 @@ def prepare_kernel(
     p_rows = rows + (i_c * HV + i_h) * (ROWS * C)
     o_r = gl.arange(0, 8 * LINE, gl.BlockedLayout([4], [32], [4], [0]))
     o_h = o_r // C % HEADS
-    gl.store(p_rows + (o_h * ROWS + o_r // LINE) * C + o_r % C, s_rows.load(o_r.type.layout), mask=o_h < TOGETHER)
+    gl.store(
+        p_rows + (o_h * ROWS + o_r // LINE) * C + o_r % C, s_rows.load(o_r.type.layout), mask=o_h < TOGETHER
+    )
     o_r = gl.arange(0, LINE, gl.BlockedLayout([1], [32], [4], [0]))
     o_h = o_r // C
     gl.store(p_rows + (o_h * ROWS + 8) * C + o_r % C, s_sums.load(o_r.type.layout), mask=o_h < TOGETHER)
+
+
+def heads_together(H: int, HV: int) -> int:
+    """Returns how many of the value heads of a key head a program makes: two, or one of an odd number."""
+    return 1 if HV // H % 2 else 2
+
+
+def takes(q, k, q_scaled, config: Config) -> bool:
+    """Returns whether the kernel takes a call: compiled, and of q and k that lie in pieces of 16 bytes."""
+    in_pieces = q.shape[3] % 8 == 0 and all(x.data_ptr() % 16 == row_stride(x) % 8 == 0 for x in (q, k))
+    return (
+        config.prepare.gluon
+        and config.C == 64
+        and config.dot != "interpreted"
+        and q_scaled is None
+        and in_pieces
+    )

@@ -12,7 +12,11 @@ These are functions of Gluon, which compiles for NVIDIA's compute capability 9 a
 # (Gluon's decorator gives its own functions their types at compile time)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 ACC16, ACC32, ACC64 = (
     gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])) for columns in (16, 32, 64)
@@ -30,7 +34,9 @@ def halves(x, ACC: gl.constexpr):
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1] // 2
     left, right = gl.permute(gl.reshape(x, [M, 2, N]), [0, 2, 1]).split()
-    return gl.convert_layout(left, ACC, assert_trivial=True), gl.convert_layout(right, ACC, assert_trivial=True)
+    return gl.convert_layout(left, ACC, assert_trivial=True), gl.convert_layout(
+        right, ACC, assert_trivial=True
+    )
 
 
 @gluon.jit
@@ -88,7 +94,7 @@ def split_words(x, dtype: gl.constexpr):
 
 @gluon.jit
 def store_words(x, dtype: gl.constexpr):
-    """Splits x and stores both words in shared memory, as right operands. Returns words, and where they lie."""
+    """Splits x into words, which are returned, and stores them in shared memory, as right operands."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([x.shape[0], x.shape[1]], dtype)
     high, low = split_words(x, dtype)
     s_high = gl.allocate_shared_memory(dtype, [x.shape[0], x.shape[1]], SHARED, high)
@@ -146,7 +152,9 @@ def invert_blocks(M):
         t10e += m * te
         t10o += m * to
         if j < 7:
-            m = _from_lane(gl.convert_layout(m00o if j % 2 else m00e, LANE, assert_trivial=True), first + j // 2)
+            m = _from_lane(
+                gl.convert_layout(m00o if j % 2 else m00e, LANE, assert_trivial=True), first + j // 2
+            )
             t00e += m * te
             t00o += m * to
     for j in gl.static_range(7):  # rows of the lower two
@@ -164,11 +172,11 @@ def invert_blocks(M):
 
 @gluon.jit
 def invert(own, M0, M1, M2, i_w, dtype: gl.constexpr):
-    """Returns T = (I - M)^-1 [64, 64] for strictly lower M, cut as `cut` cuts; parts right of `own` are not read.
+    """Returns T = (I - M)^-1 [64, 64] of a strictly lower M that is cut as by `cut`.
 
-    By halves. With T_a and T_b the inverses of two blocks that lie next to each other on the diagonal, that of
-    both has T_b M_ba T_a below: first for blocks of 16, in warps 1 and 3, then for those of 32. Other warps
-    compute what nobody reads.
+    By halves. With T_a and T_b the inverses of two blocks next to each other on the diagonal, that of both
+    has T_b M_ba T_a below: first for blocks of 16, in warps 1 and 3, then for those of 32. What other warps
+    compute, nobody reads.
     """
     b_T = invert_blocks(own)
     t_high, t_low, s_high, s_low = store_words(b_T, dtype)

@@ -52,6 +52,7 @@ class Row:
     rows                        least rows of the tile; all that it has where elements is 1
     registers                   most per thread; None: as many as the compiler takes
     upright                     the scans' tiles stand as in the equations, not transposed
+    gluon                       the kernel is the one in Gluon where it takes the call
     """
 
     kernels: str
@@ -67,6 +68,7 @@ class Row:
     few: int = 0
     registers: int | None = None
     upright: bool = False
+    gluon: bool = False
     majors: tuple[int, ...] = ()
 
 
@@ -78,6 +80,8 @@ class Row:
 TABLE = (
     #    kernels           itemsize height width  warps stages  columns
     #                               (K)    (V)
+    # four programs fit an SM
+    Row("prepare",                2,  256,  ANY,     4,     1,  registers=128, gluon=True, majors=(9,)),
     # products of warps, tiles in 99 KB, and no row below
     Row("prepare",                2,  128,  ANY,     4,     1,  majors=WARPS),
     Row("prepare",                2,  ANY,  ANY,     8,     1,  majors=WARPS),
@@ -89,9 +93,7 @@ TABLE = (
     Row("refine",                 2,  ANY,  ANY,     4,     1,  (16, 64), majors=WARPS),
     # tiles of 64 columns and more fill 576 of 512 columns of tensor memory
     Row("scan",                   2,  ANY,  ANY,     4,     2,  (16, 32), upright=True, majors=(10,)),
-    # four programs fit an SM, for a stack of 110 bytes per thread; at K = 256 it would be 320, so three
-    Row("prepare",                2,  128,  ANY,     4,     1,  registers=128),
-    Row("prepare",                2,  ANY,  ANY,     4,     1,  registers=168),
+    Row("prepare",                2,  ANY,  ANY,     4,     1),
     Row("prepare",                4,  128,  ANY,     4,     1),
     Row("prepare",                4,  ANY,  ANY,     8,     1),
     # one long sequence: the fewest columns, since most processors have a program only then
@@ -179,6 +181,7 @@ class Tile:
     rows        along the axis before: K, D, tokens, or rows of a norm; 0 where the kernel does not cut it
     registers   most per thread; None: as many as the compiler takes
     upright     the scans' tiles stand as in the equations, not transposed
+    gluon       the kernel is the one in Gluon where it takes the call
     """
 
     columns: int
@@ -187,6 +190,7 @@ class Tile:
     rows: int = 0
     registers: int | None = None
     upright: bool = False
+    gluon: bool = False
 
     def options(self) -> dict[str, int | None]:
         """Returns what Triton is told of the launch."""
@@ -238,7 +242,7 @@ def tile(
     """Returns the launch of `kernel` on data whose last axis has length `width` and the one before `height`.
 
     >>> tile("step", 128)
-    Tile(columns=32, warps=4, stages=1, rows=0, registers=None, upright=False)
+    Tile(columns=32, warps=4, stages=1, rows=0, registers=None, upright=False, gluon=False)
     """
     row = next(
         row
@@ -256,7 +260,7 @@ def tile(
     if row.elements:
         rows = row.elements // columns
         rows = max(row.rows, rows if height is None else min(rows, power_of_two(height)))
-    return Tile(columns, row.warps, row.stages, rows, row.registers, row.upright)
+    return Tile(columns, row.warps, row.stages, rows, row.registers, row.upright, row.gluon)
 
 
 def arithmetic(dot: str = "ieee") -> str:

@@ -99,9 +99,7 @@ for name, variant in first.items():
 def test_products_that_read_before_a_fence_are_found_where_fences_are_taken_out(tmp_path):
     result = compiler("-c", UNFENCED, cache=tmp_path / "cache")
     assert result.stdout.splitlines() == [
-        f"{kernel} {K} {copies} True 0 True"
-        for K in (64, 256)
-        for kernel, copies in (("prepare", False), ("scan", True), ("reverse_scan", True))
+        f"{kernel} {K} True True 0 True" for K in (64, 256) for kernel in ("prepare", "scan", "reverse_scan")
     ], result.stderr
 
 

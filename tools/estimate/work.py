@@ -22,6 +22,7 @@ from delta_trn.triton_kernels import (
     segments,
 )
 from delta_trn.triton_kernels.chunks import Chunks
+from delta_trn.triton_kernels.gated_delta_rule_prepare import heads_together
 from delta_trn.triton_kernels.launch import adds_pairs, config, power_of_two, tile
 from delta_trn.triton_kernels.variants import Variant, by_heads, of_pair, rows_of
 from tools.estimate import machine
@@ -161,8 +162,9 @@ class _Calls:
         return Work(programs, load_bytes, (self.span,), mask=self.mask * full, serial=True)
 
     def prepare(self) -> Launch:
-        variant = self._variant(gated_delta_rule_fwd, "dense, gates made", "prepare")
-        work = Work(self.chunks * self.shape.HV, 2 * self.keys + 2 * self.factor, mask=self.mask)
+        together = heads_together(self.shape.H, self.shape.HV)
+        variant = self._variant(gated_delta_rule_fwd, "dense, gates made", "prepare", TOGETHER=together)
+        work = Work(self.chunks * self.shape.HV // together, 2 * self.keys + 2 * self.factor, mask=self.mask)
         return Launch("prepare", False, variant, work)
 
     def scan(self, name: str, options: str, *, writes: int, backward: bool = False) -> Launch:
