@@ -329,10 +329,15 @@ def gradients_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def sum_heads_kernel(
-    dy, dx, tokens, QR: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    x, dy, dx, tokens, QR: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Sums float32 dy [tokens, HV, K] over a key head's value heads into dx [tokens, H, K]."""
+    """Sums float32 dy [tokens, HV, K] over a key head's value heads into dx [tokens, H, K].
+
+    With x [tokens, H, K], dy are gradients of y = r x with r = 1 / sqrt(<x, x> + 1e-6), and dx that of x:
+
+        dx = r (sum dy - y <y, sum dy>)
+    """
     pid = tl.program_id(0).to(tl.int64)
     i_t, i_h = pid // H, pid % H
     o_t = i_t * BT + tl.arange(0, BT)
@@ -342,18 +347,23 @@ def sum_heads_kernel(
     for i in range(0, HV // H):
         p_dy = dy + (o_t[:, None] * HV + i_h * (HV // H) + i) * K + o_k[None, :]
         b_dx += tl.load(p_dy, mask=m, other=0.0)
+    if x is not None:
+        b_x = tl.load(x + (o_t[:, None] * H + i_h) * K + o_k[None, :], mask=m, other=0.0).to(tl.float32)
+        b_r = tl.rsqrt(tl.sum(b_x * b_x, axis=1) + 1e-6)[:, None]
+        b_x *= b_r
+        b_dx = b_r * (b_dx - b_x * tl.sum(b_x * b_dx, axis=1)[:, None])
     p_dx = dx + o_t[:, None] * QR + i_h * K + o_k[None, :]
     tl.store(p_dx, round_to(b_dx, dx.dtype.element_ty, DOT), mask=m)
 
 
 @take_turns
-def sum_heads(dy, *, dx, config: Config):
+def sum_heads(x, dy, *, dx, config: Config):
     """Launches `sum_heads_kernel`: fills dx [B, tokens, H, K] with sums of dy [B, tokens, HV, K]."""
     B, tokens, H, K = dx.shape
     launch = tile("sum_heads", K)
     sum_heads_kernel[(-(-B * tokens // launch.rows) * H,)](
-        dy, dx, B * tokens, QR=row_stride(dx), H=H, HV=dy.shape[2], K=K, KP=power_of_two(K), BT=launch.rows,
-        DOT=config.dot, num_warps=launch.warps, num_stages=launch.stages,
+        x, dy, dx, B * tokens, QR=row_stride(dx), H=H, HV=dy.shape[2], K=K, KP=power_of_two(K),
+        BT=launch.rows, DOT=config.dot, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
 
 
@@ -401,5 +411,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
                 yield variant
                 if layout == "packed" and form == "gates made":
                     yield from second_of_pair(variant, itemsize)
-    launch, types = tile("sum_heads", K), TYPES | {"*fp32": "dy", "*x": "dx"}
-    yield Variant("sum_heads", "", sum_heads_kernel, types, launch, sizes | {"BT": launch.rows})
+    launch, types = tile("sum_heads", K), TYPES | {"*fp32": "dy", "*x": "x dx"}
+    for options, absent in {"": {"x": None}, "of normalized": {}}.items():
+        values = sizes | absent | {"BT": launch.rows}
+        yield Variant("sum_heads", options, sum_heads_kernel, types, launch, values)

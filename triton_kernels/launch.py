@@ -142,7 +142,7 @@ TABLE = (
     Row("products kimi_products", 4,  ANY,  ANY,     4,     1,  (16, 16)),
     Row("kimi_scan kimi_reverse", 4,  128,  ANY,     4,     1,  (16, 16), upright=True),
     Row("kimi_scan kimi_reverse", 4,  ANY,  ANY,     8,     1,  (16, 16), upright=True),
-    Row("kimi_combine sum_heads", ANY,  ANY,  ANY,     4,     1,  (16, 256), elements=2048, rows=8),
+    Row("sum_heads",            ANY,  ANY,  ANY,     4,     1,  (16, 256), elements=2048, rows=8),
 
     #                               (D)    (DV): 32 elements per thread
     Row("delta_residual",       ANY,  ANY,  ANY,     4,     1,  (1, ANY), elements=4096),

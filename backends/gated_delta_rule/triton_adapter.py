@@ -156,7 +156,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     )  # fmt: skip
     for x, parts in zip((dq, dk), of_heads, strict=True):
         if parts is not x:
-            gated_delta_rule_bwd.sum_heads(parts, dx=x, config=row)
+            gated_delta_rule_bwd.sum_heads(None, parts, dx=x, config=row)
     dA_log, ddt_bias = (None, None) if dgates is None else sum_gates(call, *dgates.unbind(2))
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
 

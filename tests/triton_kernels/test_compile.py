@@ -45,7 +45,7 @@ def test_quick_configurations_compile_within_their_bounds(tmp_path):
     scans = {"prepare", "scan", "reverse_scan", "gradients"}
     scans |= {f"kimi_{name}" for name in ("prepare", "scan", "reverse", "products", "gradients")}
     layers = {"short_convolution", "rms_norm", "cross_entropy", "sum_heads"}
-    assert kernels == scans | layers | {"step", "delta_residual", "chain", "refine", "kimi_combine"}
+    assert kernels == scans | layers | {"step", "delta_residual", "chain", "refine"}
     assert any(row["kernel"] == "step" and row["options"].endswith("channels") for row in rows)
     for row in rows:
         # four warps issue one of them; `prepare` has two up to K = 128

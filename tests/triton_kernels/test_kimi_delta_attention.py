@@ -34,7 +34,7 @@ SCAN, REVERSE, STEPS = (
 PREPARE, GRADIENTS = f"{KERNELS}fwd:prepare_kernel", f"{KERNELS}bwd:gradients_kernel"
 BETWEEN, ADDED = f"{KERNELS}fwd:lies_between", f"{KERNELS}fwd:add_cuts"
 CUTS, PRODUCTS = f"{KERNELS}bwd:differentiate_cuts", f"{KERNELS}bwd:products_kernel"
-COMBINE, GATE = f"{KERNELS}bwd:combine_kernel", f"{KERNELS}bwd:differentiate_gates"
+COMBINE, GATE = f"{RULE}bwd:sum_heads_kernel", f"{KERNELS}bwd:differentiate_gates"
 # fmt: off
 BUGS = (
     ("the first pairs have no cut", PREPARE, "o_j, 0, 4,", "o_j, 1, 4,", PLAIN),

@@ -248,7 +248,7 @@ class _Calls:
         gradients = Work(programs, given + 3 * scaled + 2 * self.P, (slices, 2, 4), (), self.mask)
         columns = self.row.scan.columns  # and the reverse scan's
         scan = self._serial(columns, self._tiles(columns), 3 * scaled + self.values + self.T + self.P)
-        rows = shape.sequences * shape.tokens // tile("kimi_combine", shape.K).rows
+        rows = shape.sequences * shape.tokens // tile("sum_heads", shape.K).rows
         combine = Work(rows * shape.H, 2 * scaled + self.keys)
         for name, backward, kernel, options, work in (
             ("prepare", False, "prepare", "dense, gates with a bound", prepare),
@@ -256,8 +256,9 @@ class _Calls:
             ("reverse scan", True, "reverse", "dense", scan),
             ("products", True, "products", "dense", multiply),
             ("gradients", True, "gradients", "dense, gates with a bound", gradients),
-            ("gradient of q", True, "combine", "", combine),
-            ("gradient of k", True, "combine", "", combine),
         ):
             yield Launch(name, backward, self._variant(modules[backward], options, f"kimi_{kernel}"), work)
+        combined = self._variant(gated_delta_rule_bwd, "of normalized", "sum_heads", QR=shape.H * shape.K)
+        for name in ("gradient of q", "gradient of k"):
+            yield Launch(name, True, combined, combine)
         yield Launch("sums of gates", True, None, Work(0, 4 * programs * (shape.K + 1)), count=4)
