@@ -41,6 +41,7 @@ from delta_trn.triton_kernels import (
     delta_residual,
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
+    gated_delta_rule_gradients,
     gated_delta_rule_refine,
     gated_delta_rule_reverse,
     gated_delta_rule_step,
@@ -65,8 +66,8 @@ OTHERS_STACK_BYTES = {"bf16": 1024, "fp16": 1024, "fp32": 1024}
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 RULE = (
-    gated_delta_rule_fwd, gated_delta_rule_reverse, gated_delta_rule_bwd, gated_delta_rule_refine, segments,
-    gated_delta_rule_step,
+    gated_delta_rule_fwd, gated_delta_rule_reverse, gated_delta_rule_bwd, gated_delta_rule_gradients,
+    gated_delta_rule_refine, segments, gated_delta_rule_step,
 )  # fmt: skip
 CHANNELS = kimi_delta_attention.fwd, kimi_delta_attention.bwd
 # modules; the two sizes of their variants; those that --quick compiles

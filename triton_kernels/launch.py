@@ -80,7 +80,7 @@ class Row:
 TABLE = (
     #    kernels           itemsize height width  warps stages  columns
     #                               (K)    (V)
-    # four programs fit an SM
+    # in Gluon, four programs fit an SM
     Row("prepare",                2,  256,  ANY,     4,     1,  registers=128, gluon=True, majors=(9,)),
     # products of warps, tiles in 99 KB, and no row below
     Row("prepare",                2,  128,  ANY,     4,     1,  majors=WARPS),
@@ -127,6 +127,8 @@ TABLE = (
     # 16 columns, the shortest side of a product: only the heads and V / 16 make programs
     Row("chain",                ANY,  128,  ANY,     4,     3,  (16, 16), elements=512),
     Row("chain",                ANY,  ANY,  ANY,     8,     3,  (16, 16), elements=512),
+    Row("hopper_gradients",       2,  128,  128,     8,     1),
+    Row("gates",                  2,  ANY,  ANY,     1,     1),
     # small models decode with a handful of heads, so only V / 32 makes programs
     Row("step",                 ANY,  ANY,  ANY,     4,     1,  (16, 32)),
 
@@ -223,16 +225,6 @@ def power_of_two(size: int, least: int = 16) -> int:
 def row_stride(x) -> int:
     """Returns the elements from a token of x [B, T, ...] to the next; of one token, those of its row."""
     return x.stride(1) if x.shape[1] > 1 else x.shape[2:].numel()
-
-
-def adds_pairs(H: int, HV: int, K: int, V: int, itemsize: int) -> bool:
-    """Returns whether the gradients kernel adds dq of two value heads that share a key, in two launches.
-
-    Else PyTorch adds them. With wider heads, or narrow ones of wide keys, or padded keys, the second launch
-    would spill more than the bounds of `compile_only` allow.
-    """
-    fits = itemsize == 2 and power_of_two(K) == K and K <= V <= 128
-    return HV == 2 * H and fits
 
 
 @lru_cache

@@ -16,6 +16,7 @@ from delta_trn.backends.gated_delta_rule.triton_time_adapter import segment_leng
 from delta_trn.triton_kernels import (
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
+    gated_delta_rule_gradients,
     gated_delta_rule_refine,
     gated_delta_rule_reverse,
     kimi_delta_attention,
@@ -23,8 +24,8 @@ from delta_trn.triton_kernels import (
 )
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.gated_delta_rule_prepare import heads_together
-from delta_trn.triton_kernels.launch import adds_pairs, config, power_of_two, tile
-from delta_trn.triton_kernels.variants import Variant, by_heads, of_pair, rows_of
+from delta_trn.triton_kernels.launch import config, power_of_two, tile
+from delta_trn.triton_kernels.variants import Variant, by_heads, rows_of
 from tools.estimate import machine
 from tools.estimate.simulate import Work
 
@@ -123,7 +124,6 @@ class _Calls:
             )
             if not shape.rule
         }
-        self.adds_pairs = adds_pairs(shape.H, shape.HV, shape.K, shape.V, ITEM)
         self.C = self.row.C
         self.per_sequence = -(-shape.tokens // self.C)
         self.chunks = shape.sequences * self.per_sequence
@@ -209,32 +209,38 @@ class _Calls:
         return Launch("refine", True, variant, Work(programs, self.factor, idle=True))
 
     def gradients(self) -> Iterator[Launch]:
-        variant = self._variant(gated_delta_rule_bwd, "dense, gates made", "gradients")
-        passes = self._tiles(self.row.gradients.columns)
+        shape, programs = self.shape, self.chunks * self.shape.HV
         load_bytes = 4 * self.values + 2 * self.states + 2 * self.keys + 6 * self.factor
+        if shape.K == shape.V == gated_delta_rule_gradients.SIZE:
+            variant = self._variant(gated_delta_rule_gradients, "dense", "hopper_gradients")
+            turns = -(-self.chunks * shape.H // machine.PROCESSORS)
+            load_bytes += 2 * self.factor
+            work = Work(machine.PROCESSORS, load_bytes, (turns, shape.HV // shape.H), serial=True)
+            yield Launch("gradients", True, variant, work)
+            variant = self._variant(gated_delta_rule_gradients, "dense, gates made", "gates")
+            yield Launch("gates", True, variant, Work(programs, 12 * self.factor))
+            return
+        variant = self._variant(gated_delta_rule_bwd, "dense, gates made", "gradients")
         if self.segments > 1:
             variant = self._give(variant, "carry")
-        loops = (3 if self.shape.K > 64 else 2) * (passes,)
-        work = Work(self.chunks * self.shape.HV, load_bytes, loops, mask=self.mask)
-        if self.adds_pairs:  # a launch for each value head of a pair; the second reads dq of the first
-            half = replace(work, programs=work.programs // 2, load_bytes=load_bytes / 2)
-            yield Launch("gradients", True, of_pair(variant, 0), half)
-            work = replace(half, load_bytes=half.load_bytes + 2 * self.keys)
-            yield Launch("gradients, second", True, of_pair(variant, 1), work)
-            return
-        if self.shape.HV > self.shape.H:  # dq and dk of value heads that share a key are summed in float32
-            variant = replace(variant, types=of_pair(variant, 0).types)
-        yield Launch("gradients", True, variant, work)
+        loops = (3 if shape.K > 64 else 2) * (self._tiles(self.row.gradients.columns),)
+        if shape.HV > shape.H:  # dq and dk of value heads that share a key are summed in float32
+            types = {
+                name: " ".join(x for x in of.split() if x not in ("dq", "dk"))
+                for name, of in variant.types.items()
+            }
+            variant = replace(variant, types=types | {"*fp32": types["*fp32"] + " dq dk"})
+        yield Launch("gradients", True, variant, Work(programs, load_bytes, loops, mask=self.mask))
 
     def sums(self) -> Iterator[Launch]:
         """What is summed: by PyTorch the gradients of A_log and dt_bias; with grouped heads, dk and dq."""
         shape = self.shape
         yield Launch("sums of gates", True, None, Work(0, 16 * self.chunks * shape.HV), count=2)
-        if shape.HV > shape.H:
+        if shape.HV > shape.H and shape.K != gated_delta_rule_gradients.SIZE:
             variant = self._variant(gated_delta_rule_bwd, "", "sum_heads")
             programs = shape.sequences * shape.tokens // variant.tile.rows * shape.H
             work = Work(programs, 2 * self.keys * shape.HV // shape.H, others=(shape.HV // shape.H,))
-            for name in ("dk",) if self.adds_pairs else ("dk", "dq"):
+            for name in ("dk", "dq"):
                 yield Launch(f"sums of {name}", True, variant, work)
 
     def of_channels(self) -> Iterator[Launch]:
