@@ -41,6 +41,7 @@ from delta_trn.triton_kernels import (
     delta_residual,
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
+    gated_delta_rule_gradients,
     gated_delta_rule_refine,
     gated_delta_rule_reverse,
     gated_delta_rule_step,
@@ -65,8 +66,8 @@ OTHERS_STACK_BYTES = {"bf16": 1024, "fp16": 1024, "fp32": 1024}
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 RULE = (
-    gated_delta_rule_fwd, gated_delta_rule_reverse, gated_delta_rule_bwd, gated_delta_rule_refine, segments,
-    gated_delta_rule_step,
+    gated_delta_rule_fwd, gated_delta_rule_reverse, gated_delta_rule_bwd, gated_delta_rule_gradients,
+    gated_delta_rule_refine, segments, gated_delta_rule_step,
 )  # fmt: skip
 CHANNELS = kimi_delta_attention.fwd, kimi_delta_attention.bwd
 # modules; the two sizes of their variants; those that --quick compiles
@@ -153,8 +154,8 @@ def source(dtype: str, variant: Variant) -> ASTSource:
     whole = {name for name, t in signature.items() if t == "i32"} & set(variant.multiples)
     multiples = [name for name, t in signature.items() if t[0] == "*" or name in whole]
     aligned = {places[name]: [["tt.divisibility", 16]] for name in multiples}
-    kind = GluonASTSource if variant.function.is_gluon() else ASTSource
-    return kind(variant.function, signature, constants, aligned)
+    form = GluonASTSource if variant.function.is_gluon() else ASTSource
+    return form(variant.function, signature, constants, aligned)
 
 
 def compile_variant(K: int, V: int, dtype: str, variant: Variant, architecture: int = 90) -> Row:

@@ -44,8 +44,6 @@ Layout, beyond that of forward:
     carry [NC, HV, TILES]     what rounding took from <dS', S> at the first chunk of a sequence that has an
                               initial state, one for each of the reverse scan's tiles of V; else 0
     dq, dk [B, tokens, HV, K] per value head
-    first_dq [B, tokens, H, K] in float32, where pairs of value heads share a key: dq of each pair's first, to
-                              which the launch for the second adds its own; dq then has H heads
     dv, dg, dbeta             as v, g, beta. QR, ..., and DQR, DKR, DVR, DGR, DBR of the gradients, are the
                               elements from a token to the next, as in gated_delta_rule_fwd
     dgates [NC, HV, 2]        a chunk's part of dA_log and of ddt_bias
@@ -74,34 +72,62 @@ from delta_trn.triton_kernels.tiles import (
     softplus,
     split_power,
 )
-from delta_trn.triton_kernels.variants import Variant, gates, layouts, rows_of, second_of_pair
+from delta_trn.triton_kernels.variants import Variant, gates, layouts, rows_of
 
 LEAST_DIVISOR = tl.constexpr(2.0**-4)
 TYPES = {
     "*x": "q k v do S U dY dS dq dk dv",
-    "*fp32": "g beta A_log dt_bias rows units writes carry first_dq dg dbeta dgates",
+    "*fp32": "g beta A_log dt_bias rows units writes carry dg dbeta dgates",
     "*i64": "chunk_start chunk_length",
     "fp32": "scale beta_max",
     "i32": "tokens NT",
 }
 
 
+@triton.jit
+def load_gates(p_g, p_beta, A_log, dt_bias, beta_max, i_h, m_t):
+    """Returns s, A_log and z, None where the call gives g or beta."""
+    b_s, rate, b_z = None, None, None
+    if A_log is not None:
+        b_s = tl.load(p_g, mask=m_t, other=0.0).to(tl.float32)
+        if dt_bias is not None:
+            b_s += tl.load(dt_bias + i_h).to(tl.float32)
+        rate = tl.load(A_log + i_h).to(tl.float32)
+    if beta_max is not None:
+        b_z = tl.load(p_beta, mask=m_t, other=0.0).to(tl.float32)
+    return b_s, rate, b_z
+
+
+@triton.jit
+def store_gates(b_dg, b_dbeta, b_s, rate, b_z, beta_max, m_t, p_dg, p_dbeta, p_dgates, DOT: tl.constexpr):
+    """Stores dg and dbeta, of a and z where the call gives those, and a chunk's part of dgates."""
+    if beta_max is not None:
+        b_e = exp(-tl.abs(b_z))  # sigmoid(z) sigmoid(-z) is e / (1 + e)^2
+        b_dbeta *= beta_max * b_e / ((1.0 + b_e) * (1.0 + b_e))
+    tl.store(p_dbeta, round_to(b_dbeta, p_dbeta.dtype.element_ty, DOT), mask=m_t)
+    if rate is not None:
+        b_minus_g = scale_by_exp(rate, softplus(b_s), b_s)
+        # a reset has no gradient; its g may be infinite
+        m_g = m_t & ~(b_minus_g >= -RESET)
+        tl.store(p_dgates, tl.sum(tl.where(m_g, -b_dg * b_minus_g, 0.0), axis=0))
+        b_dg = tl.where(m_g, -b_dg * scale_by_exp(rate, sigmoid(b_s), b_s), 0.0)
+        tl.store(p_dgates + 1, tl.sum(b_dg, axis=0))
+    tl.store(p_dg, round_to(b_dg, p_dg.dtype.element_ty, DOT), mask=m_t)
+
+
 @triton.jit(do_not_specialize=["tokens", "NT"])
 def gradients_kernel(
-    q, k, v, do, g, beta, A_log, dt_bias, rows, units, S, U, dY, dS, writes, carry, first_dq, dq, dk, dv, dg,
-    dbeta, dgates, chunk_start, chunk_length, scale, beta_max, tokens, NT,
+    q, k, v, do, g, beta, A_log, dt_bias, rows, units, S, U, dY, dS, writes, carry, dq, dk, dv, dg, dbeta,
+    dgates, chunk_start, chunk_length, scale, beta_max, tokens, NT,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, QR: tl.constexpr, KR: tl.constexpr, VR: tl.constexpr, GR: tl.constexpr, BR: tl.constexpr,
     DQR: tl.constexpr, DKR: tl.constexpr, DVR: tl.constexpr, DGR: tl.constexpr, DBR: tl.constexpr,
-    TILES: tl.constexpr, MEMBER: tl.constexpr, L2NORM: tl.constexpr, SCALED: tl.constexpr,
-    PIPELINED: tl.constexpr, DOT: tl.constexpr,
+    TILES: tl.constexpr, L2NORM: tl.constexpr, SCALED: tl.constexpr, PIPELINED: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """Computes dq, dk, dv, dg, dbeta and dgates; one program per (chunk, value head). SCALED: q and k are.
 
     PIPELINED: loads of later turns of a loop run ahead; see tiles.accumulate_in_turn.
-
-    MEMBER >= 0: one program per key head and chunk, for the value head of this place in its group; adds
-    first_dq, unless that is None, to dq.
 
     Passes over V: the C x C products, dbeta and dv; dq's state part, in the same pass where K is small; dk's
     two state parts. So at most two [C, K] accumulators live at once.
@@ -109,12 +135,8 @@ def gradients_kernel(
     NV: tl.constexpr = (V + BV - 1) // BV
     APART: tl.constexpr = KP > 64  # dq's registers, beside those of the C x C matrices, would spill
     pid = tl.program_id(0).to(tl.int64)
-    if MEMBER < 0:
-        i_c, i_h = pid // HV, pid % HV
-        i_hk = i_h // (HV // H)
-    else:
-        i_c, i_hk = pid // H, pid % H
-        i_h = i_hk * (HV // H) + MEMBER
+    i_c, i_h = pid // HV, pid % HV
+    i_hk = i_h // (HV // H)
     start, length = locate_chunk(i_c, tokens, NT, chunk_start, chunk_length, C)
     if length <= 0:
         if dgates is not None:
@@ -138,13 +160,8 @@ def gradients_kernel(
     p_g = g + start * GR + i_h + o_c * GR
     b_last = tl.load(p_rows + C - 1)
     b_last_low = tl.load(p_rows + 2 * C - 1)
-    if A_log is not None:
-        b_s = tl.load(p_g, mask=m_t, other=0.0).to(tl.float32)
-        if dt_bias is not None:
-            b_s += tl.load(dt_bias + i_h).to(tl.float32)
-        rate = tl.load(A_log + i_h).to(tl.float32)
-    if beta_max is not None:
-        b_z = tl.load(beta + start * BR + i_h + o_c * BR, mask=m_t, other=0.0).to(tl.float32)
+    p_beta = beta + start * BR + i_h + o_c * BR
+    b_s, rate, b_z = load_gates(p_g, p_beta, A_log, dt_bias, beta_max, i_h, m_t)
     b_b = tl.load(p_rows + o_c)
     b_b_low = tl.load(p_rows + C + o_c)
     b_rq = tl.load(p_rows + 2 * C + o_c)
@@ -247,15 +264,8 @@ def gradients_kernel(
         b_dq = b_rq[:, None] * (b_dq - b_q32 * tl.sum(b_q32 * b_dq, axis=1)[:, None])
     if units is not None:
         b_dq *= state_unit
-    if first_dq is not None:
-        p_first = first_dq + (start * H + i_hk) * K
-        b_dq += tl.load(p_first + o_c[:, None] * (H * K) + o_k[None, :], mask=m_ck, other=0.0)
     o_dq = o_c[:, None] * DQR + o_k[None, :]
-    tl.store(
-        dq + (start * DQR + (i_h if MEMBER < 0 else i_hk) * K) + o_dq,
-        round_to(b_dq, dq.dtype.element_ty, DOT),
-        mask=m_ck,
-    )
+    tl.store(dq + (start * DQR + i_h * K) + o_dq, round_to(b_dq, dq.dtype.element_ty, DOT), mask=m_ck)
 
     b_YS = tl.zeros([C, KP], dtype=tl.float32)  # dY S^T
     b_US = tl.zeros([C, KP], dtype=tl.float32)  # U dS'^T
@@ -302,37 +312,30 @@ def gradients_kernel(
     o_dk = o_c[:, None] * DKR + o_k[None, :]
     tl.store(dk + (start * DKR + i_h * K) + o_dk, round_to(b_dk, dk.dtype.element_ty, DOT), mask=m_ck)
 
-    if units is not None:
-        b_dbeta *= both_units
-    if beta_max is not None:
-        b_e = exp(-tl.abs(b_z))  # sigmoid(z) sigmoid(-z) is e / (1 + e)^2
-        b_dbeta *= beta_max * b_e / ((1.0 + b_e) * (1.0 + b_e))
-    p_dbeta = dbeta + start * DBR + i_h + o_c * DBR
-    tl.store(p_dbeta, round_to(b_dbeta, dbeta.dtype.element_ty, DOT), mask=m_t)
-
     # a sum of the earlier writes, not cumsum - writes: at g = -20 that difference is 1e-9 of its terms
     b_dg += tl.sum(tl.where(strict, b_writes[None, :], 0.0), axis=1)
     b_dg += tl.cumsum(b_reads, axis=0, reverse=True)
     b_dg += tl.exp2(b_last) * b_carry
     if units is not None:
+        b_dbeta *= both_units
         b_dg *= both_units
-    if A_log is not None:
-        b_minus_g = scale_by_exp(rate, softplus(b_s), b_s)
-        # a reset has no gradient; its g may be infinite
-        m_g = m_t & ~(b_minus_g >= -RESET)
-        tl.store(dgates + tile * 2, tl.sum(tl.where(m_g, -b_dg * b_minus_g, 0.0), axis=0))
-        b_dg = tl.where(m_g, -b_dg * scale_by_exp(rate, sigmoid(b_s), b_s), 0.0)
-        tl.store(dgates + tile * 2 + 1, tl.sum(b_dg, axis=0))
+    p_dbeta = dbeta + start * DBR + i_h + o_c * DBR
+    p_dgates = None if dgates is None else dgates + tile * 2
     p_dg = dg + start * DGR + i_h + o_c * DGR
-    tl.store(p_dg, round_to(b_dg, dg.dtype.element_ty, DOT), mask=m_t)
+    store_gates(b_dg, b_dbeta, b_s, rate, b_z, beta_max, m_t, p_dg, p_dbeta, p_dgates, DOT)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def sum_heads_kernel(
-    dy, dx, tokens, QR: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    x, dy, dx, tokens, QR: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     BT: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Sums float32 dy [tokens, HV, K] over a key head's value heads into dx [tokens, H, K]."""
+    """Sums float32 dy [tokens, HV, K] over a key head's value heads into dx [tokens, H, K].
+
+    With x [tokens, H, K], dy are gradients of y = r x with r = 1 / sqrt(<x, x> + 1e-6), and dx that of x:
+
+        dx = r (sum dy - y <y, sum dy>)
+    """
     pid = tl.program_id(0).to(tl.int64)
     i_t, i_h = pid // H, pid % H
     o_t = i_t * BT + tl.arange(0, BT)
@@ -342,53 +345,62 @@ def sum_heads_kernel(
     for i in range(0, HV // H):
         p_dy = dy + (o_t[:, None] * HV + i_h * (HV // H) + i) * K + o_k[None, :]
         b_dx += tl.load(p_dy, mask=m, other=0.0)
+    if x is not None:
+        b_x = tl.load(x + (o_t[:, None] * H + i_h) * K + o_k[None, :], mask=m, other=0.0).to(tl.float32)
+        b_r = tl.rsqrt(tl.sum(b_x * b_x, axis=1) + 1e-6)[:, None]
+        b_x *= b_r
+        b_dx = b_r * (b_dx - b_x * tl.sum(b_x * b_dx, axis=1)[:, None])
     p_dx = dx + o_t[:, None] * QR + i_h * K + o_k[None, :]
     tl.store(p_dx, round_to(b_dx, dx.dtype.element_ty, DOT), mask=m)
 
 
 @take_turns
-def sum_heads(dy, *, dx, config: Config):
+def sum_heads(x, dy, *, dx, config: Config):
     """Launches `sum_heads_kernel`: fills dx [B, tokens, H, K] with sums of dy [B, tokens, HV, K]."""
     B, tokens, H, K = dx.shape
     launch = tile("sum_heads", K)
     sum_heads_kernel[(-(-B * tokens // launch.rows) * H,)](
-        dy, dx, B * tokens, QR=row_stride(dx), H=H, HV=dy.shape[2], K=K, KP=power_of_two(K), BT=launch.rows,
-        DOT=config.dot, num_warps=launch.warps, num_stages=launch.stages,
+        x, dy, dx, B * tokens, QR=row_stride(dx), H=H, HV=dy.shape[2], K=K, KP=power_of_two(K),
+        BT=launch.rows, DOT=config.dot, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
 
 
 @take_turns
 def gradients(
-    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry, *, first_dq, dq, dk, dv, dg,
-    dbeta, dgates, units=None, scale, l2norm, scaled, beta_max, chunks: Chunks, config: Config,
+    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry, *, dq, dk, dv, dg, dbeta, dgates,
+    units=None, scale, l2norm, scaled, beta_max, chunks: Chunks, config: Config,
 ):  # fmt: skip
-    """Launches `gradients_kernel`, with first_dq once for each value head of a pair: fills dq, dk, dv, dg,
-    dbeta, and with A_log dgates.
-    """
+    """Launches `gradients_kernel`: fills dq, dk, dv, dg, dbeta, and with A_log dgates."""
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
     launch = config.gradients
     tiles = next((x.shape[2] for x in (writes, carry) if x is not None), 1)
-    launches = ((-1, HV, None, dq),)
-    if first_dq is not None:
-        launches = ((0, H, None, first_dq), (1, H, first_dq, dq))
-    strides = {"QR": q, "KR": k, "VR": v, "GR": g, "BR": beta, "DKR": dk, "DVR": dv, "DGR": dg, "DBR": dbeta}
-    strides = {name: row_stride(x) for name, x in strides.items()}
-    for member, heads, before, after in launches:
-        gradients_kernel[(chunks.count * heads,)](
-            q, k, v, do, g, beta, A_log, dt_bias, rows, units, S, U, dY, dS, writes, carry, before, after, dk,
-            dv, dg, dbeta, dgates, chunks.start, chunks.length, scale, beta_max or None, chunks.tokens,
-            chunks.per_sequence, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=launch.columns, C=chunks.size,
-            **strides, DQR=row_stride(after), TILES=tiles, MEMBER=member, L2NORM=l2norm, SCALED=scaled,
-            PIPELINED=launch.stages > 1, DOT=config.dot, num_warps=launch.warps, num_stages=launch.stages,
-        )  # fmt: skip
+    strides = {
+        "QR": q,
+        "KR": k,
+        "VR": v,
+        "GR": g,
+        "BR": beta,
+        "DQR": dq,
+        "DKR": dk,
+        "DVR": dv,
+        "DGR": dg,
+        "DBR": dbeta,
+    }
+    gradients_kernel[(chunks.count * HV,)](
+        q, k, v, do, g, beta, A_log, dt_bias, rows, units, S, U, dY, dS, writes, carry, dq, dk, dv, dg, dbeta,
+        dgates, chunks.start, chunks.length, scale, beta_max or None, chunks.tokens, chunks.per_sequence, H=H,
+        HV=HV, K=K, KP=power_of_two(K), V=V, BV=launch.columns, C=chunks.size,
+        **{name: row_stride(x) for name, x in strides.items()}, TILES=tiles, L2NORM=l2norm, SCALED=scaled,
+        PIPELINED=launch.stages > 1, DOT=config.dot, **launch.options(),
+    )  # fmt: skip
 
 
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row = config(K, V, itemsize=itemsize)
     sizes = {"K": K, "KP": power_of_two(K), "V": V, "C": row.C, "TILES": 2, "L2NORM": True}
-    sizes |= rows_of(2, 4, K, V) | {"DOT": row.dot, "MEMBER": -1, "first_dq": None, "units": None}
+    sizes |= rows_of(2, 4, K, V) | {"DOT": row.dot, "units": None}
     sizes["PIPELINED"] = row.gradients.stages > 1
     sizes |= {"BV": row.gradients.columns} | ({} if itemsize == 4 else {"writes": None})
     for layout, tables in layouts(quick).items():
@@ -397,9 +409,8 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
             for scaled in (False,) if itemsize == 4 or quick else (False, True):
                 constants = values | arguments | {"SCALED": scaled}
                 options = f"{layout}, {form}" + ", scaled" * scaled
-                variant = Variant("gradients", options, gradients_kernel, TYPES, row.gradients, constants)
-                yield variant
-                if layout == "packed" and form == "gates made":
-                    yield from second_of_pair(variant, itemsize)
-    launch, types = tile("sum_heads", K), TYPES | {"*fp32": "dy", "*x": "dx"}
-    yield Variant("sum_heads", "", sum_heads_kernel, types, launch, sizes | {"BT": launch.rows})
+                yield Variant("gradients", options, gradients_kernel, TYPES, row.gradients, constants)
+    launch, types = tile("sum_heads", K), TYPES | {"*fp32": "dy", "*x": "x dx"}
+    for options, absent in {"": {"x": None}, "of normalized": {}}.items():
+        values = sizes | absent | {"BT": launch.rows}
+        yield Variant("sum_heads", options, sum_heads_kernel, types, launch, values)

@@ -65,6 +65,7 @@ from math import frexp
 import triton
 import triton.language as tl
 
+from delta_trn.triton_kernels import gated_delta_rule_prepare as hopper
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.launch import Config, Tile, config, power_of_two, row_stride, take_turns
 from delta_trn.triton_kernels.tiles import (
@@ -317,9 +318,9 @@ def unit_of(scale: float, K: int) -> float:
     return 2.0 ** max(-60, min(0, exponent))
 
 
-def _for_scaled(tile: Tile) -> Tile:
-    """Returns the launch of `prepare_kernel` where it scales q and k, which takes more registers."""
-    return replace(tile, registers=None)
+def _plain(tile: Tile) -> Tile:
+    """Returns the launch of `prepare_kernel`, here, where `hopper` does not take the call."""
+    return replace(tile, registers=None, gluon=False)
 
 
 @take_turns
@@ -327,7 +328,7 @@ def prepare(
     q, k, g, beta, A_log, dt_bias, *, q_scaled, k_scaled, T, P, rows, scale, l2norm, beta_max, chunks: Chunks,
     config: Config,
 ):  # fmt: skip
-    """Launches `prepare_kernel`: fills T, P and rows. Tensors as in the module's layout.
+    """Launches a `prepare_kernel`, this or `hopper`'s: fills T, P and rows. Tensors as in the layout above.
 
     scale is that of P, in its `unit`.
 
@@ -335,13 +336,20 @@ def prepare(
     k_scaled, if not None, are filled and take the place of q and k from here on.
     """
     H, K, HV = q.shape[2], q.shape[3], g.shape[2]
-    tile = config.prepare if q_scaled is None else _for_scaled(config.prepare)
-    prepare_kernel[(chunks.count * HV,)](
-        q, k, g, beta, A_log, dt_bias, q_scaled, k_scaled, T, P, rows, chunks.start, chunks.length, scale,
-        beta_max or None, chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, KP=power_of_two(K), C=chunks.size, QR=row_stride(q), KR=row_stride(k),
-        GR=row_stride(g), BR=row_stride(beta), L2NORM=l2norm, DOT=config.dot, num_warps=tile.warps,
-        num_stages=tile.stages, maxnreg=tile.registers,
+    tile, grid = config.prepare, chunks.count * HV
+    sizes = {"H": H, "HV": HV, "K": K, "KP": power_of_two(K), "C": chunks.size, "L2NORM": l2norm}
+    sizes |= {"QR": row_stride(q), "KR": row_stride(k), "GR": row_stride(g), "BR": row_stride(beta)}
+    places = T, P, rows, chunks.start, chunks.length, scale, beta_max or None, chunks.tokens
+    if hopper.takes(q, k, q_scaled, config):
+        together = hopper.heads_together(H, HV)
+        hopper.prepare_kernel[(grid // together,)](
+            q, k, g, beta, A_log, dt_bias, *places, chunks.per_sequence, TOGETHER=together, **sizes,
+            **tile.options(),
+        )  # fmt: skip
+        return
+    prepare_kernel[(grid,)](
+        q, k, g, beta, A_log, dt_bias, q_scaled, k_scaled, *places, chunks.per_sequence, DOT=config.dot,
+        **sizes, **_plain(tile).options(),
     )  # fmt: skip
 
 
@@ -368,7 +376,8 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row, tiles = config(K, V, itemsize=itemsize), by_heads("scan", K, V, itemsize)
     sizes = {"K": K, "KP": power_of_two(K), "V": V, "C": row.C} | rows_of(2, 4, K, V)
-    sizes |= {"L2NORM": True, "DOT": row.dot} | dict.fromkeys(("units", "kl", "last"))
+    sizes |= {"L2NORM": True, "DOT": row.dot, "TOGETHER": 2} | dict.fromkeys(("units", "kl", "last"))
+    kernel = hopper.prepare_kernel if row.prepare.gluon else prepare_kernel
     # what each use of the scan does not write; dense sequences have no initial and no final state here
     uses = {"train": ("transition",)}
     if not quick:
@@ -377,9 +386,9 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         for form, arguments in gates(quick).items():
             values = sizes | tables | arguments
             unscaled = values | dict.fromkeys(("q_scaled", "k_scaled"))
-            yield Variant("prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, unscaled)
+            yield Variant("prepare", f"{layout}, {form}", kernel, TYPES, row.prepare, unscaled)
             if itemsize == 2 and not quick:
-                options, tile = f"{layout}, {form}, scaled", _for_scaled(row.prepare)
+                options, tile = f"{layout}, {form}, scaled", _plain(row.prepare)
                 yield Variant("prepare", options, prepare_kernel, TYPES, tile, values)
         states = ("initial_state", "final_state") if layout == "dense" else ()
         for use, absent in uses.items():

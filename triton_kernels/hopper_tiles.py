@@ -94,7 +94,7 @@ def split_words(x, dtype: gl.constexpr):
 
 @gluon.jit
 def store_words(x, dtype: gl.constexpr):
-    """Splits x and stores both words in shared memory, as right operands. Returns words, and where they lie."""
+    """Splits x into words, which are returned, and stores them in shared memory, as right operands."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([x.shape[0], x.shape[1]], dtype)
     high, low = split_words(x, dtype)
     s_high = gl.allocate_shared_memory(dtype, [x.shape[0], x.shape[1]], SHARED, high)
@@ -172,11 +172,11 @@ def invert_blocks(M):
 
 @gluon.jit
 def invert(own, M0, M1, M2, i_w, dtype: gl.constexpr):
-    """Returns T = (I - M)^-1 [64, 64] for strictly lower M, cut as `cut` cuts; parts right of `own` are not read.
+    """Returns T = (I - M)^-1 [64, 64] of a strictly lower M that is cut as by `cut`.
 
-    By halves. With T_a and T_b the inverses of two blocks that lie next to each other on the diagonal, that of
-    both has T_b M_ba T_a below: first for blocks of 16, in warps 1 and 3, then for those of 32. Other warps
-    compute what nobody reads.
+    By halves. With T_a and T_b the inverses of two blocks next to each other on the diagonal, that of both
+    has T_b M_ba T_a below: first for blocks of 16, in warps 1 and 3, then for those of 32. What other warps
+    compute, nobody reads.
     """
     b_T = invert_blocks(own)
     t_high, t_low, s_high, s_low = store_words(b_T, dtype)

@@ -52,6 +52,7 @@ class Row:
     rows                        least rows of the tile; all that it has where elements is 1
     registers                   most per thread; None: as many as the compiler takes
     upright                     the scans' tiles stand as in the equations, not transposed
+    gluon                       the kernel is the one in Gluon where it takes the call
     """
 
     kernels: str
@@ -67,6 +68,7 @@ class Row:
     few: int = 0
     registers: int | None = None
     upright: bool = False
+    gluon: bool = False
     majors: tuple[int, ...] = ()
 
 
@@ -78,6 +80,8 @@ class Row:
 TABLE = (
     #    kernels           itemsize height width  warps stages  columns
     #                               (K)    (V)
+    # in Gluon, four programs fit an SM
+    Row("prepare",                2,  256,  ANY,     4,     1,  registers=128, gluon=True, majors=(9,)),
     # products of warps, tiles in 99 KB, and no row below
     Row("prepare",                2,  128,  ANY,     4,     1,  majors=WARPS),
     Row("prepare",                2,  ANY,  ANY,     8,     1,  majors=WARPS),
@@ -89,9 +93,7 @@ TABLE = (
     Row("refine",                 2,  ANY,  ANY,     4,     1,  (16, 64), majors=WARPS),
     # tiles of 64 columns and more fill 576 of 512 columns of tensor memory
     Row("scan",                   2,  ANY,  ANY,     4,     2,  (16, 32), upright=True, majors=(10,)),
-    # four programs fit an SM, for a stack of 110 bytes per thread; at K = 256 it would be 320, so three
-    Row("prepare",                2,  128,  ANY,     4,     1,  registers=128),
-    Row("prepare",                2,  ANY,  ANY,     4,     1,  registers=168),
+    Row("prepare",                2,  ANY,  ANY,     4,     1),
     Row("prepare",                4,  128,  ANY,     4,     1),
     Row("prepare",                4,  ANY,  ANY,     8,     1),
     # one long sequence: the fewest columns, since most processors have a program only then
@@ -125,10 +127,13 @@ TABLE = (
     # 16 columns, the shortest side of a product: only the heads and V / 16 make programs
     Row("chain",                ANY,  128,  ANY,     4,     3,  (16, 16), elements=512),
     Row("chain",                ANY,  ANY,  ANY,     8,     3,  (16, 16), elements=512),
+    Row("hopper_gradients",       2,  128,  128,     8,     1),
+    Row("gates",                  2,  ANY,  ANY,     1,     1),
     # small models decode with a handful of heads, so only V / 32 makes programs
     Row("step",                 ANY,  ANY,  ANY,     4,     1,  (16, 32)),
 
     # decays per channel: tiles stand upright; prepare's columns are channels, which the gradients take, too
+    Row("kimi_prepare",           2,  128,  ANY,     4,     1,  (16, 32), gluon=True, majors=(9,)),
     Row("kimi_prepare",           2,  ANY,  ANY,     4,     1,  (16, 32)),
     Row("kimi_scan kimi_reverse", 2,  128,  ANY,     4,     1,  (16, 32), upright=True, majors=WARPS),
     Row("kimi_scan kimi_reverse", 2,  128,  ANY,     4,     2,  (16, 32), upright=True),
@@ -140,7 +145,7 @@ TABLE = (
     Row("products kimi_products", 4,  ANY,  ANY,     4,     1,  (16, 16)),
     Row("kimi_scan kimi_reverse", 4,  128,  ANY,     4,     1,  (16, 16), upright=True),
     Row("kimi_scan kimi_reverse", 4,  ANY,  ANY,     8,     1,  (16, 16), upright=True),
-    Row("kimi_combine sum_heads", ANY,  ANY,  ANY,     4,     1,  (16, 256), elements=2048, rows=8),
+    Row("sum_heads",            ANY,  ANY,  ANY,     4,     1,  (16, 256), elements=2048, rows=8),
 
     #                               (D)    (DV): 32 elements per thread
     Row("delta_residual",       ANY,  ANY,  ANY,     4,     1,  (1, ANY), elements=4096),
@@ -179,6 +184,7 @@ class Tile:
     rows        along the axis before: K, D, tokens, or rows of a norm; 0 where the kernel does not cut it
     registers   most per thread; None: as many as the compiler takes
     upright     the scans' tiles stand as in the equations, not transposed
+    gluon       the kernel is the one in Gluon where it takes the call
     """
 
     columns: int
@@ -187,6 +193,7 @@ class Tile:
     rows: int = 0
     registers: int | None = None
     upright: bool = False
+    gluon: bool = False
 
     def options(self) -> dict[str, int | None]:
         """Returns what Triton is told of the launch."""
@@ -197,7 +204,7 @@ class Tile:
 class Config:
     """The launches of the kernels over a sequence: C tokens in a chunk, `dot` for tiles.product.
 
-    major and processors of the GPU; refine is launched in 16 bits only, products by Kimi Delta Attention.
+    processors of the GPU; refine is launched in 16 bits only, products by Kimi Delta Attention.
     """
 
     C: int
@@ -209,7 +216,6 @@ class Config:
     refine: Tile
     products: Tile
     processors: int
-    major: int
 
 
 def power_of_two(size: int, least: int = 16) -> int:
@@ -222,16 +228,6 @@ def row_stride(x) -> int:
     return x.stride(1) if x.shape[1] > 1 else x.shape[2:].numel()
 
 
-def adds_pairs(H: int, HV: int, K: int, V: int, itemsize: int) -> bool:
-    """Returns whether the gradients kernel adds dq of two value heads that share a key, in two launches.
-
-    Else PyTorch adds them. With wider heads, or narrow ones of wide keys, or padded keys, the second launch
-    would spill more than the bounds of `compile_only` allow.
-    """
-    fits = itemsize == 2 and power_of_two(K) == K and K <= V <= 128
-    return HV == 2 * H and fits
-
-
 @lru_cache
 def tile(
     kernel: str, width: int, height: int | None = None, *, itemsize: int = 2, few: int = 0, major: int = 9
@@ -239,7 +235,7 @@ def tile(
     """Returns the launch of `kernel` on data whose last axis has length `width` and the one before `height`.
 
     >>> tile("step", 128)
-    Tile(columns=32, warps=4, stages=1, rows=0, registers=None, upright=False)
+    Tile(columns=32, warps=4, stages=1, rows=0, registers=None, upright=False, gluon=False)
     """
     row = next(
         row
@@ -257,7 +253,7 @@ def tile(
     if row.elements:
         rows = row.elements // columns
         rows = max(row.rows, rows if height is None else min(rows, power_of_two(height)))
-    return Tile(columns, row.warps, row.stages, rows, row.registers, row.upright)
+    return Tile(columns, row.warps, row.stages, rows, row.registers, row.upright, row.gluon)
 
 
 def arithmetic(dot: str = "ieee") -> str:
@@ -339,5 +335,5 @@ def config(
     )
     kernels = ("prepare", "scan", "reverse", "gradients", "refine", "products")
     tiles = (tile(rule + kernel, V, K, itemsize=itemsize, few=few, major=card.major) for kernel in kernels)
-    row = Config(C, arithmetic(dot), *tiles, processors=card.processors, major=card.major)
+    row = Config(C, arithmetic(dot), *tiles, processors=card.processors)
     return row if _change is None else _change(row)

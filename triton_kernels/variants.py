@@ -5,12 +5,11 @@ call's element type. Its generator `variants(K, V, itemsize, quick)` yields the 
 two sizes that distinguish them, which are other sizes than K and V where the module says so.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from delta_trn.triton_kernels.chunks import PROCESSORS
-from delta_trn.triton_kernels.launch import ANY, Tile, adds_pairs, config
+from delta_trn.triton_kernels.launch import ANY, Tile, config
 
 # absent where g and beta are given, and where sequences are not packed
 GATE_ARGUMENTS: tuple[str, ...] = ("A_log", "dt_bias", "beta_max", "dgates")
@@ -49,26 +48,6 @@ class Variant:
             name: "constexpr" if name in self.values else types[name].replace("*x", f"*{dtype}")
             for name in names
         }
-
-
-def of_pair(variant: Variant, member: int) -> Variant:
-    """Returns the launch of the gradients for the first (0) or the second (1) value heads of pairs."""
-    wide = ("dk",) if member else ("dq", "dk")  # in float32
-    types = {
-        of_type: " ".join(name for name in names.split() if name not in wide)
-        for of_type, names in variant.types.items()
-    }
-    types["*fp32"] += " " + " ".join(wide)
-    values = {name: value for name, value in variant.values.items() if name != "first_dq" or not member}
-    options = f"{variant.options}, {('first', 'second')[member]} of a pair"
-    row = {"DQR": values["QR"] if member else values["H"] * values["K"]}
-    return replace(variant, options=options, types=types, values=values | row | {"MEMBER": member})
-
-
-def second_of_pair(variant: Variant, itemsize: int) -> Iterator[Variant]:
-    """Yields what needs the most registers of pairs, where the gradients kernel adds them."""
-    if adds_pairs(1, 2, variant.values["K"], variant.values["V"], itemsize):
-        yield of_pair(variant, 1)
 
 
 def rows_of(H: int, HV: int, K: int, V: int) -> dict[str, int]:

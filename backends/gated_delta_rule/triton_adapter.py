@@ -25,13 +25,14 @@ from delta_trn.backends.rows import as_rows, empty_like_parts
 from delta_trn.triton_kernels import (
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
+    gated_delta_rule_gradients,
     gated_delta_rule_refine,
     gated_delta_rule_reverse,
     gated_delta_rule_step,
     segments,
 )
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import Card, adds_pairs, config
+from delta_trn.triton_kernels.launch import Card, config
 from delta_trn.triton_kernels.launch import Config as Config
 from delta_trn.triton_kernels.launch import Tile as Tile
 from delta_trn.triton_kernels.launch import adjust as adjust
@@ -137,26 +138,25 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     )  # fmt: skip
     if q.dtype.itemsize == 2 and not _is_one_token(call):
         gated_delta_rule_refine.refine(k, T, rows, dY=dY, scaled=_is_scaled(call), chunks=chunks, config=row)
-    # value heads that share a key are summed in float32 and in a fixed order, unlike atomics: below, except
-    # dq of pairs, to which the kernel adds the second value head in a launch of its own
-    pairs = adds_pairs(H, HV, K, V, q.element_size())
-    first_dq = q.new_empty(q.shape, dtype=torch.float32) if pairs else None
-    of_heads = [
-        x if HV == H or (pairs and x is dq) else q.new_empty((*q.shape[:2], HV, K), dtype=torch.float32)
-        for x in (dq, dk)
-    ]
     dgates = None
     if call.A_log is not None:
         dgates = q.new_empty((chunks.count, HV, 2), dtype=torch.float32)
-    gated_delta_rule_bwd.gradients(
-        q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry,
-        first_dq=first_dq, dq=of_heads[0], dk=of_heads[1], dv=dv, dg=dg, dbeta=dbeta, dgates=dgates,
-        units=units, scale=call.scale, l2norm=call.l2norm, scaled=_is_scaled(call), beta_max=call.beta_max,
-        chunks=chunks, config=row,
-    )  # fmt: skip
-    for x, parts in zip((dq, dk), of_heads, strict=True):
-        if parts is not x:
-            gated_delta_rule_bwd.sum_heads(parts, dx=x, config=row)
+    given = q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS
+    how: dict[str, Any] = {"scale": call.scale, "l2norm": call.l2norm, "beta_max": call.beta_max}
+    how |= {"dv": dv, "dg": dg, "dbeta": dbeta, "dgates": dgates, "chunks": chunks, "config": row}
+    if q.dtype == torch.bfloat16 and gated_delta_rule_gradients.takes(q, k, v, do, units, row):
+        gated_delta_rule_gradients.gradients(*given, carry, dq=dq, dk=dk, **how)
+    else:
+        # value heads that share a key are summed in float32 and in a fixed order, unlike atomics
+        of_heads = [
+            x if HV == H else q.new_empty((*q.shape[:2], HV, K), dtype=torch.float32) for x in (dq, dk)
+        ]
+        gated_delta_rule_bwd.gradients(
+            *given, writes, carry, dq=of_heads[0], dk=of_heads[1], units=units, scaled=_is_scaled(call), **how
+        )
+        for x, parts in zip((dq, dk), of_heads, strict=True):
+            if parts is not x:
+                gated_delta_rule_bwd.sum_heads(None, parts, dx=x, config=row)
     dA_log, ddt_bias = (None, None) if dgates is None else sum_gates(call, *dgates.unbind(2))
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
 

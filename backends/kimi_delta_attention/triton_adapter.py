@@ -17,6 +17,7 @@ from delta_trn.backends.gated_delta_rule import triton_adapter as rule
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_counts, chunk_tables
 from delta_trn.triton_kernels.chunks import Chunks
+from delta_trn.triton_kernels.gated_delta_rule_bwd import sum_heads
 from delta_trn.triton_kernels.kimi_delta_attention import bwd, fwd
 
 MAKES_GATES = TAKES_POOL = True
@@ -80,7 +81,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     if combined:
         of_heads, dq, dk = (dq, dk), torch.empty_like(q), torch.empty_like(k)
         for x, dy, dx in zip((q, k), of_heads, (dq, dk), strict=True):
-            bwd.combine(x, dy, dx=dx, l2norm=call.l2norm)
+            sum_heads(x if call.l2norm else None, dy, dx=dx, config=row)
     dA_log = ddt_bias = None
     if dgates is not None:
         dA_log, ddt_bias = rule.sum_gates(call, dgates[..., K], dgates[..., :K])

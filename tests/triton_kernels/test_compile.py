@@ -47,7 +47,7 @@ def test_quick_configurations_compile_within_their_bounds(tmp_path):
         f"kimi_{name}" for name in ("prepare", "scan", "reverse", "products", "gradients", "prepare_hopper")
     }
     layers = {"short_convolution", "rms_norm", "cross_entropy", "sum_heads"}
-    assert kernels == scans | layers | {"step", "delta_residual", "chain", "refine", "kimi_combine"}
+    assert kernels == scans | layers | {"step", "delta_residual", "chain", "refine"}
     assert any(row["kernel"] == "step" and row["options"].endswith("channels") for row in rows)
     for row in rows:
         # four warps issue one of them; `prepare` has two up to K = 128
@@ -101,9 +101,7 @@ for name, variant in first.items():
 def test_products_that_read_before_a_fence_are_found_where_fences_are_taken_out(tmp_path):
     result = compiler("-c", UNFENCED, cache=tmp_path / "cache")
     assert result.stdout.splitlines() == [
-        f"{kernel} {K} {copies} True 0 True"
-        for K in (64, 256)
-        for kernel, copies in (("prepare", False), ("scan", True), ("reverse_scan", True))
+        f"{kernel} {K} True True 0 True" for K in (64, 256) for kernel in ("prepare", "scan", "reverse_scan")
     ], result.stderr
 
 

@@ -11,8 +11,8 @@ from delta_trn.backends.checks import BackendRefusal
 from delta_trn.backends.kimi_delta_attention import kimi_delta_attention
 from delta_trn.backends.parity import channel_cases, rule
 from delta_trn.backends.parity.rule_cases import BOTH, Case
-from delta_trn.triton_kernels.kimi_delta_attention import fwd
-from delta_trn.triton_kernels.launch import config
+from delta_trn.triton_kernels.kimi_delta_attention import prepare_hopper
+from delta_trn.triton_kernels.launch import Card, assume, config
 from tests.support.planted_bugs import Bug, planted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,7 +36,7 @@ SCAN, REVERSE, STEPS = (
 PREPARE, GRADIENTS = f"{KERNELS}fwd:prepare_kernel", f"{KERNELS}bwd:gradients_kernel"
 BETWEEN, ADDED = f"{KERNELS}fwd:lies_between", f"{KERNELS}fwd:add_cuts"
 CUTS, PRODUCTS = f"{KERNELS}bwd:differentiate_cuts", f"{KERNELS}bwd:products_kernel"
-COMBINE, GATE = f"{KERNELS}bwd:combine_kernel", f"{KERNELS}bwd:differentiate_gates"
+COMBINE, GATE = f"{RULE}bwd:sum_heads_kernel", f"{KERNELS}bwd:differentiate_gates"
 # fmt: off
 BUGS = (
     ("the first pairs have no cut", PREPARE, "o_j, 0, 4,", "o_j, 1, 4,", PLAIN),
@@ -121,7 +121,10 @@ def test_float64_is_refused_with_what_is_computed():
         kimi_delta_attention(x, x, x, -x, x[..., 0], backend="triton")
 
 
-compiled = pytest.mark.skipif(not fwd.is_for_hopper(config(96, 16, itemsize=2)), reason="Gluon runs compiled")
+ROW = config(96, 16, itemsize=2, rule="kimi_")
+compiled = pytest.mark.skipif(
+    not ROW.prepare.gluon or ROW.dot == "interpreted", reason="Gluon runs compiled, on Hopper"
+)
 
 
 def bounded_is_green(**changes):
@@ -147,13 +150,17 @@ def test_gluons_kernel_agrees_with_the_judge(changes):
     assert bounded_is_green(**changes)
 
 
-def test_gluon_takes_what_its_factors_hold(monkeypatch):
+def test_gluon_takes_what_its_factors_hold():
     q, A_log = torch.ones(1, 1, 1, 96, dtype=torch.bfloat16), torch.ones(1)
-    takes = pytest.importorskip("delta_trn.triton_kernels.kimi_delta_attention.prepare_hopper").takes
-    assert takes(q, q, A_log, -5.0) and takes(q, q.float(), A_log, -1.0)
-    assert not any((takes(q, q, A_log, -5.1), takes(q, q, A_log, None), takes(q, q, None, -5.0)))
-    assert not any(takes(x, x, A_log, -5.0) for x in (q.float(), q[..., :20], q.repeat(1, 1, 1, 2)))
-    row = replace(config(96, 16, itemsize=2), dot="tf32")
-    assert fwd.is_for_hopper(row) and not fwd.is_for_hopper(replace(row, major=8))
-    monkeypatch.setattr(fwd, "prepare_hopper", None)
-    assert not fwd.is_for_hopper(row)
+    row = replace(config(96, 16, itemsize=2, rule="kimi_"), dot="tf32")
+    takes = prepare_hopper.takes
+    assert takes(q, q, q, A_log, -5.0, row) and takes(q, q, q.float(), A_log, -1.0, row)
+    assert not any(takes(q, q, q, *gate, row) for gate in ((A_log, -5.1), (A_log, None), (None, -5.0)))
+    assert not takes(q[..., :20], q, q, A_log, -5.0, row) and not takes(q, q, q.double(), A_log, -5.0, row)
+    with assume(Card(8)):
+        others = [config(96, 16, itemsize=2, rule="kimi_")]
+    others += [config(K, 16, itemsize=size, rule="kimi_") for K, size in ((96, 4), (192, 2))]
+    assert not any(takes(q, q, q, A_log, -5.0, replace(row, dot="tf32")) for row in others)
+    assert not takes(q, q, q, A_log, -5.0, replace(row, dot="interpreted"))
+    odd = torch.ones(97, dtype=torch.bfloat16)[1:].view(1, 1, 1, 96)
+    assert not takes(q, odd, q, A_log, -5.0, row)

@@ -16,14 +16,16 @@ from delta_trn.backends.gated_delta_rule.triton_time_adapter import segment_leng
 from delta_trn.triton_kernels import (
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
+    gated_delta_rule_gradients,
     gated_delta_rule_refine,
     gated_delta_rule_reverse,
     kimi_delta_attention,
     segments,
 )
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import adds_pairs, config, power_of_two, tile
-from delta_trn.triton_kernels.variants import Variant, by_heads, of_pair, rows_of
+from delta_trn.triton_kernels.gated_delta_rule_prepare import heads_together
+from delta_trn.triton_kernels.launch import config, power_of_two, tile
+from delta_trn.triton_kernels.variants import Variant, by_heads, rows_of
 from tools.estimate import machine
 from tools.estimate.simulate import Work
 
@@ -122,7 +124,6 @@ class _Calls:
             )
             if not shape.rule
         }
-        self.adds_pairs = adds_pairs(shape.H, shape.HV, shape.K, shape.V, ITEM)
         self.C = self.row.C
         self.per_sequence = -(-shape.tokens // self.C)
         self.chunks = shape.sequences * self.per_sequence
@@ -161,8 +162,9 @@ class _Calls:
         return Work(programs, load_bytes, (self.span,), mask=self.mask * full, serial=True)
 
     def prepare(self) -> Launch:
-        variant = self._variant(gated_delta_rule_fwd, "dense, gates made", "prepare")
-        work = Work(self.chunks * self.shape.HV, 2 * self.keys + 2 * self.factor, mask=self.mask)
+        together = heads_together(self.shape.H, self.shape.HV)
+        variant = self._variant(gated_delta_rule_fwd, "dense, gates made", "prepare", TOGETHER=together)
+        work = Work(self.chunks * self.shape.HV // together, 2 * self.keys + 2 * self.factor, mask=self.mask)
         return Launch("prepare", False, variant, work)
 
     def scan(self, name: str, options: str, *, writes: int, backward: bool = False) -> Launch:
@@ -207,32 +209,38 @@ class _Calls:
         return Launch("refine", True, variant, Work(programs, self.factor, idle=True))
 
     def gradients(self) -> Iterator[Launch]:
-        variant = self._variant(gated_delta_rule_bwd, "dense, gates made", "gradients")
-        passes = self._tiles(self.row.gradients.columns)
+        shape, programs = self.shape, self.chunks * self.shape.HV
         load_bytes = 4 * self.values + 2 * self.states + 2 * self.keys + 6 * self.factor
+        if shape.K == shape.V == gated_delta_rule_gradients.SIZE:
+            variant = self._variant(gated_delta_rule_gradients, "dense", "hopper_gradients")
+            turns = -(-self.chunks * shape.H // machine.PROCESSORS)
+            load_bytes += 2 * self.factor
+            work = Work(machine.PROCESSORS, load_bytes, (turns, shape.HV // shape.H), serial=True)
+            yield Launch("gradients", True, variant, work)
+            variant = self._variant(gated_delta_rule_gradients, "dense, gates made", "gates")
+            yield Launch("gates", True, variant, Work(programs, 12 * self.factor))
+            return
+        variant = self._variant(gated_delta_rule_bwd, "dense, gates made", "gradients")
         if self.segments > 1:
             variant = self._give(variant, "carry")
-        loops = (3 if self.shape.K > 64 else 2) * (passes,)
-        work = Work(self.chunks * self.shape.HV, load_bytes, loops, mask=self.mask)
-        if self.adds_pairs:  # a launch for each value head of a pair; the second reads dq of the first
-            half = replace(work, programs=work.programs // 2, load_bytes=load_bytes / 2)
-            yield Launch("gradients", True, of_pair(variant, 0), half)
-            work = replace(half, load_bytes=half.load_bytes + 2 * self.keys)
-            yield Launch("gradients, second", True, of_pair(variant, 1), work)
-            return
-        if self.shape.HV > self.shape.H:  # dq and dk of value heads that share a key are summed in float32
-            variant = replace(variant, types=of_pair(variant, 0).types)
-        yield Launch("gradients", True, variant, work)
+        loops = (3 if shape.K > 64 else 2) * (self._tiles(self.row.gradients.columns),)
+        if shape.HV > shape.H:  # dq and dk of value heads that share a key are summed in float32
+            types = {
+                name: " ".join(x for x in of.split() if x not in ("dq", "dk"))
+                for name, of in variant.types.items()
+            }
+            variant = replace(variant, types=types | {"*fp32": types["*fp32"] + " dq dk"})
+        yield Launch("gradients", True, variant, Work(programs, load_bytes, loops, mask=self.mask))
 
     def sums(self) -> Iterator[Launch]:
         """What is summed: by PyTorch the gradients of A_log and dt_bias; with grouped heads, dk and dq."""
         shape = self.shape
         yield Launch("sums of gates", True, None, Work(0, 16 * self.chunks * shape.HV), count=2)
-        if shape.HV > shape.H:
+        if shape.HV > shape.H and shape.K != gated_delta_rule_gradients.SIZE:
             variant = self._variant(gated_delta_rule_bwd, "", "sum_heads")
             programs = shape.sequences * shape.tokens // variant.tile.rows * shape.H
             work = Work(programs, 2 * self.keys * shape.HV // shape.H, others=(shape.HV // shape.H,))
-            for name in ("dk",) if self.adds_pairs else ("dk", "dq"):
+            for name in ("dk", "dq"):
                 yield Launch(f"sums of {name}", True, variant, work)
 
     def of_channels(self) -> Iterator[Launch]:
@@ -246,7 +254,7 @@ class _Calls:
         gradients = Work(programs, given + 3 * scaled + 2 * self.P, (slices, 2, 4), (), self.mask)
         columns = self.row.scan.columns  # and the reverse scan's
         scan = self._serial(columns, self._tiles(columns), 3 * scaled + self.values + self.T + self.P)
-        rows = shape.sequences * shape.tokens // tile("kimi_combine", shape.K).rows
+        rows = shape.sequences * shape.tokens // tile("sum_heads", shape.K).rows
         combine = Work(rows * shape.H, 2 * scaled + self.keys)
         for name, backward, kernel, options, work in (
             ("prepare", False, "prepare_hopper", "dense", prepare),
@@ -254,8 +262,9 @@ class _Calls:
             ("reverse scan", True, "reverse", "dense", scan),
             ("products", True, "products", "dense", multiply),
             ("gradients", True, "gradients", "dense, gates with a bound", gradients),
-            ("gradient of q", True, "combine", "", combine),
-            ("gradient of k", True, "combine", "", combine),
         ):
             yield Launch(name, backward, self._variant(modules[backward], options, f"kimi_{kernel}"), work)
+        combined = self._variant(gated_delta_rule_bwd, "of normalized", "sum_heads", QR=shape.H * shape.K)
+        for name in ("gradient of q", "gradient of k"):
+            yield Launch(name, True, combined, combine)
         yield Launch("sums of gates", True, None, Work(0, 4 * programs * (shape.K + 1)), count=4)

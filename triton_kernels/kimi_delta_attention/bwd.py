@@ -37,7 +37,7 @@ Layout, beyond that of forward and of gated_delta_rule_bwd:
 
     products                       dP, dkk [NC, HV, C, C], with their transposes above the diagonal and dkk
                                    without beta; dO S^T, dY S^T, U dS'^T, as q; rowsum(S . dS'), <dY_i, V_i>
-    dq, dk [B, tokens, HV, K]      in float32 if `combine` follows, of the normalized q and k then
+    dq, dk [B, tokens, HV, K]      in float32 if `sum_heads` follows, of the normalized q and k then
     carry [NC, HV, TILES, K]       what rounding took from rowsum(S . dS') at the first chunk of a sequence
                                    that has an initial state, for each of the reverse scan's tiles; else 0
     dgates [NC, HV, K + 1]         a chunk's part of ddt_bias and of dA_log
@@ -58,7 +58,7 @@ from delta_trn.triton_kernels.kimi_delta_attention.fwd import (
     gates_of,
     lies_between,
 )
-from delta_trn.triton_kernels.launch import Config, arithmetic, config, power_of_two, take_turns, tile
+from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import (
     LOG2E,
     RESET,
@@ -77,8 +77,8 @@ from delta_trn.triton_kernels.tiles import (
 from delta_trn.triton_kernels.variants import Variant, layouts, of_tile, rows_of
 
 TYPES = {
-    "*x": "q k v do S U dY dS dP dkk OS YS US dv x dx",
-    "*fp32": "g beta A_log dt_bias rows carry SdS dYV dq dk dg dbeta dgates dy",
+    "*x": "q k v do S U dY dS dP dkk OS YS US dv",
+    "*fp32": "g beta A_log dt_bias rows carry SdS dYV dq dk dg dbeta dgates",
     "*i64": "chunk_start chunk_length",
     "fp32": "scale beta_max lower_bound",
     "i32": "tokens NT",
@@ -283,35 +283,6 @@ def gradients_kernel(
     tl.store(dbeta + p_beta, round_to(b_dbeta, dbeta.dtype.element_ty, DOT), mask=m_t)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def combine_kernel(
-    x, dy, dx, tokens,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
-    L2NORM: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Sums dy over the value heads of a key head, and takes its part along x away; BT tokens per program.
-
-    dx = r (dy - y <y, dy>) with y = r x and r = 1 / sqrt(<x, x> + 1e-6); x, dx [tokens, H, K],
-    dy [tokens, HV, K] float32. Not L2NORM: dx = dy.
-    """
-    pid = tl.program_id(0).to(tl.int64)
-    i_t, i_h = pid // H, pid % H
-    o_t = i_t * BT + tl.arange(0, BT)
-    o_k = tl.arange(0, KP)
-    m = (o_t < tokens)[:, None] & (o_k < K)[None, :]
-    b_dx = tl.zeros([BT, KP], tl.float32)
-    for i in range(0, HV // H):
-        p = (o_t[:, None] * HV + i_h * (HV // H) + i) * K + o_k[None, :]
-        b_dx += tl.load(dy + p, mask=m, other=0.0)
-    p = (o_t[:, None] * H + i_h) * K + o_k[None, :]
-    if L2NORM:
-        b_x = tl.load(x + p, mask=m, other=0.0).to(tl.float32)
-        b_r = tl.rsqrt(tl.sum(b_x * b_x, axis=1) + 1e-6)[:, None]
-        b_x *= b_r
-        b_dx = b_r * (b_dx - b_x * tl.sum(b_x * b_dx, axis=1)[:, None])
-    tl.store(dx + p, round_to(b_dx, dx.dtype.element_ty, DOT), mask=m)
-
-
 @take_turns
 def gradients(
     q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, *, products, dq, dk, dv, dg, dbeta,
@@ -332,22 +303,11 @@ def gradients(
     )  # fmt: skip
 
 
-@take_turns
-def combine(x, dy, *, dx, l2norm):
-    """Launches `combine_kernel`: fills dx, the gradient of x [B, tokens, H, K], of dy [B, tokens, HV, K]."""
-    B, tokens, H, K = x.shape
-    launch = tile("kimi_combine", K)
-    combine_kernel[(-(-B * tokens // launch.rows) * H,)](
-        x, dy, dx, B * tokens, H=H, HV=dy.shape[2], K=K, KP=power_of_two(K), BT=launch.rows, L2NORM=l2norm,
-        DOT=arithmetic(), **launch.options(),
-    )  # fmt: skip
-
-
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row = config(K, V, itemsize=itemsize, rule="kimi_")
     sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "BK": row.prepare.columns, "V": V, "C": row.C}
-    sizes |= {"L2NORM": True, "TILES": 2, "DOT": row.dot}
+    sizes |= {"TILES": 2, "DOT": row.dot}
     for layout, tables in layouts(quick).items():
         states = ("dstate", "initial_state", "dinitial_state", "carry") if layout == "dense" else ()
         values, launch = sizes | tables | dict.fromkeys(states), row.reverse
@@ -362,5 +322,3 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         for form, arguments in gates_of(quick).items():
             own = values | arguments | {"BK": row.gradients.columns}
             yield Variant("kimi_gradients", f"{layout}, {form}", gradients_kernel, TYPES, row.gradients, own)
-    launch = tile("kimi_combine", K)
-    yield Variant("kimi_combine", "", combine_kernel, TYPES, launch, sizes | {"BT": launch.rows})

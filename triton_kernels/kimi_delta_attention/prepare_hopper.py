@@ -35,6 +35,7 @@ from delta_trn.triton_kernels.hopper_tiles import (
     invert,
     number_of_warp,
 )
+from delta_trn.triton_kernels.launch import Config
 from delta_trn.triton_kernels.tiles import LOG2E, ROWS
 
 SAFE = -5.0
@@ -44,17 +45,18 @@ exp, load_rate, locate_chunk, sigmoid = (
 )
 
 
-def takes(q, g, A_log, lower_bound) -> bool:
+def takes(q, k, g, A_log, lower_bound, config: Config) -> bool:
     """Returns whether this kernel prepares a call in 16 bits, which are bfloat16's, with normalized q and k.
 
     Others may overflow as factors.
     """
     bounded = A_log is not None and lower_bound is not None and lower_bound >= SAFE
-    sizes = q.shape[3] <= 128 and q.shape[3] % 8 == 0 and g.element_size() in (2, 4)
-    return q.element_size() == 2 and bounded and sizes
+    in_pieces = q.shape[3] % 8 == 0 and all(x.data_ptr() % 16 == 0 for x in (q, k, g))  # of 16 bytes
+    copied = in_pieces and g.element_size() in (2, 4)
+    return bounded and copied and config.prepare.gluon and config.dot != "interpreted"
 
 
-def slices(K: int) -> int:
+def count_slices(K: int) -> int:
     """Returns the slices of 64 channels that the kernel takes one after the other."""
     return -(-K // 64)
 

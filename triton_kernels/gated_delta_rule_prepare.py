@@ -1,0 +1,234 @@
+"""Gated delta rule, T, P and the rows of gated_delta_rule_fwd, for Hopper and in Gluon: in half the time.
+
+What it computes, and where it stores it, is as there, in 16 bits and chunks of 64. It differs in how:
+
+    registers   every tile lies as hopper_tiles says; Triton moved each through shared memory, several times
+    heads       a program makes TOGETHER value heads of a key head, which read q and k once; each of its warps
+                makes the gates of one of them
+    norms       those of q and k are the diagonals of Q Q^T and K K^T
+    decays      only a warp's block of 16 x 16 on the diagonal has a power for every element, of a masked
+                difference. Left of it, with e the last token of the column's block of 16, so j <= e < i,
+                D_ij = exp(b_i - b_e) exp(b_e - b_j): both at most 1, and neither below D_ij
+    inverse     of blocks of 16 by shuffles in float32, then by halves, see hopper_tiles.invert
+
+It is right without a GPU in the emulator alone, since no interpreter runs Gluon.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# (Gluon's decorator adds the launch arguments and gives its own functions their types at compile time)
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from delta_trn.triton_kernels import tiles
+from delta_trn.triton_kernels.hopper_tiles import (
+    ACC32,
+    ACC64,
+    COLUMN,
+    FLAT,
+    ROW,
+    beside,
+    cut,
+    invert,
+    load_of_own_columns,
+    number_of_warp,
+    sum_diagonal,
+)
+from delta_trn.triton_kernels.launch import Config, row_stride
+from delta_trn.triton_kernels.tiles import LOG2E, RESET, ROWS
+
+exp2_of_words, locate_chunk, scale_by_exp, sigmoid, softplus = (
+    gluon.jit(f.fn)
+    for f in (tiles.exp2_of_words, tiles.locate_chunk, tiles.scale_by_exp, tiles.sigmoid, tiles.softplus)
+)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _multiply_transposed(s_a, s_b):
+    """Starts a b^T of two tiles [64, K] in shared memory."""
+    zeros = gl.zeros([64, 64], gl.float32, ACC64)
+    return warpgroup_mma(s_a, s_b.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _load_value(s_x, place: gl.constexpr):
+    """Returns one value in shared memory as a row's value."""
+    return s_x.slice(place, 1).load(ROW)
+
+
+@gluon.jit
+def _find_decays(
+    b_b, b_low, s_rows, s_within, i_w, head: gl.constexpr, LINE: gl.constexpr, part: gl.constexpr
+):
+    """Returns the factors of rows and columns of the part-th 16 columns: 0 in rows not below its block."""
+    END: gl.constexpr = head + 16 * part + 15
+    b_b = (b_b - _load_value(s_rows, END)) + (b_low - _load_value(s_rows, LINE + END))
+    b_column = s_within.slice(head + 16 * part, 16).load(COLUMN)
+    b_column *= s_rows.slice(3 * LINE + head + 16 * part, 16).load(COLUMN)
+    return gl.where(i_w > part, gl.exp2(b_b)[:, None], 0.0), b_column[None, :]
+
+
+@gluon.jit(do_not_specialize=["tokens", "NT"])
+def prepare_kernel(
+    q, k, g, beta, A_log, dt_bias, T, P, rows, chunk_start, chunk_length, scale, beta_max, tokens, NT,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, QR: gl.constexpr,
+    KR: gl.constexpr, GR: gl.constexpr, BR: gl.constexpr, L2NORM: gl.constexpr, TOGETHER: gl.constexpr,
+):  # fmt: skip
+    """Computes T, P and the rows of TOGETHER value heads of a chunk; C is 64. KP is K up to a power of two.
+
+    With A_log, g holds a. With beta_max, beta holds z.
+    """
+    pid = gl.program_id(0).to(gl.int64)
+    i_c, i_h = pid // (HV // TOGETHER), pid % (HV // TOGETHER) * TOGETHER
+    i_hk = i_h // (HV // H)
+    start, length = locate_chunk(i_c, tokens, NT, chunk_start, chunk_length, C)
+    if length <= 0:
+        return
+    dtype: gl.constexpr = k.dtype.element_ty
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // KP, KP // 8], [4, 1], [1, 0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, KP], dtype)
+    s_k = gl.allocate_shared_memory(dtype, [C, KP], SHARED)
+    s_q = gl.allocate_shared_memory(dtype, [C, KP], SHARED)
+    o_t = gl.arange(0, C, gl.SliceLayout(1, COPY))[:, None]
+    o_k = gl.arange(0, KP, gl.SliceLayout(0, COPY))[None, :]
+    m = (o_t < length) & (o_k < K)
+    async_copy.async_copy_global_to_shared(s_k, k + start * KR + i_hk * K + (o_t * KR + o_k), m)
+    async_copy.async_copy_global_to_shared(s_q, q + start * QR + i_hk * K + (o_t * QR + o_k), m)
+    async_copy.commit_group()
+
+    # gates, as in gated_delta_rule_fwd, of all heads at once: a head per warp, two tokens per lane
+    HEADS: gl.constexpr = 4 if TOGETHER == 3 else TOGETHER
+    LINE: gl.constexpr = HEADS * C
+    GATES: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    o_h = gl.arange(0, HEADS, gl.SliceLayout(1, GATES))[:, None]
+    o_c = gl.arange(0, C, gl.SliceLayout(0, GATES))[None, :]
+    m_h = o_h < TOGETHER
+    m = m_h & (o_c < length)
+    b_g = gl.load(g + start * GR + i_h + (o_c * GR + o_h), mask=m, other=0.0).to(gl.float32)
+    b_beta = gl.load(beta + start * BR + i_h + (o_c * BR + o_h), mask=m, other=0.0).to(gl.float32)
+    if A_log is not None:
+        if dt_bias is not None:
+            b_g += gl.load(dt_bias + i_h + o_h, mask=m_h, other=0.0).to(gl.float32)
+        b_rate = gl.load(A_log + i_h + o_h, mask=m_h, other=0.0).to(gl.float32)
+        b_g = gl.where(m, -scale_by_exp(b_rate, softplus(b_g), b_g), 0.0)
+    if beta_max is not None:
+        b_beta = gl.where(m, beta_max * sigmoid(b_beta), 0.0)
+    b_g = gl.where(b_g < RESET, RESET, b_g)
+    b_sum = gl.associative_scan(b_g.to(gl.float64), 1, _add) * LOG2E
+    b_b = b_sum.to(gl.float32)
+    b_low = (b_sum - b_b).to(gl.float32)
+    at_end = o_c % 16 == 15
+    b_end = gl.sum(gl.reshape(gl.where(at_end, b_b, 0.0), [HEADS, 4, 16]), axis=2, keep_dims=True)
+    b_end_low = gl.sum(gl.reshape(gl.where(at_end, b_low, 0.0), [HEADS, 4, 16]), axis=2, keep_dims=True)
+    b_within = b_end - gl.reshape(b_b, [HEADS, 4, 16]) + (b_end_low - gl.reshape(b_low, [HEADS, 4, 16]))
+    s_rows = gl.allocate_shared_memory(gl.float32, [8 * LINE], FLAT)  # a row of ROWS after another
+    s_sums = gl.allocate_shared_memory(gl.float32, [LINE], FLAT)
+    s_within = gl.allocate_shared_memory(gl.float32, [LINE], FLAT, gl.reshape(gl.exp2(b_within), [LINE]))
+    s_rows.slice(0, LINE).store(gl.reshape(b_b, [LINE]))
+    s_rows.slice(LINE, LINE).store(gl.reshape(b_low, [LINE]))
+    s_rows.slice(7 * LINE, LINE).store(gl.reshape(b_beta, [LINE]))
+    s_blocks = s_rows.reshape([LINE // 2, 16])
+
+    o_i = gl.arange(0, C, ROW)
+    i_w = number_of_warp(o_i)[:, None]
+    b_below = o_i[:, None] % 16 - gl.arange(0, 16, COLUMN)[None, :]
+    async_copy.wait_group(0)
+    fence_async_shared()
+    gl.barrier()
+    b_rq = gl.full([C], 1.0, gl.float32, ROW)
+    b_rk = b_rq
+    if L2NORM:
+        b_QQ = warpgroup_mma_wait(0, deps=(_multiply_transposed(s_q, s_q),))
+        own, _, _, _ = cut(b_QQ, i_w)
+        b_rq = gl.rsqrt(sum_diagonal(own, b_below) + 1e-6)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_cc = (
+        gl.arange(0, C, gl.SliceLayout(1, OUT))[:, None] * C
+        + gl.arange(0, C, gl.SliceLayout(0, OUT))[None, :]
+    )
+    s_out = gl.allocate_shared_memory(dtype, [C, C], SQUARE)
+    for i in gl.static_range(TOGETHER):
+        b_KK = _multiply_transposed(s_k, s_k)
+        b_QK = _multiply_transposed(s_q, s_k)
+        b_b = s_rows.slice(i * C, C).load(ROW)
+        b_low = s_rows.slice(LINE + i * C, C).load(ROW)
+        b_beta = s_rows.slice(7 * LINE + i * C, C).load(ROW)
+        b_last = _load_value(s_rows, i * C + C - 1)
+        b_gam = exp2_of_words(b_b, b_low)
+        b_rest = b_last - b_b
+        b_rest_low = (b_last - b_rest - b_b) + (_load_value(s_rows, LINE + i * C + C - 1) - b_low)
+        b_lam = exp2_of_words(b_rest, b_rest_low)
+        b_KK, b_QK = warpgroup_mma_wait(0, deps=(b_KK, b_QK))
+        own_k, M0, M1, M2 = cut(b_KK, i_w)
+        own_q, P0, P1, P2 = cut(b_QK, i_w)
+        if L2NORM and i == 0:
+            b_rk = gl.rsqrt(sum_diagonal(own_k, b_below) + 1e-6)
+        s_rows.slice(2 * LINE + i * C, C).store(b_rq)
+        s_rows.slice(3 * LINE + i * C, C).store(b_rk)
+        s_rows.slice(4 * LINE + i * C, C).store(b_gam * b_rk * b_beta)
+        s_rows.slice(5 * LINE + i * C, C).store(b_gam * b_rq)
+        s_rows.slice(6 * LINE + i * C, C).store(b_lam * b_rk)
+
+        # M = -L and P; not scale r_q r_k, which may underflow before it meets huge q and k
+        b_fk, b_fq = (-b_beta * b_rk)[:, None], (scale * b_rq)[:, None]
+        b_D = b_b[:, None] - load_of_own_columns(s_blocks.slice(4 * i, 4, 0))
+        b_D += b_low[:, None] - load_of_own_columns(s_blocks.slice(4 * (HEADS + i), 4, 0))
+        b_D = gl.exp2(gl.where(b_below >= 0, b_D, float("-inf")))
+        b_D *= load_of_own_columns(s_blocks.slice(4 * (3 * HEADS + i), 4, 0))
+        own_k = gl.where(b_below > 0, own_k * b_fk * b_D, 0.0)
+        own_q = own_q * b_fq * b_D
+        b_row, b_column = _find_decays(b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 0)
+        M0 = M0 * (b_row * b_fk) * b_column
+        P0 = gl.where(i_w == 0, own_q, P0 * (b_row * b_fq) * b_column)
+        b_row, b_column = _find_decays(b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 1)
+        M1 = M1 * (b_row * b_fk) * b_column
+        P1 = gl.where(i_w == 1, own_q, P1 * (b_row * b_fq) * b_column)
+        b_row, b_column = _find_decays(b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 2)
+        M2 = M2 * (b_row * b_fk) * b_column
+        P2 = gl.where(i_w == 2, own_q, P2 * (b_row * b_fq) * b_column)
+        b_P = beside(beside(P0, P1, ACC32), beside(P2, gl.where(i_w == 3, own_q, 0.0), ACC32), ACC64)
+        s_out.store(b_P.to(dtype))
+        b_sums = gl.sum(gl.abs(own_k) + gl.abs(M0) + gl.abs(M1) + gl.abs(M2), axis=1)
+        s_sums.slice(i * C, C).store(b_sums)
+        tile = (i_c * HV + i_h + i) * (C * C)
+        gl.store(P + tile + o_cc, s_out.load(OUT))
+        s_out.store(invert(own_k, M0, M1, M2, i_w, dtype).to(dtype))
+        gl.store(T + tile + o_cc, s_out.load(OUT))
+
+    p_rows = rows + (i_c * HV + i_h) * (ROWS * C)
+    o_r = gl.arange(0, 8 * LINE, gl.BlockedLayout([4], [32], [4], [0]))
+    o_h = o_r // C % HEADS
+    gl.store(
+        p_rows + (o_h * ROWS + o_r // LINE) * C + o_r % C, s_rows.load(o_r.type.layout), mask=o_h < TOGETHER
+    )
+    o_r = gl.arange(0, LINE, gl.BlockedLayout([1], [32], [4], [0]))
+    o_h = o_r // C
+    gl.store(p_rows + (o_h * ROWS + 8) * C + o_r % C, s_sums.load(o_r.type.layout), mask=o_h < TOGETHER)
+
+
+def heads_together(H: int, HV: int) -> int:
+    """Returns how many of the value heads of a key head a program makes: two, or one of an odd number."""
+    return 1 if HV // H % 2 else 2
+
+
+def takes(q, k, q_scaled, config: Config) -> bool:
+    """Returns whether the kernel takes a call: compiled, and of q and k that lie in pieces of 16 bytes."""
+    in_pieces = q.shape[3] % 8 == 0 and all(x.data_ptr() % 16 == row_stride(x) % 8 == 0 for x in (q, k))
+    return (
+        config.prepare.gluon
+        and config.C == 64
+        and config.dot != "interpreted"
+        and q_scaled is None
+        and in_pieces
+    )
