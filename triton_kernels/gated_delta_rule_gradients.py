@@ -12,9 +12,9 @@ for the second, in Triton, which makes dg, dbeta and dgates of them.
 
 A processor runs one program, which takes every processors-th chunk and key head. It copies a tile of the next
 head to shared memory as soon as this head's has been used, so that memory seldom rests. Copies are in three
-groups, in the order of their use: dO, dY and V; U, S, dS' and the rows; q and k, of the next key head. Each of
-eight warps has half the columns of 16 rows: sums over a row are of two warps, and left operands of products
-lie in shared memory.
+groups, in the order of their use: dO, dY and V; U, S, dS' and the rows; q and k, of the next key head. Each
+of eight warps has half the columns of 16 rows: sums over a row are of two warps, and left operands of
+products lie in shared memory.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false

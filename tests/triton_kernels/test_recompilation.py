@@ -46,7 +46,11 @@ class Recorder:
     def __getitem__(self, grid):
         def note(*arguments, **named):
             values, specialization, options = self.bind(*arguments, **named)
-            form = tuple((name, x) for name, x in values.items() if x is None or isinstance(x, (bool, str)))
+            form = tuple(
+                (name, x)
+                for name, x in values.items()
+                if x is None or isinstance(x, bool | str) or name in ("K", "V")
+            )
             self.keys[form].add(str((specialization, sorted(options.items()))))
 
         return note
@@ -122,6 +126,7 @@ def test_no_kernel_is_compiled_again_for_another_length(parts, compiled_for, mon
             call_rule(T, packed=True, parts=parts)
             with triton_adapter.adjust(lambda row: replace(row, dot="tf32")):  # as compiled
                 call_rule(T, parts=parts)
+                call_rule(T, parts=parts, K=128)
     for (module, name), keys in compiled_for.items():
         assert keys or parts, f"{module.__name__}.{name} is launched by nothing here"
         for form, found in keys.items():
