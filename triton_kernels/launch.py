@@ -133,6 +133,7 @@ TABLE = (
     Row("step",                 ANY,  ANY,  ANY,     4,     1,  (16, 32)),
 
     # decays per channel: tiles stand upright; prepare's columns are channels, which the gradients take, too
+    Row("kimi_prepare",           2,  128,  ANY,     4,     1,  (16, 32), gluon=True, majors=(9,)),
     Row("kimi_prepare",           2,  ANY,  ANY,     4,     1,  (16, 32)),
     Row("kimi_scan kimi_reverse", 2,  128,  ANY,     4,     1,  (16, 32), upright=True, majors=WARPS),
     Row("kimi_scan kimi_reverse", 2,  128,  ANY,     4,     2,  (16, 32), upright=True),

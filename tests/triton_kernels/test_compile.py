@@ -43,7 +43,9 @@ def test_quick_configurations_compile_within_their_bounds(tmp_path):
     rows = report(tmp_path, "--quick", "--dtype", "bf16")
     kernels = {row["kernel"] for row in rows}
     scans = {"prepare", "scan", "reverse_scan", "gradients"}
-    scans |= {f"kimi_{name}" for name in ("prepare", "scan", "reverse", "products", "gradients")}
+    scans |= {
+        f"kimi_{name}" for name in ("prepare", "scan", "reverse", "products", "gradients", "prepare_hopper")
+    }
     layers = {"short_convolution", "rms_norm", "cross_entropy", "sum_heads"}
     assert kernels == scans | layers | {"step", "delta_residual", "chain", "refine"}
     assert any(row["kernel"] == "step" and row["options"].endswith("channels") for row in rows)

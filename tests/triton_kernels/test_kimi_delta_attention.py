@@ -11,6 +11,8 @@ from delta_trn.backends.checks import BackendRefusal
 from delta_trn.backends.kimi_delta_attention import kimi_delta_attention
 from delta_trn.backends.parity import channel_cases, rule
 from delta_trn.backends.parity.rule_cases import BOTH, Case
+from delta_trn.triton_kernels.kimi_delta_attention import prepare_hopper
+from delta_trn.triton_kernels.launch import Card, assume, config
 from tests.support.planted_bugs import Bug, planted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,6 +77,24 @@ BUGS = (
 # fmt: on
 
 
+# what Gluon prepares where kernels are compiled: two chunks, the second ragged, and two slices
+BOUNDED = replace(BOUND, name="bounded", T=70, K=96, V=16, norm="random")
+HOPPER = f"{KERNELS}prepare_hopper:prepare_kernel"
+HOPPERS_BUGS = (
+    ("a token does not read its own write", "s_own.load(ROW)", "0.0 * s_own.load(ROW)"),
+    (
+        "the second half reads from the first one's end",
+        "b_start - (b_0 + b_1 + b_2)",
+        "b_start - (b_0 + b_1)",
+    ),
+    ("keys of the second 16 tokens decay twice", "block % 2 == 0", "block >= 0"),
+    ("kl decays over its own 16 tokens twice", "b_all - b_start - b_s", "b_all - b_start"),
+    ("no bias", "b_bias.to(gl.float32)", "0.0 * b_bias.to(gl.float32)"),
+    ("tokens behind the end decay", "gl.where(m_t, _divide(", "gl.where(m_t | True, _divide("),
+    ("one slice alone", "for i in range(SLICES)", "for i in range(1)"),
+)
+
+
 def is_green(case):
     dtype = torch.bfloat16 if case is ONE else torch.float32
     if isinstance(case, str):
@@ -99,3 +119,48 @@ def test_float64_is_refused_with_what_is_computed():
     x = torch.ones(1, 2, 1, 16).double()
     with pytest.raises(BackendRefusal, match="computes bfloat16, float16, float32; tensors are float64"):
         kimi_delta_attention(x, x, x, -x, x[..., 0], backend="triton")
+
+
+ROW = config(96, 16, itemsize=2, rule="kimi_")
+compiled = pytest.mark.skipif(
+    not ROW.prepare.gluon or ROW.dot == "interpreted", reason="Gluon runs compiled, on Hopper"
+)
+
+
+def bounded_is_green(**changes):
+    judged = rule.verdicts(replace(BOUNDED, **changes), torch.bfloat16, "triton", DEVICE)
+    return all(verdict.passed for verdict in judged)
+
+
+@compiled
+@pytest.mark.parametrize(("name", "line", "mistake"), HOPPERS_BUGS, ids=[bug[0] for bug in HOPPERS_BUGS])
+def test_a_planted_bug_of_gluons_kernel_turns_parity_red(name, line, mistake):
+    with planted(Bug(name, HOPPER, line, mistake, "")):
+        assert not bounded_is_green()
+
+
+@compiled
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"K": 128, "T": 64, "keys": "near", "beta": 2.0}, {"K": 32, "lengths": (0, 3, 64, 1, 2)}, {"T": 1},
+     {"gates": "wide", "lower_bound": -1e-3}, {"gates": "wide"}],
+    ids=str,
+)  # fmt: skip
+def test_gluons_kernel_agrees_with_the_judge(changes):
+    assert bounded_is_green(**changes)
+
+
+def test_gluon_takes_what_its_factors_hold():
+    q, A_log = torch.ones(1, 1, 1, 96, dtype=torch.bfloat16), torch.ones(1)
+    row = replace(config(96, 16, itemsize=2, rule="kimi_"), dot="tf32")
+    takes = prepare_hopper.takes
+    assert takes(q, q, q, A_log, -5.0, row) and takes(q, q, q.float(), A_log, -1.0, row)
+    assert not any(takes(q, q, q, *gate, row) for gate in ((A_log, -5.1), (A_log, None), (None, -5.0)))
+    assert not takes(q[..., :20], q, q, A_log, -5.0, row) and not takes(q, q, q.double(), A_log, -5.0, row)
+    with assume(Card(8)):
+        others = [config(96, 16, itemsize=2, rule="kimi_")]
+    others += [config(K, 16, itemsize=size, rule="kimi_") for K, size in ((96, 4), (192, 2))]
+    assert not any(takes(q, q, q, A_log, -5.0, replace(row, dot="tf32")) for row in others)
+    assert not takes(q, q, q, A_log, -5.0, replace(row, dot="interpreted"))
+    odd = torch.ones(97, dtype=torch.bfloat16)[1:].view(1, 1, 1, 96)
+    assert not takes(q, odd, q, A_log, -5.0, row)

@@ -249,7 +249,7 @@ class _Calls:
         programs, scaled = self.chunks * shape.HV, self.keys * shape.HV // shape.H
         slices = -(-shape.K // self.row.prepare.columns)
         tiles, given = self._tiles(self.row.products.columns), 2 * (self.keys + scaled)
-        prepare = Work(programs, given + self.factor, (slices, 4, 2), (slices,), self.mask)
+        prepare = Work(programs, given + self.factor, (-(-shape.K // 64),), (), self.mask)
         multiply = Work(programs, 4 * self.values + 2 * self.states, (tiles,), (), self.mask)
         gradients = Work(programs, given + 3 * scaled + 2 * self.P, (slices, 2, 4), (), self.mask)
         columns = self.row.scan.columns  # and the reverse scan's
@@ -257,7 +257,7 @@ class _Calls:
         rows = shape.sequences * shape.tokens // tile("sum_heads", shape.K).rows
         combine = Work(rows * shape.H, 2 * scaled + self.keys)
         for name, backward, kernel, options, work in (
-            ("prepare", False, "prepare", "dense, gates with a bound", prepare),
+            ("prepare", False, "prepare_hopper", "dense", prepare),
             ("scan", False, "scan", "dense", scan),
             ("reverse scan", True, "reverse", "dense", scan),
             ("products", True, "products", "dense", multiply),

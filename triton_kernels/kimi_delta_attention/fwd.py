@@ -38,6 +38,7 @@ import triton.language as tl
 
 from delta_trn.triton_kernels import gated_delta_rule_fwd as rule
 from delta_trn.triton_kernels.chunks import Chunks
+from delta_trn.triton_kernels.kimi_delta_attention import prepare_hopper as hopper
 from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
 from delta_trn.triton_kernels.tiles import (
     LOG2E,
@@ -230,17 +231,22 @@ def prepare(
     q, k, g, beta, A_log, dt_bias, *, T, P, qg, kg, kl, last, rows, scale, l2norm, beta_max, lower_bound,
     chunks: Chunks, config: Config,
 ):  # fmt: skip
-    """Launches `prepare_kernel`: fills what stands behind the star, up to rows.
+    """Launches a `prepare_kernel`, this or `hopper`'s: fills what stands behind the star, up to rows.
 
     A_log None: g is given as it is. beta_max 0: beta is given as it is. lower_bound None: softplus.
     """
     H, K, HV = q.shape[2], q.shape[3], g.shape[2]
-    prepare_kernel[(chunks.count * HV,)](
+    arguments = (
         q, k, g, beta, A_log, dt_bias, T, P, qg, kg, kl, last, rows, chunks.start, chunks.length, scale,
         beta_max or None, lower_bound, chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, BK=config.prepare.columns, C=chunks.size, L2NORM=l2norm,
-        DOT=config.dot, **config.prepare.options(),
     )  # fmt: skip
+    sizes = {"H": H, "HV": HV, "K": K, "C": chunks.size} | config.prepare.options()
+    if l2norm and hopper.takes(q, k, g, A_log, lower_bound, config):
+        hopper.prepare_kernel[(chunks.count * HV,)](*arguments, SLICES=hopper.count_slices(K), **sizes)
+        return
+    prepare_kernel[(chunks.count * HV,)](
+        *arguments, BK=config.prepare.columns, L2NORM=l2norm, DOT=config.dot, **sizes
+    )
 
 
 def gates_of(quick: bool):
@@ -262,6 +268,10 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         for form, arguments in gates_of(quick).items():
             values = sizes | tables | arguments
             yield Variant("kimi_prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, values)
+            if form == "gates with a bound" and row.prepare.gluon:
+                values |= {"SLICES": hopper.count_slices(K)}
+                kernel = hopper.prepare_kernel
+                yield Variant("kimi_prepare_hopper", layout, kernel, TYPES, row.prepare, values)
         states = ("initial_state", "final_state") if layout == "dense" else ()
         uses = {"": ("transition", *states), " segments": ("initial_state", "o", "S", "U")}
         for use, absent in uses.items():
