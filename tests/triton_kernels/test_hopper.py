@@ -17,8 +17,8 @@ from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_tables
 from delta_trn.backends.parity import rule
 from delta_trn.backends.parity.rule_cases import BOTH, Case
 from delta_trn.backends.parity.rule_cases import inputs as inputs_of
-from delta_trn.triton_kernels import gated_delta_rule_gradients
 from delta_trn.triton_kernels.gated_delta_rule_fwd import prepare
+from delta_trn.triton_kernels.hopper import gradients as hopper_gradients
 from delta_trn.triton_kernels.launch import config
 from tests.support.emulator import driver
 from tests.support.planted_bugs import Bug, planted
@@ -117,7 +117,7 @@ def test_gluon_is_as_exact_as_the_plain_kernel(case, late):
     assert (own - rows).abs().amax((1, 3)).le(2e-6 * rows.abs().amax((1, 3)).clamp(min=1e-30)).all()
 
 
-PLACE, TILES = "triton_kernels.gated_delta_rule_prepare:", "triton_kernels.hopper_tiles:"
+PLACE, TILES = "triton_kernels.hopper.prepare:", "triton_kernels.hopper.tiles:"
 BUGS = (
     ("nothing left of the diagonal", f"{PLACE}_find_decays", "i_w > part", "i_w > 3"),
     ("the block ends one token early", f"{PLACE}_find_decays", "part + 15", "part + 14"),
@@ -155,10 +155,10 @@ GRADIENTS = {
 
 def agrees(case, processors=2):
     """Returns whether all of a case agrees with the judge, as parity asks, and the verdicts."""
-    count, launch = [], gated_delta_rule_gradients.gradients
+    count, launch = [], hopper_gradients.gradients
     with pytest.MonkeyPatch.context() as patch:
         counted = lambda *given, **how: count.append(1) or launch(*given, **how)  # noqa: E731
-        patch.setattr(gated_delta_rule_gradients, "gradients", counted)
+        patch.setattr(hopper_gradients, "gradients", counted)
         with triton_adapter.adjust(lambda row: replace(row, processors=processors)):
             x = inputs_of(case, BF16)
             verdicts = rule.reference_for(x).verdicts("triton", rule.outcome(x, "triton"))
@@ -186,7 +186,7 @@ def test_gradients_are_the_same_bits_on_any_number_of_processors():
         assert all(torch.equal(y, other[name]) for other in results[1:]), name
 
 
-LAST = "triton_kernels.gated_delta_rule_gradients:"
+LAST = "triton_kernels.hopper.gradients:"
 MISTAKES = (
     ("every value head is the first", "gradients_kernel", "i_h = i_hk * G + i\n", "i_h = i_hk * G\n"),
     ("q and k of the next turn are this one's", "gradients_kernel", "q, k, start_next", "q, k, start"),

@@ -19,14 +19,14 @@ from delta_trn.backends.gated_delta_rule.contract import Rule, Step
 from delta_trn.backends.kimi_delta_attention import triton_adapter as channels
 from delta_trn.backends.layers import triton_adapter as layers
 from delta_trn.backends.layers.contract import Convolution, GatedNorm, Readout, SumNorm
-from delta_trn.triton_kernels import gated_delta_rule_prepare
 from delta_trn.triton_kernels.compile_only import SIZES
+from delta_trn.triton_kernels.hopper import prepare as hopper_prepare
 
 LENGTHS = (1, 2, 15, 16, 17, 64, 65, 96, 128, 300, 1024, 1030)
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 KERNELS = {
     (module, name): getattr(module, name)
-    for modules in ((gated_delta_rule_prepare,), *(modules for modules, *_ in SIZES))
+    for modules in ((hopper_prepare,), *(modules for modules, *_ in SIZES))
     for module in modules
     for name in vars(module)
     if name.endswith("_kernel")
