@@ -41,7 +41,6 @@ from delta_trn.triton_kernels import (
     delta_residual,
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
-    gated_delta_rule_gradients,
     gated_delta_rule_refine,
     gated_delta_rule_reverse,
     gated_delta_rule_step,
@@ -50,6 +49,7 @@ from delta_trn.triton_kernels import (
     segments,
     short_convolution,
 )
+from delta_trn.triton_kernels.hopper import gradients as hopper_gradients
 from delta_trn.triton_kernels.launch import Card, assume
 from delta_trn.triton_kernels.sass import count_unfenced, disassemble, parse
 from delta_trn.triton_kernels.variants import Variant
@@ -66,7 +66,7 @@ OTHERS_STACK_BYTES = {"bf16": 1024, "fp16": 1024, "fp32": 1024}
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 RULE = (
-    gated_delta_rule_fwd, gated_delta_rule_reverse, gated_delta_rule_bwd, gated_delta_rule_gradients,
+    gated_delta_rule_fwd, gated_delta_rule_reverse, gated_delta_rule_bwd,
     gated_delta_rule_refine, segments, gated_delta_rule_step,
 )  # fmt: skip
 CHANNELS = kimi_delta_attention.fwd, kimi_delta_attention.bwd
@@ -76,6 +76,7 @@ SIZES = (
     # K and V
     (RULE, [(32, 64), (64, 64), (64, 128), (96, 192), (128, 128), (128, 256), (192, 384), (256, 256),
             (256, 512)], [(64, 128)]),
+    ((hopper_gradients,), [(128, 128)], [(128, 128)]),
     (CHANNELS, [(32, 64), (64, 128), (96, 192), (128, 128), (192, 384), (256, 256)], [(128, 128)]),
     # width and value columns of Deep Delta Learning's stream
     ((delta_residual,), [(768, 1), (768, 4), (2048, 1), (2048, 4), (1600, 8)], [(768, 1)]),

@@ -65,8 +65,8 @@ from math import frexp
 import triton
 import triton.language as tl
 
-from delta_trn.triton_kernels import gated_delta_rule_prepare as hopper
 from delta_trn.triton_kernels.chunks import Chunks
+from delta_trn.triton_kernels.hopper import prepare as hopper
 from delta_trn.triton_kernels.launch import Config, Tile, config, power_of_two, row_stride, take_turns
 from delta_trn.triton_kernels.tiles import (
     LOG2E,

@@ -25,13 +25,13 @@ from delta_trn.backends.rows import as_rows, empty_like_parts
 from delta_trn.triton_kernels import (
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
-    gated_delta_rule_gradients,
     gated_delta_rule_refine,
     gated_delta_rule_reverse,
     gated_delta_rule_step,
     segments,
 )
 from delta_trn.triton_kernels.chunks import Chunks
+from delta_trn.triton_kernels.hopper import gradients as hopper_gradients
 from delta_trn.triton_kernels.launch import Card, config
 from delta_trn.triton_kernels.launch import Config as Config
 from delta_trn.triton_kernels.launch import Tile as Tile
@@ -144,8 +144,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     given = q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS
     how: dict[str, Any] = {"scale": call.scale, "l2norm": call.l2norm, "beta_max": call.beta_max}
     how |= {"dv": dv, "dg": dg, "dbeta": dbeta, "dgates": dgates, "chunks": chunks, "config": row}
-    if q.dtype == torch.bfloat16 and gated_delta_rule_gradients.takes(q, k, v, do, units, row):
-        gated_delta_rule_gradients.gradients(*given, carry, dq=dq, dk=dk, **how)
+    if q.dtype == torch.bfloat16 and hopper_gradients.takes(q, k, v, do, units, row):
+        hopper_gradients.gradients(*given, carry, dq=dq, dk=dk, **how)
     else:
         # value heads that share a key are summed in float32 and in a fixed order, unlike atomics
         of_heads = [

@@ -275,8 +275,6 @@ BUGS = (
         "i_h = first + i", "i_h = i", "triton's refined heads"),
     Bug("triton: a sum over value heads begins with the second", f"{TRITON_BACK}:sum_heads_kernel",
         "range(0, HV // H)", "range(1, HV // H)", "triton's pairs"),
-    Bug("triton: dq of a pair's first value head is lost", f"{TRITON_BACK}:gradients_kernel",
-        "b_dq += tl.load(p_first", "b_dq += 0 * tl.load(p_first", "triton's pairs"),
     Bug("triton: states are computed again without the first one", f"{RULE}.triton_adapter:scan_backward",
         "*prepared, initial_state, o=None", "*prepared, None, o=None", "triton's states, not kept"),
     Bug("triton: dU keeps float16's unit", f"{TRITON_REVERSE}:reverse_scan_kernel",

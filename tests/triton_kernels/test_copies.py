@@ -78,10 +78,10 @@ FORWARD = {
     "mm": 4, "cat": 2, "clone": 1, "short_convolution.forward": 1, "fwd.prepare": 1, "fwd.scan": 1,
     "rms_norm.forward": 1,
 }  # fmt: skip
-# sums are of a norm's and taps' weight, A_log and dt_bias; adds, of dk of pairs and of x's gradients
+# sums are of a norm's and taps' weight, A_log and dt_bias; adds, of x's gradients
 BACKWARD = {
     "mm": 8, "clone": 2, "sum": 4, "_to_copy": 2, "add": 2, "reverse.reverse_scan": 1, "refine.refine": 1,
-    "bwd.gradients": 2, "bwd.sum_heads": 1, "rms_norm.backward": 1, "short_convolution.backward": 1,
+    "bwd.gradients": 1, "bwd.sum_heads": 2, "rms_norm.backward": 1, "short_convolution.backward": 1,
 }  # fmt: skip
 
 

@@ -19,14 +19,14 @@ from delta_trn.backends.gated_delta_rule.contract import Rule, Step
 from delta_trn.backends.kimi_delta_attention import triton_adapter as channels
 from delta_trn.backends.layers import triton_adapter as layers
 from delta_trn.backends.layers.contract import Convolution, GatedNorm, Readout, SumNorm
-from delta_trn.triton_kernels import gated_delta_rule_prepare
 from delta_trn.triton_kernels.compile_only import SIZES
+from delta_trn.triton_kernels.hopper import prepare as hopper_prepare
 
 LENGTHS = (1, 2, 15, 16, 17, 64, 65, 96, 128, 300, 1024, 1030)
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 KERNELS = {
     (module, name): getattr(module, name)
-    for modules in ((gated_delta_rule_prepare,), *(modules for modules, *_ in SIZES))
+    for modules in ((hopper_prepare,), *(modules for modules, *_ in SIZES))
     for module in modules
     for name in vars(module)
     if name.endswith("_kernel")
@@ -46,7 +46,11 @@ class Recorder:
     def __getitem__(self, grid):
         def note(*arguments, **named):
             values, specialization, options = self.bind(*arguments, **named)
-            form = tuple((name, x) for name, x in values.items() if x is None or isinstance(x, (bool, str)))
+            form = tuple(
+                (name, x)
+                for name, x in values.items()
+                if x is None or isinstance(x, bool | str) or name in ("K", "V")
+            )
             self.keys[form].add(str((specialization, sorted(options.items()))))
 
         return note
@@ -122,6 +126,7 @@ def test_no_kernel_is_compiled_again_for_another_length(parts, compiled_for, mon
             call_rule(T, packed=True, parts=parts)
             with triton_adapter.adjust(lambda row: replace(row, dot="tf32")):  # as compiled
                 call_rule(T, parts=parts)
+                call_rule(T, parts=parts, K=128)
     for (module, name), keys in compiled_for.items():
         assert keys or parts, f"{module.__name__}.{name} is launched by nothing here"
         for form, found in keys.items():

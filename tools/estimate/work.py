@@ -16,14 +16,14 @@ from delta_trn.backends.gated_delta_rule.triton_time_adapter import segment_leng
 from delta_trn.triton_kernels import (
     gated_delta_rule_bwd,
     gated_delta_rule_fwd,
-    gated_delta_rule_gradients,
     gated_delta_rule_refine,
     gated_delta_rule_reverse,
     kimi_delta_attention,
     segments,
 )
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.gated_delta_rule_prepare import heads_together
+from delta_trn.triton_kernels.hopper import gradients as hopper_gradients
+from delta_trn.triton_kernels.hopper.prepare import heads_together
 from delta_trn.triton_kernels.launch import config, power_of_two, tile
 from delta_trn.triton_kernels.variants import Variant, by_heads, rows_of
 from tools.estimate import machine
@@ -211,13 +211,13 @@ class _Calls:
     def gradients(self) -> Iterator[Launch]:
         shape, programs = self.shape, self.chunks * self.shape.HV
         load_bytes = 4 * self.values + 2 * self.states + 2 * self.keys + 6 * self.factor
-        if shape.K == shape.V == gated_delta_rule_gradients.SIZE:
-            variant = self._variant(gated_delta_rule_gradients, "dense", "hopper_gradients")
+        if shape.K == shape.V == hopper_gradients.SIZE:
+            variant = self._variant(hopper_gradients, "dense", "hopper_gradients")
             turns = -(-self.chunks * shape.H // machine.PROCESSORS)
             load_bytes += 2 * self.factor
             work = Work(machine.PROCESSORS, load_bytes, (turns, shape.HV // shape.H), serial=True)
             yield Launch("gradients", True, variant, work)
-            variant = self._variant(gated_delta_rule_gradients, "dense, gates made", "gates")
+            variant = self._variant(hopper_gradients, "dense, gates made", "gates")
             yield Launch("gates", True, variant, Work(programs, 12 * self.factor))
             return
         variant = self._variant(gated_delta_rule_bwd, "dense, gates made", "gradients")
@@ -236,7 +236,7 @@ class _Calls:
         """What is summed: by PyTorch the gradients of A_log and dt_bias; with grouped heads, dk and dq."""
         shape = self.shape
         yield Launch("sums of gates", True, None, Work(0, 16 * self.chunks * shape.HV), count=2)
-        if shape.HV > shape.H and shape.K != gated_delta_rule_gradients.SIZE:
+        if shape.HV > shape.H and shape.K != hopper_gradients.SIZE:
             variant = self._variant(gated_delta_rule_bwd, "", "sum_heads")
             programs = shape.sequences * shape.tokens // variant.tile.rows * shape.H
             work = Work(programs, 2 * self.keys * shape.HV // shape.H, others=(shape.HV // shape.H,))

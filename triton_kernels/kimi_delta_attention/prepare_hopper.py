@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from delta_trn.triton_kernels import tiles
-from delta_trn.triton_kernels.hopper_tiles import (
+from delta_trn.triton_kernels.hopper.tiles import (
     ACC16,
     ACC32,
     ACC64,

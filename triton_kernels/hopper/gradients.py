@@ -12,9 +12,9 @@ for the second, in Triton, which makes dg, dbeta and dgates of them.
 
 A processor runs one program, which takes every processors-th chunk and key head. It copies a tile of the next
 head to shared memory as soon as this head's has been used, so that memory seldom rests. Copies are in three
-groups, in the order of their use: dO, dY and V; U, S, dS' and the rows; q and k, of the next key head. Each of
-eight warps has half the columns of 16 rows: sums over a row are of two warps, and left operands of products
-lie in shared memory.
+groups, in the order of their use: dO, dY and V; U, S, dS' and the rows; q and k, of the next key head. Each
+of eight warps has half the columns of 16 rows: sums over a row are of two warps, and left operands of
+products lie in shared memory.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -31,15 +31,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.gated_delta_rule_bwd import LEAST_DIVISOR, TYPES, load_gates, store_gates
-from delta_trn.triton_kernels.hopper_tiles import FLAT
+from delta_trn.triton_kernels.gated_delta_rule_bwd import LEAST_DIVISOR, load_gates, store_gates
+from delta_trn.triton_kernels.hopper.tiles import FLAT
 from delta_trn.triton_kernels.launch import Config, config, row_stride, tile
 from delta_trn.triton_kernels.tiles import ROWS, locate_chunk
 from delta_trn.triton_kernels.variants import Variant, gates, layouts, rows_of
 
 SIZE = 128  # of K and V
 SUMS = tl.constexpr(8)
-OWN_TYPES = TYPES | {"*fp32": f"{TYPES['*fp32']} sums", "i32": f"{TYPES['i32']} count"}
+TYPES = {
+    "*x": "q k v do S U dY dS dq dk dv",
+    "*fp32": "g beta A_log dt_bias rows sums carry dg dbeta dgates",
+    "*i64": "chunk_start chunk_length",
+    "fp32": "scale beta_max",
+    "i32": "tokens NT count",
+}
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # tiles [C, C]
 KEYS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))  # tiles [C, K]
 ROW, COLUMN = (gl.constexpr(gl.SliceLayout(axis, PAIRS.value)) for axis in (1, 0))
@@ -369,7 +375,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     for layout, tables in layouts(quick).items():
         values = sizes | tables | ({"carry": None} if layout == "dense" else {})
         launch = tile("hopper_gradients", SIZE)
-        yield Variant("hopper_gradients", layout, gradients_kernel, OWN_TYPES, launch, values)
+        yield Variant("hopper_gradients", layout, gradients_kernel, TYPES, launch, values)
         for form, arguments in gates(quick).items():
             own = values | arguments
-            yield Variant("gates", f"{layout}, {form}", gates_kernel, OWN_TYPES, tile("gates", 1), own)
+            yield Variant("gates", f"{layout}, {form}", gates_kernel, TYPES, tile("gates", 1), own)

@@ -1,4 +1,4 @@
-"""T, P and the rows that Hopper's `prepare` makes in Gluon are as exact as those of the plain kernel."""
+"""Hopper's kernels in Gluon: T, P and rows are as exact as the plain kernel's; gradients pass parity."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -12,8 +12,13 @@ from delta_trn.backends.dispatch import TRITON_DEVICES
 if "cpu" not in TRITON_DEVICES:
     pytest.skip("compiled kernels run here with --emulate alone, as in make emulate", allow_module_level=True)
 
+from delta_trn.backends.gated_delta_rule import triton_adapter
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_tables
+from delta_trn.backends.parity import rule
+from delta_trn.backends.parity.rule_cases import BOTH, Case
+from delta_trn.backends.parity.rule_cases import inputs as inputs_of
 from delta_trn.triton_kernels.gated_delta_rule_fwd import prepare
+from delta_trn.triton_kernels.hopper import gradients as hopper_gradients
 from delta_trn.triton_kernels.launch import config
 from tests.support.emulator import driver
 from tests.support.planted_bugs import Bug, planted
@@ -112,7 +117,7 @@ def test_gluon_is_as_exact_as_the_plain_kernel(case, late):
     assert (own - rows).abs().amax((1, 3)).le(2e-6 * rows.abs().amax((1, 3)).clamp(min=1e-30)).all()
 
 
-PLACE, TILES = "triton_kernels.gated_delta_rule_prepare:", "triton_kernels.hopper_tiles:"
+PLACE, TILES = "triton_kernels.hopper.prepare:", "triton_kernels.hopper.tiles:"
 BUGS = (
     ("nothing left of the diagonal", f"{PLACE}_find_decays", "i_w > part", "i_w > 3"),
     ("the block ends one token early", f"{PLACE}_find_decays", "part + 15", "part + 14"),
@@ -129,3 +134,74 @@ def test_a_planted_bug_is_seen(name, place, line, mistake):
         (control, rows), (errors, own) = distances("ragged")
         wrong = (own - rows).abs().max() > 1e-3
     assert wrong or not (errors <= 1.02 * control).all()
+
+
+def of_size(B, T, H, HV, **how):
+    return Case("hopper", B, T, H, 128, 128, "", HV=HV, loss=BOTH, **how)
+
+
+# each of two processors has several chunks and heads, one after the other
+GRADIENTS = {
+    "gates_and_state": of_size(2, 100, 1, 2, gates="plain", norm="random", state=True),
+    "packed_groups_of_three": of_size(
+        1, 168, 1, 3, gates="plain", norm="random", lengths=(0, 3, 0, 100, 64, 1)
+    ),
+    "unit_keys_of_two_heads": of_size(1, 130, 2, 2, reflect=True),
+    "resets": of_size(1, 70, 1, 4, decay="reset", norm="random", reflect=True),
+    "alike_keys": of_size(1, 128, 1, 1, keys="alike", beta=1.0, decay="none", norm="random"),
+    "strong_decays": of_size(1, 65, 2, 4, decay="strong", norm="zero"),
+}
+
+
+def agrees(case, processors=2):
+    """Returns whether all of a case agrees with the judge, as parity asks, and the verdicts."""
+    count, launch = [], hopper_gradients.gradients
+    with pytest.MonkeyPatch.context() as patch:
+        counted = lambda *given, **how: count.append(1) or launch(*given, **how)  # noqa: E731
+        patch.setattr(hopper_gradients, "gradients", counted)
+        with triton_adapter.adjust(lambda row: replace(row, processors=processors)):
+            x = inputs_of(case, BF16)
+            verdicts = rule.reference_for(x).verdicts("triton", rule.outcome(x, "triton"))
+    assert count
+    return all(verdict.passed for verdict in verdicts), verdicts
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_agree_with_the_judge(name):
+    with driver.options(check=1) as reports:
+        passed, verdicts = agrees(GRADIENTS[name])
+    assert not reports
+    assert passed, [verdict for verdict in verdicts if not verdict.passed]
+
+
+def test_gradients_are_the_same_bits_on_any_number_of_processors():
+    x = inputs_of(GRADIENTS["packed_groups_of_three"], BF16)
+    results = []
+    for processors in (1, 3, 132):
+        late = processors % 2
+        options = driver.options(late_copies=late, late_products=late, order=late)
+        with options, triton_adapter.adjust(lambda row, n=processors: replace(row, processors=n)):
+            results.append(rule.outcome(x, "triton"))
+    for name, y in results[0].items():
+        assert all(torch.equal(y, other[name]) for other in results[1:]), name
+
+
+LAST = "triton_kernels.hopper.gradients:"
+MISTAKES = (
+    ("every value head is the first", "gradients_kernel", "i_h = i_hk * G + i\n", "i_h = i_hk * G\n"),
+    ("q and k of the next turn are this one's", "gradients_kernel", "q, k, start_next", "q, k, start"),
+    ("dY comes twice", "gradients_kernel", "length_next, tile_next, h_next", "length_next, tile, h_next"),
+    ("copies are not waited for", "gradients_kernel", "async_copy.wait_group(1)", "async_copy.wait_group(2)"),
+    ("a half of <S, dS'> for both", "gradients_kernel", "(s_S.slice(C, C, 0)", "(s_S.slice(0, C, 0)"),
+    ("a sum of the left half alone", "_get_sums", "left + right", "left + left"),
+    ("a token reads what it wrote itself", "gates_kernel", "p_sums + 2 * C - 1", "p_sums + 2 * C"),
+    ("dg without the state carried through", "gates_kernel", "b_dg += tl.exp2", "b_dg += 0 * tl.exp2"),
+    ("dbeta is not divided", "gates_kernel", "tl.load(p_sums + 3 * C) / b_beta", "tl.load(p_sums + 3 * C)"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "place", "line", "mistake"), MISTAKES, ids=[bug[0] for bug in MISTAKES])
+def test_a_bug_planted_in_the_gradients_is_seen(name, place, line, mistake):
+    with planted(Bug(name, LAST + place, line, mistake, "")), driver.options(check=1) as reports:
+        passed, _ = agrees(GRADIENTS["packed_groups_of_three"])
+    assert reports or not passed

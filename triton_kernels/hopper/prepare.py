@@ -2,14 +2,14 @@
 
 What it computes, and where it stores it, is as there, in 16 bits and chunks of 64. It differs in how:
 
-    registers   every tile lies as hopper_tiles says; Triton moved each through shared memory, several times
+    registers   every tile lies as hopper.tiles says; Triton moved each through shared memory, several times
     heads       a program makes TOGETHER value heads of a key head, which read q and k once; each of its warps
                 makes the gates of one of them
     norms       those of q and k are the diagonals of Q Q^T and K K^T
     decays      only a warp's block of 16 x 16 on the diagonal has a power for every element, of a masked
                 difference. Left of it, with e the last token of the column's block of 16, so j <= e < i,
                 D_ij = exp(b_i - b_e) exp(b_e - b_j): both at most 1, and neither below D_ij
-    inverse     of blocks of 16 by shuffles in float32, then by halves, see hopper_tiles.invert
+    inverse     of blocks of 16 by shuffles in float32, then by halves, see hopper.tiles.invert
 
 It is right without a GPU in the emulator alone, since no interpreter runs Gluon.
 """
@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from delta_trn.triton_kernels import tiles
-from delta_trn.triton_kernels.hopper_tiles import (
+from delta_trn.triton_kernels.hopper.tiles import (
     ACC32,
     ACC64,
     COLUMN,
