@@ -42,12 +42,12 @@ def report(tmp_path, *arguments):
 def test_quick_configurations_compile_within_their_bounds(tmp_path):
     rows = report(tmp_path, "--quick", "--dtype", "bf16")
     kernels = {row["kernel"] for row in rows}
-    scans = {"prepare", "scan", "reverse_scan", "gradients"}
+    scans = {"prepare", "scan", "reverse_scan", "gradients", "hopper_gradients"}
     scans |= {
         f"kimi_{name}" for name in ("prepare", "scan", "reverse", "products", "gradients", "prepare_hopper")
     }
     layers = {"short_convolution", "rms_norm", "cross_entropy", "sum_heads"}
-    assert kernels == scans | layers | {"step", "delta_residual", "chain", "refine"}
+    assert kernels == scans | layers | {"step", "delta_residual", "chain", "refine", "gates"}
     assert any(row["kernel"] == "step" and row["options"].endswith("channels") for row in rows)
     for row in rows:
         # four warps issue one of them; `prepare` has two up to K = 128
