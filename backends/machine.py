@@ -234,6 +234,11 @@ def keep_freed_memory() -> None:
             library.mallopt(option, size)
 
 
+def apply_lazily(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Returns what function.apply does, but does not look for torch.func's wrappers among the arguments."""
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
 def spare_host(device: torch.device) -> None:
     """Lets Python's garbage collector pass over all objects of now, on XLA, whose host records every step."""
     if device.type == "xla":

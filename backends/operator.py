@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import fields
+from functools import partial
 from operator import attrgetter, index
 from typing import Any
 
@@ -152,7 +153,8 @@ class Operator:
             outputs = self.forward(*[getattr(call, word) for word in self.words], save, backend)
             return outputs[:-1] if self.gradients else outputs
         if save:
-            return _Eager.apply(self, backend, *self.flat(call))  # type: ignore[return-value]
+            apply = partial(machine.apply_lazily, _Eager) if x.device.type == "xla" else _Eager.apply
+            return apply(self, backend, *self.flat(call))
         return self.compute(call, save, backend)[0]
 
     def _without_elements(self, call: Any) -> tuple[Tensor | None, ...]:
@@ -179,11 +181,15 @@ class Operator:
             *outputs, saved = function(call, save=save)
         return tuple(outputs), saved
 
-    @contextlib.contextmanager
-    def settings(self, x: Tensor) -> Iterator[None]:
+    def settings(self, x: Tensor) -> contextlib.AbstractContextManager[object]:
         """Sets what adapters expect: no autocast, the CUDA device of x, exact products."""
-        with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x), self.products():
-            yield
+        context = torch.autocast(x.device.type, enabled=False)
+        if x.device.type == "xla":  # whose host pays for each, and which has no other products
+            return context
+        stack = contextlib.ExitStack()
+        for entered in (context, torch.cuda.device_of(x), self.products()):
+            stack.enter_context(entered)
+        return stack
 
     def differentiate(
         self, douts: Sequence[Tensor | None], call: Any, saved: list[Tensor], backend: str

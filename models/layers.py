@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from delta_trn.backends import add_rms_norm, gated_rms_norm
+from delta_trn.backends import add_rms_norm, gated_rms_norm, machine
 from delta_trn.backends.rows import find_whole
 from delta_trn.models.initialization import constant
 from delta_trn.models.mup import Role
@@ -42,7 +42,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps input [..., inputs] to [..., outputs]."""
-        (y,) = multiply(input, self.weight)
+        (y,) = multiply(input, [self.weight])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def reset_parameters(self) -> None:
@@ -60,18 +60,25 @@ class Embedding(nn.Embedding):
         """Leaves the weight as it is: `initialize` fills the whole model."""
 
 
-def project(x: Tensor, *groups: Sequence[Linear]) -> Sequence[Tensor]:
+def project(x: Tensor, *groups: Sequence[Linear], exact: Sequence[Linear] = ()) -> Sequence[Tensor]:
     """Returns the outputs of each group of maps side by side, [..., sum of outputs], of x [..., T, inputs].
 
     A group is one product, unless sequences are short, as in decoding: then putting the weights side by side
     would cost more than it saves. How many there are does not count, since one product ends in other bits
     than three, and a row must not depend on its batch. A map that PEFT has wrapped computes more than its
     weight says, and one that has hooks must be called.
+
+    exact   another group, the last: its product is in the dtype of its weights, under autocast, too
     """
-    if not all(_can_join(x, maps) for maps in groups):
+    lazily = x.device.type == "xla" and all(_can_join(x, maps) for maps in (*groups, exact))
+    if exact and not lazily:
+        ys = project(x, *groups)
+        with torch.autocast(x.device.type, enabled=False):
+            return [*ys, *project(x.to(exact[0].weight.dtype), exact)]
+    if not (lazily or all(_can_join(x, maps) for maps in groups)):
         return [torch.cat([m(x) for m in maps], dim=-1) if maps[1:] else maps[0](x) for maps in groups]
-    weights = [torch.cat([m.weight for m in maps]) if maps[1:] else maps[0].weight for maps in groups]
-    return multiply(x, *weights)
+    every = [[m.weight for m in maps] for maps in ((*groups, exact) if exact else groups)]
+    return multiply(x, *every, exact=bool(exact))
 
 
 def _can_join(x: Tensor, maps: Sequence[Linear]) -> bool:
@@ -79,42 +86,86 @@ def _can_join(x: Tensor, maps: Sequence[Linear]) -> bool:
     return x.shape[-2] >= SHORT and all(isinstance(m, nn.Linear) for m in maps) and not watched
 
 
-def multiply(x: Tensor, *weights: Tensor) -> Sequence[Tensor]:
-    """Returns W x of each weight, as F.linear does; on XLA by fewer operations: the host records each."""
+def multiply(x: Tensor, *groups: Sequence[Tensor], exact: bool = False) -> Sequence[Tensor]:
+    """Returns W x of each group of weights, as F.linear does; on XLA by few operations: the host records all.
+
+    exact   says that the last product is in the dtype of its weights, under autocast, too
+    """
     if x.device.type != "xla":
-        return [F.linear(x, weight) for weight in weights]
+        return [F.linear(x, torch.cat([*own]) if own[1:] else own[0]) for own in groups]
     dtype = torch.get_autocast_dtype("xla") if torch.is_autocast_enabled("xla") else x.dtype
-    return LazyProducts.apply(x, dtype, *weights)  # type: ignore[return-value]
+    dtypes = [*[dtype] * (len(groups) - exact), *[own[0].dtype for own in groups[len(groups) - exact :]]]
+    kinds = [*zip(dtypes, map(len, groups), strict=True)]
+    ys = machine.apply_lazily(LazyProducts, x.flatten(0, -2), kinds, *(W for own in groups for W in own))
+    return ys if x.dim() == 2 else [y.view(*x.shape[:-1], -1) for y in ys]
+
+
+class MicroBatches:
+    """What a step's micro-batches share on XLA: products cast their weights, and cut their gradients, once.
+
+    Within the block no weight may change. At its end they get their gradients; until then a product adds its
+    own by one operation, instead of a cast, and a part and a sum for each weight.
+    """
+
+    now: MicroBatches | None = None
+
+    def __init__(self) -> None:
+        self.casts: dict[tuple[Any, ...], Tensor] = {}
+        self.sums: dict[tuple[int, ...], tuple[Sequence[Tensor], Tensor]] = {}
+
+    def __enter__(self) -> None:
+        MicroBatches.now = self
+
+    def __exit__(self, *exception: object) -> None:
+        MicroBatches.now = None
+        for own, total in self.sums.values():
+            for W, part in zip(own, _cut(total, own), strict=True):
+                if W.requires_grad:
+                    W.grad = part.clone() if W.grad is None else W.grad + part
+
+
+def _cut(joined: Tensor, own: Sequence[Tensor]) -> Sequence[Tensor]:
+    return consecutive_parts(joined, [len(W) for W in own], 0) if own[1:] else [joined]
 
 
 class LazyProducts(torch.autograd.Function):
-    """Computes y = W x of x [..., inputs] in a dtype, for each weight W. Autograd would cast x for each."""
+    """Computes y = W x of rows x for groups of weights, each side by side. Autograd would cast x for each.
+
+    groups      of each the dtype of its product, and how many of the weights are its
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
-        rows, cast = x.to(dtype).flatten(0, -2), [weight.to(dtype) for weight in weights]
-        ctx.save_for_backward(rows, *cast)
-        ctx.shape, ctx.dtypes = x.shape, [y.dtype for y in (x, *weights)]
-        return tuple(like_rows(x, torch.mm(rows, W.t())) for W in cast)
+    def forward(ctx: Any, x: Tensor, groups: Sequence[tuple[torch.dtype, int]], *weights: Tensor) -> Any:
+        ctx.shared = MicroBatches.now if all(W.is_leaf for W in weights) else None
+        casts, rest = {} if ctx.shared is None else ctx.shared.casts, iter(weights)
+        ctx.owns, joined = [tuple(islice(rest, n)) for _, n in groups], []
+        for own, (dtype, _) in zip(ctx.owns, groups, strict=True):
+            key = dtype, *map(id, own)
+            if key not in casts:
+                casts[key] = (torch.cat(own) if own[1:] else own[0]).to(dtype)
+            joined.append(casts[key])
+        rows = {dtype: x.to(dtype) for dtype, _ in groups}
+        ctx.save_for_backward(*rows.values(), *joined)
+        ctx.dtype, ctx.kinds = x.dtype, tuple(rows)
+        with torch.autocast(x.device.type, enabled=False):
+            return tuple(torch.mm(rows[W.dtype], W.t()) for W in joined)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:  # type: ignore[override]
-        (rows, *cast), (dtype, *dtypes) = ctx.saved_tensors, ctx.dtypes
-        dys = tuple(dy.flatten(0, -2) for dy in dys)
-        first, *others = (torch.mm(dy, W) for dy, W in zip(dys, cast, strict=True))
-        dx = sum(others, first.to(dtype))
-        dweights = (torch.mm(dy.t(), rows).to(wide) for dy, wide in zip(dys, dtypes, strict=True))
-        return dx if len(ctx.shape) == 2 else dx.view(ctx.shape), None, *dweights
-
-
-def token_rows(x: Tensor) -> Tensor:
-    """Returns x [..., d] as rows [tokens, d] on XLA, so that products make no views; elsewhere x."""
-    return x.flatten(0, -2) if x.device.type == "xla" else x
-
-
-def like_rows(x: Tensor, y: Tensor) -> Tensor:
-    """Returns y, [tokens, n] or [..., n], in the shape [..., n] of x [..., d]."""
-    return y if y.dim() == x.dim() else y.view(*x.shape[:-1], -1)
+        saved, n = ctx.saved_tensors, len(ctx.kinds)
+        rows, dweights = dict(zip(ctx.kinds, saved, strict=False)), []
+        dx, *others = [torch.mm(dy, W) for dy, W in zip(dys, saved[n:], strict=True)][::-1]
+        for dy, own in zip(dys, ctx.owns, strict=True):
+            dW, key = torch.mm(dy.t(), rows[dy.dtype]), tuple(map(id, own))
+            if ctx.shared is None:
+                dweights += _cut(dW.to(own[0].dtype), own)
+                continue
+            dweights += [None] * len(own)
+            if key in ctx.shared.sums:
+                ctx.shared.sums[key][1].add_(dW)
+            else:
+                ctx.shared.sums[key] = own, dW.to(own[0].dtype)
+        return sum(others, dx.to(ctx.dtype)), None, *dweights
 
 
 def consecutive_parts(x: Tensor, sizes: Sequence[int], dim: int = -1) -> tuple[Tensor, ...]:
@@ -205,8 +256,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., width] to the same shape."""
-        gate, up = project(token_rows(x), (self.gate_proj,), (self.up_proj,))
-        return like_rows(x, self.down_proj(F.silu(gate) * up))
+        gate, up = project(x, (self.gate_proj,), (self.up_proj,))
+        return self.down_proj(F.silu(gate) * up)
 
 
 class GeluMLP(nn.Module):
@@ -239,8 +290,10 @@ class Dropout(nn.Module):
 
     def forward(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         """Maps x [B, T, d] to the same shape; noise [B, T] int32, None: torch's own generator decides."""
-        if noise is None or not self.training or self.p == 0:
-            return F.dropout(x, self.p, self.training)
+        if not self.training or self.p == 0:
+            return x
+        if noise is None:
+            return F.dropout(x, self.p)
         kept = draw(noise, x.shape[-1], self.site) >= int(self.p * 2**31)
         return x * kept * (1 / (1 - self.p))
 

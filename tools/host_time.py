@@ -1,6 +1,6 @@
 """Times what the host of a Trn1 does for a micro-batch: it records the graph of forward and backward.
 
-    python -m tools.host_time gdn_mup_adamw model.width=512 --micro 1 3 5 [--json FILE]
+    python -m tools.host_time gdn_mup_adamw model.width=512 --micro 1 3 5
 
 Runs on torch_xla's CPU device (`make .venv-xla/.ready` makes an environment that has it). The NKI kernels are
 stubs, which return tensors of the right shapes at once: what NKI itself does for a call comes on top. For
@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta_trn.backends import dispatch, machine
+from delta_trn.models.layers import MicroBatches
 from delta_trn.nki_kernels.simulator.kernel import Kernel
 from delta_trn.train.neuron.instructions import per_sequence
 from delta_trn.train.recipes import recipe
@@ -118,7 +118,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--micro", type=int, nargs="+", default=[1, 3, 5])
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--no-count", action="store_true", help="runs no kernel in the simulator")
-    parser.add_argument("--json", type=Path, help="appends a line for each size to this file")
     options = parser.parse_args(argv)
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     os.environ.setdefault("XLA_DISABLE_FUNCTIONALIZATION", "1")  # as torch-neuronx sets it
@@ -129,13 +128,11 @@ def main(argv: list[str] | None = None) -> int:
     with patch.object(Kernel, "__call__", stub), patch.dict(dispatch.BACKENDS, backends):
         for micro in options.micro:
             line = {"recipe": options.recipe, "changes": options.changes, "micro": micro}
-            line |= measure(config, device, micro, options.repeat)
+            with MicroBatches():
+                line |= measure(config, device, micro, options.repeat)
             if count is not None:
                 line["nki_instructions"] = count.training * micro
             print(json.dumps(line), flush=True)
-            if options.json:
-                with options.json.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
     return 0
 
 

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from delta_trn.backends import machine
+
 L2NORM_EPS = 1e-6
 # A g at or below this is a reset: its decay is exactly 0 in every dtype (in float64 from -746 on, in float32
 # from -104 on). A backend that sums log decays first raises every g below RESET to it, so that the sum keeps
@@ -180,7 +182,7 @@ def log_decay(
     a = _full(a)
     log_rate, bias = A_log.to(a.dtype), None if dt_bias is None else dt_bias.to(a.dtype)
     if a.device.type == "xla" and lower_bound is None:
-        return LazyDecay.apply(a, log_rate, bias)  # type: ignore[return-value]
+        return machine.apply_lazily(LazyDecay, a, log_rate, bias)
     x = a if bias is None else a + bias
     if lower_bound is not None:
         # beyond 800 a sigmoid is 0 or 1 in every dtype, and infinity times its gradient would be NaN
@@ -208,10 +210,10 @@ class LazyDecay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, log_rate: Tensor, bias: Tensor | None) -> Tensor:
         x = a if bias is None else a + bias
-        root = (0.5 * log_rate).exp()
-        rate = root.clamp(max=EXP_40).square()
+        root = (0.5 * log_rate).exp().clamp(max=EXP_40)
+        rate = root.square()
         # below -40 the root of -g, of which neither factor underflows, and whose exponents are exact
-        far, small = ((0.5 * x).exp() * root).clamp(max=EXP_40).square(), x < -40.0
+        far, small = ((0.5 * x).exp() * root).square(), x < -40.0
         decay = torch.where(small, far, rate * F.softplus(x, threshold=40.0))
         ctx.save_for_backward(x, small, rate, decay)
         return -decay
@@ -221,8 +223,9 @@ class LazyDecay(torch.autograd.Function):
         x, small, rate, decay = ctx.saved_tensors
         ddecay = -dg
         dx = ddecay * torch.where(small, decay, rate * x.sigmoid())
-        dbias = dx.sum_to_size(rate.shape) if ctx.needs_input_grad[2] else None
-        return dx, (ddecay * decay).sum_to_size(rate.shape), dbias
+        tokens = tuple(range(dx.dim() - rate.dim()))
+        dbias = dx.sum(tokens) if ctx.needs_input_grad[2] else None
+        return dx, (ddecay * decay).sum(tokens), dbias
 
 
 def _find_lost_in_sum(x: Tensor, y: Tensor) -> Tensor:
