@@ -307,16 +307,13 @@ NEURON_FLOATS = frozenset({torch.float32, torch.bfloat16})
 CUDA, CPU, NEURON = frozenset({"cuda"}), frozenset({"cpu"}), frozenset({"xla", "neuron"})
 
 
-_import = cache(import_module)  # which looks at locks, even for what is there
-
-
 def _at(file: str) -> str:
     return f"delta_trn.backends.{file}"
 
 
 def _limits(name: str) -> Callable[[Call], Iterable[str]]:
     """Returns a function of `limits`, which is imported when first asked."""
-    return lambda call: getattr(_import(_at("limits")), name)(call)
+    return lambda call: getattr(import_module(_at("limits")), name)(call)
 
 
 def _triton(adapter: str, limits: Callable[[Call], Iterable[str]] = lambda call: ()) -> Row:

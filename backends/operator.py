@@ -28,7 +28,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import fields
-from functools import partial
 from operator import attrgetter, index
 from typing import Any
 
@@ -153,8 +152,7 @@ class Operator:
             outputs = self.forward(*[getattr(call, word) for word in self.words], save, backend)
             return outputs[:-1] if self.gradients else outputs
         if save:
-            apply = partial(machine.apply_lazily, _Eager) if x.device.type == "xla" else _Eager.apply
-            return apply(self, backend, *self.flat(call))
+            return _Eager.apply(self, backend, *self.flat(call))  # type: ignore[return-value]
         return self.compute(call, save, backend)[0]
 
     def _without_elements(self, call: Any) -> tuple[Tensor | None, ...]:

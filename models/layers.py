@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from delta_trn.backends import add_rms_norm, gated_rms_norm, machine
+from delta_trn.backends import add_rms_norm, gated_rms_norm
 from delta_trn.backends.rows import find_whole
 from delta_trn.models.initialization import constant
 from delta_trn.models.mup import Role
@@ -60,25 +61,17 @@ class Embedding(nn.Embedding):
         """Leaves the weight as it is: `initialize` fills the whole model."""
 
 
-def project(x: Tensor, *groups: Sequence[Linear], exact: Sequence[Linear] = ()) -> Sequence[Tensor]:
+def project(x: Tensor, *groups: Sequence[Linear]) -> Sequence[Tensor]:
     """Returns the outputs of each group of maps side by side, [..., sum of outputs], of x [..., T, inputs].
 
     A group is one product, unless sequences are short, as in decoding: then putting the weights side by side
     would cost more than it saves. How many there are does not count, since one product ends in other bits
     than three, and a row must not depend on its batch. A map that PEFT has wrapped computes more than its
     weight says, and one that has hooks must be called.
-
-    exact   another group, the last: its product is in the dtype of its weights, under autocast, too
     """
-    lazily = x.device.type == "xla" and all(_can_join(x, maps) for maps in (*groups, exact))
-    if exact and not lazily:
-        ys = project(x, *groups)
-        with torch.autocast(x.device.type, enabled=False):
-            return [*ys, *project(x.to(exact[0].weight.dtype), exact)]
-    if not (lazily or all(_can_join(x, maps) for maps in groups)):
+    if not all(_can_join(x, maps) for maps in groups):
         return [torch.cat([m(x) for m in maps], dim=-1) if maps[1:] else maps[0](x) for maps in groups]
-    every = [[m.weight for m in maps] for maps in ((*groups, exact) if exact else groups)]
-    return multiply(x, *every, exact=bool(exact))
+    return multiply(x, *([m.weight for m in maps] for maps in groups))
 
 
 def _can_join(x: Tensor, maps: Sequence[Linear]) -> bool:
@@ -86,86 +79,79 @@ def _can_join(x: Tensor, maps: Sequence[Linear]) -> bool:
     return x.shape[-2] >= SHORT and all(isinstance(m, nn.Linear) for m in maps) and not watched
 
 
-def multiply(x: Tensor, *groups: Sequence[Tensor], exact: bool = False) -> Sequence[Tensor]:
-    """Returns W x of each group of weights, as F.linear does; on XLA by few operations: the host records all.
-
-    exact   says that the last product is in the dtype of its weights, under autocast, too
-    """
+def multiply(x: Tensor, *groups: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns W x of each group of weights side by side; on XLA by few operations: the host records all."""
     if x.device.type != "xla":
-        return [F.linear(x, torch.cat([*own]) if own[1:] else own[0]) for own in groups]
+        return [F.linear(x, _join(own)) for own in groups]
     dtype = torch.get_autocast_dtype("xla") if torch.is_autocast_enabled("xla") else x.dtype
-    dtypes = [*[dtype] * (len(groups) - exact), *[own[0].dtype for own in groups[len(groups) - exact :]]]
-    kinds = [*zip(dtypes, map(len, groups), strict=True)]
-    ys = machine.apply_lazily(LazyProducts, x.flatten(0, -2), kinds, *(W for own in groups for W in own))
-    return ys if x.dim() == 2 else [y.view(*x.shape[:-1], -1) for y in ys]
+    ys = LazyProducts.apply(x.flatten(0, -2), dtype, [*map(len, groups)], *chain.from_iterable(groups))
+    return ys if x.dim() == 2 else [y.view(*x.shape[:-1], -1) for y in ys]  # type: ignore[union-attr]
 
 
-class MicroBatches:
-    """What a step's micro-batches share on XLA: products cast their weights, and cut their gradients, once.
-
-    Within the block no weight may change. At its end they get their gradients; until then a product adds its
-    own by one operation, instead of a cast, and a part and a sum for each weight.
-    """
-
-    now: MicroBatches | None = None
-
-    def __init__(self) -> None:
-        self.casts: dict[tuple[Any, ...], Tensor] = {}
-        self.sums: dict[tuple[int, ...], tuple[Sequence[Tensor], Tensor]] = {}
-
-    def __enter__(self) -> None:
-        MicroBatches.now = self
-
-    def __exit__(self, *exception: object) -> None:
-        MicroBatches.now = None
-        for own, total in self.sums.values():
-            for W, part in zip(own, _cut(total, own), strict=True):
-                if W.requires_grad:
-                    W.grad = part.clone() if W.grad is None else W.grad + part
+def _join(own: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*own]) if own[1:] else own[0]
 
 
 def _cut(joined: Tensor, own: Sequence[Tensor]) -> Sequence[Tensor]:
     return consecutive_parts(joined, [len(W) for W in own], 0) if own[1:] else [joined]
 
 
-class LazyProducts(torch.autograd.Function):
-    """Computes y = W x of rows x for groups of weights, each side by side. Autograd would cast x for each.
+Shared = tuple[dict[tuple[Any, ...], Tensor], dict[tuple[int, ...], tuple[Sequence[Tensor], Tensor]]]
+_shared: Shared | None = None  # weights, side by side and cast; and the sums of their gradients
 
-    groups      of each the dtype of its product, and how many of the weights are its
+
+@contextmanager
+def micro_batches() -> Iterator[Shared]:
+    """Lets a step's micro-batches on XLA cast the weights of a product, and cut its gradients, once.
+
+    Within the block no weight may change. At its end they get their gradients; until then a product adds its
+    own by one operation, instead of a cast, and a part and a sum for each weight.
     """
+    global _shared
+    casts, sums = _shared = {}, {}
+    try:
+        yield casts, sums
+    finally:
+        _shared = None
+    for own, total in sums.values():
+        for W, part in zip(own, _cut(total, own), strict=True):
+            if W.requires_grad:
+                W.grad = part.clone() if W.grad is None else W.grad + part
+
+
+class LazyProducts(torch.autograd.Function):
+    """Computes y = W x of rows x in a dtype, for each W of so many weights side by side as `sizes` say."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, groups: Sequence[tuple[torch.dtype, int]], *weights: Tensor) -> Any:
-        ctx.shared = MicroBatches.now if all(W.is_leaf for W in weights) else None
-        casts, rest = {} if ctx.shared is None else ctx.shared.casts, iter(weights)
-        ctx.owns, joined = [tuple(islice(rest, n)) for _, n in groups], []
-        for own, (dtype, _) in zip(ctx.owns, groups, strict=True):
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, sizes: Sequence[int], *weights: Tensor) -> Any:
+        ctx.shared = _shared if all(W.is_leaf for W in weights) else None
+        casts, rest = {} if ctx.shared is None else ctx.shared[0], iter(weights)
+        ctx.dtype, ctx.owns, joined = x.dtype, [tuple(islice(rest, n)) for n in sizes], []
+        for own in ctx.owns:
             key = dtype, *map(id, own)
             if key not in casts:
-                casts[key] = (torch.cat(own) if own[1:] else own[0]).to(dtype)
+                casts[key] = _join(own).to(dtype)
             joined.append(casts[key])
-        rows = {dtype: x.to(dtype) for dtype, _ in groups}
-        ctx.save_for_backward(*rows.values(), *joined)
-        ctx.dtype, ctx.kinds = x.dtype, tuple(rows)
-        with torch.autocast(x.device.type, enabled=False):
-            return tuple(torch.mm(rows[W.dtype], W.t()) for W in joined)
+        rows = x.to(dtype)  # once, where autograd would cast x for each product
+        ctx.save_for_backward(rows, *joined)
+        return tuple(torch.mm(rows, W.t()) for W in joined)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:  # type: ignore[override]
-        saved, n = ctx.saved_tensors, len(ctx.kinds)
-        rows, dweights = dict(zip(ctx.kinds, saved, strict=False)), []
-        dx, *others = [torch.mm(dy, W) for dy, W in zip(dys, saved[n:], strict=True)][::-1]
+        rows, *joined = ctx.saved_tensors
+        dx, *others = (torch.mm(dy, W) for dy, W in zip(dys, joined, strict=True))
+        sums, dweights = ctx.shared[1] if ctx.shared is not None and ctx.shared is _shared else None, []
         for dy, own in zip(dys, ctx.owns, strict=True):
-            dW, key = torch.mm(dy.t(), rows[dy.dtype]), tuple(map(id, own))
-            if ctx.shared is None:
+            dW, key = torch.mm(dy.t(), rows), tuple(map(id, own))
+            if sums is None:
                 dweights += _cut(dW.to(own[0].dtype), own)
                 continue
             dweights += [None] * len(own)
-            if key in ctx.shared.sums:
-                ctx.shared.sums[key][1].add_(dW)
+            if key in sums:
+                sums[key][1].add_(dW)
             else:
-                ctx.shared.sums[key] = own, dW.to(own[0].dtype)
-        return sum(others, dx.to(ctx.dtype)), None, *dweights
+                sums[key] = own, dW.to(own[0].dtype)
+        return sum(others, dx.to(ctx.dtype)), None, None, *dweights
 
 
 def consecutive_parts(x: Tensor, sizes: Sequence[int], dim: int = -1) -> tuple[Tensor, ...]:

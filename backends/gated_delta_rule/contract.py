@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from delta_trn.backends import machine
-
 L2NORM_EPS = 1e-6
 # A g at or below this is a reset: its decay is exactly 0 in every dtype (in float64 from -746 on, in float32
 # from -104 on). A backend that sums log decays first raises every g below RESET to it, so that the sum keeps
@@ -96,10 +94,7 @@ class Step:
     l2norm: bool = False
     lower_bound: float | None = None
 
-    @property
-    def has_channels(self) -> bool:
-        """Whether each channel of a key has a decay of its own."""
-        return self.g.dim() == self.q.dim()
+    has_channels = Rule.has_channels
 
     def as_sequence(self) -> Rule:
         """Returns the call of `gated_delta_rule` with T = 1 that computes the same."""
@@ -182,7 +177,7 @@ def log_decay(
     a = _full(a)
     log_rate, bias = A_log.to(a.dtype), None if dt_bias is None else dt_bias.to(a.dtype)
     if a.device.type == "xla" and lower_bound is None:
-        return machine.apply_lazily(LazyDecay, a, log_rate, bias)
+        return LazyDecay.apply(a, log_rate, bias)  # type: ignore[return-value]
     x = a if bias is None else a + bias
     if lower_bound is not None:
         # beyond 800 a sigmoid is 0 or 1 in every dtype, and infinity times its gradient would be NaN

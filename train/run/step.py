@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from delta_trn.backends import machine
 from delta_trn.models import DeltaForCausalLM
-from delta_trn.models.layers import MicroBatches
+from delta_trn.models.layers import micro_batches
 from delta_trn.train.data.loader import Batch
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.optimizer import set_learning_rate
@@ -54,7 +54,7 @@ class TrainingStep:
         batch = batch.each(lambda x: (x.pin_memory() if pin else x).to(self.device, non_blocking=pin))
         micros = batch.split(self.micro)
         total = torch.zeros((), device=self.device)
-        with MicroBatches():
+        with micro_batches():
             for left, some in zip(reversed(range(len(micros))), micros, strict=True):
                 with self.sharding.accumulating(left > 0):
                     # every micro-batch has as many targets as the next, so the mean of means is the mean
