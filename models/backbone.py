@@ -237,8 +237,8 @@ class DeltaModel(DeltaPreTrainedModel):
         if self.positions is not None:
             x = x + self._position(sequences.position)
         x = self.expand(self.dropout(x, noise), sequences, None if cache is None else cache.first)
-        whole = padding is not None or streams is not None or noise is not None
-        lazily = x.device.type == "xla" and not whole and all(block.takes_rows() for block in self.blocks)
+        plain = x.device.type == "xla" and padding is None and streams is None and noise is None
+        lazily = plain and all(cast("Block", block).takes_rows() for block in self.blocks)
         x = x.flatten(0, 1) if lazily else x
         for i, block in enumerate(self.blocks):
             if streams is not None:
