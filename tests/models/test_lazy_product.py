@@ -8,6 +8,7 @@ from torch.nn.functional import linear
 
 from delta_trn.models import layers
 from delta_trn.models.layers import LazyProducts, Linear, micro_batches
+from tests.support import tiny_models
 
 
 def plain(x, first, second, third, *, joined):
@@ -66,3 +67,13 @@ def test_a_map_that_is_watched_is_called(watch):
     getattr(maps[1], watch)(lambda *_: seen.append(1))
     layers.project(torch.ones(layers.SHORT, 3), maps)
     assert seen == [1]
+
+
+def test_a_block_maps_rows_as_it_maps_sequences_unless_it_is_watched():
+    model = tiny_models.model()
+    block, x = model.model.blocks[0], torch.randn(3, 5, model.config.hidden_size, dtype=torch.float64)
+    whole, rows = (block(y, tiny_models.rows(5)) for y in (x, x.flatten(0, 1)))
+    torch.testing.assert_close(rows.view_as(whole), whole)
+    assert block.takes_rows()
+    block.mixer.register_forward_hook(print)
+    assert not block.takes_rows()
