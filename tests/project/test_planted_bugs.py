@@ -370,9 +370,7 @@ CHECKS = {
     "nki, long sequences": lambda: holds(test_gated_delta_layer.test_long_waves_are_narrow, 1025, 3, 3),
     "lazy gates": lambda: holds(test_gates.test_the_formulas_of_lazy_tensors_are_those_of_autograd),
     "lazy products": lambda: holds(test_lazy_product.test_they_are_those_of_pytorch, True),
-    "lazy rows": lambda: holds(
-        test_lazy_product.test_a_block_maps_rows_as_it_maps_sequences_unless_it_is_watched
-    ),
+    "lazy rows": lambda: holds(test_lazy_product.test_a_block_maps_rows_unless_it_is_watched),
     "micro-batches": lambda: holds(test_lazy_product.test_micro_batches_of_a_step_add_up_to_the_same_bits),
     "nki's ignored words": lambda: layer_passes("loss_ignored", "nki-simulator"),
     "nki's convolution": lambda: all(
