@@ -54,7 +54,7 @@ from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state, 
 from delta_trn.nki_kernels.kimi_delta_attention.chunk import build_levels, prepare_channels
 from delta_trn.nki_kernels.kimi_delta_attention.chunk_gradients import differentiate_channels
 from delta_trn.nki_kernels.language import nisa, nki, nl
-from delta_trn.nki_kernels.orders import RULE_BACKWARD
+from delta_trn.nki_kernels.orders import ORDERS
 from delta_trn.nki_kernels.plan import count_slots, list_waves, pad_to_rows, split_evenly
 from delta_trn.nki_kernels.schedule import Stage, list_steps, list_work, rank
 from delta_trn.nki_kernels.tiles import (
@@ -138,7 +138,7 @@ STAGES = (
     Stage("dbeta", follows=("sums",), makes=("scaled sums",)),
     Stage("dg", follows=("scaled sums", "crossing")),
 )  # fmt: skip
-ORDER = rank("gated_delta_rule_bwd", STAGES, RULE_BACKWARD)
+ORDER = rank("gated_delta_rule_bwd", STAGES, ORDERS["RULE_BACKWARD"])
 MOST_EVERY = 2  # chunks of a stretch: "R" and "U" of one come before those of the next
 FORWARD = ("apply T", "R", "U")  # of a chunk, and of its stretch the first one first
 
@@ -167,10 +167,7 @@ def load_again(inputs, do, bundle, start, stop, table):
 
 
 def scale_again(chunk, scales, bundle, scale):
-    """Adds gates, what they scale, and what waits for products.
-
-    scales is (what multiplies dO [rows, lanes] besides its read_scale,), or ().
-    """
+    """Adds gates, what they scale, and what waits for products. scales: what else multiplies dO, or ()."""
     table = chunk.table
     compute_gates(chunk, bundle, scale)
     chunk.spread = spread_decays(chunk.g, table)
@@ -378,7 +375,7 @@ def gated_delta_rule_bwd(
         dinitial_state      [N, HV, K, V] float32
 
     Notes:
-        A turn issues stages of three stretches, in the order of `orders.RULE_BACKWARD`.
+        A turn issues stages of three stretches, in the order RULE_BACKWARD of orders.json.
 
     Pseudocode, stretch by stretch:
         dS = dstate
@@ -406,9 +403,7 @@ def run_backward(inputs, do, dstate, initial_state, states, options, work, chann
     q, v, g, beta = inputs[0], inputs[2], inputs[3], inputs[4]
     N, T, H, K = q.shape
     HV, V = v.shape[2], v.shape[3]
-    assert every <= MOST_EVERY, (
-        f"every={every} exceeds the {MOST_EVERY} chunks of a stretch that the order has"
-    )
+    assert every <= MOST_EVERY, f"every={every} exceeds the {MOST_EVERY} chunks of a stretch"
     parts = split_evenly(K)
     chunks = (T + C - 1) // C
     heads = count_slots(H, HV, width)

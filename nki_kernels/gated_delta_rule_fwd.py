@@ -33,7 +33,7 @@ from delta_trn.nki_kernels.chunk import (
 from delta_trn.nki_kernels.chunk_tiles import Stream
 from delta_trn.nki_kernels.kimi_delta_attention.chunk import build_levels, prepare_channels
 from delta_trn.nki_kernels.language import nisa, nki, nl
-from delta_trn.nki_kernels.orders import RULE_FORWARD
+from delta_trn.nki_kernels.orders import ORDERS
 from delta_trn.nki_kernels.plan import list_waves, pad_to_rows, split_evenly
 from delta_trn.nki_kernels.schedule import ALL, Stage, list_work, rank
 from delta_trn.nki_kernels.tiles import (
@@ -81,7 +81,7 @@ STAGES = (
     Stage("O", needs=("gamma_q_t", "PT_t", "R"), makes=("o",)),
     Stage("S", needs=("W", "R"), before=("S",), makes=("S",)),
 )
-ORDER = rank("gated_delta_rule_fwd", STAGES, RULE_FORWARD)
+ORDER = rank("gated_delta_rule_fwd", STAGES, ORDERS["RULE_FORWARD"])
 
 
 def load_state(states, bundle, parts, V, present):
@@ -211,12 +211,10 @@ def keep_state(stream, index, call):
     bundle, every, parts = stream.bundle, call["every"], call["parts"]
     n, first, lanes = bundle["n"], bundle["first"], bundle["lanes"]
     if every > 0 and index > 0 and index % max(every, 1) == 0:
-        stretch = index // every - 1
+        kept = index // every - 1
         for part in range(len(parts)):
             low, high = parts[part]
-            nisa.dma_copy(
-                dst=call["states"][n, stretch, low:high, first : first + lanes, :], src=stream.S[part]
-            )
+            nisa.dma_copy(dst=call["states"][n, kept, low:high, first : first + lanes, :], src=stream.S[part])
 
 
 def advance(stage, chunk, stream, index, call):
@@ -287,7 +285,7 @@ def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, has_sta
 
     Notes:
         A chunk's inverse is a chain of steps, each too short for the engine that runs it. So a turn issues
-        stages of seven chunks, in the order of `orders.RULE_FORWARD`.
+        stages of seven chunks, in the order RULE_FORWARD of orders.json.
 
     Pseudocode, chunk by chunk:
         for wave in waves:

@@ -1,4 +1,4 @@
-"""Finds the orders of the NKI kernels' stages, and writes them to nki_kernels/orders.py.
+"""Finds the orders of the NKI kernels' stages, and writes them to nki_kernels/orders.json.
 
     python -m tools.schedule                    remakes all orders: minutes, and the same on every machine
     python -m tools.schedule RULE_FORWARD       remakes one
@@ -11,14 +11,13 @@ in the file nor the machine matter: all chance comes from one seed.
 """
 
 import argparse
+import json
 import math
 import random
 import sys
-import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -46,14 +45,6 @@ SHARES = {
     "substitute": 3, "merge": 9, "window": 16, "taps": 16, "silu": 16,
     "load taps": 8, "multiply taps": 8, "sum taps": 8, "store dx": 4,
 }  # fmt: skip
-HEAD = '''"""Has the orders in which the kernels issue their stages; `tools/schedule.py` finds them.
-
-`nki_kernels.schedule` says what an entry means. MADE has the estimates of each order in microseconds, on Trn1
-for each of the sizes that its search has.
-"""
-
-from delta_trn.nki_kernels.schedule import read_order
-'''
 
 
 @dataclass(frozen=True)
@@ -267,15 +258,15 @@ def anneal(name: str, timer: Any, seed: int = 0) -> tuple[Any, list[float], list
 
 
 def write(tables: dict[str, Any], made: Mapping[str, Sequence[float]]) -> None:
-    """Writes the module of the orders, and what those cost that a search made."""
-    lines = [HEAD, "MADE = {"]
-    lines += [f'    "{name}": ({", ".join(f"{x:.2f}" for x in times)}),' for name, times in made.items()]
-    lines.append("}")
-    for name, table in tables.items():
-        entries = [f"{stage} {BUNDLES[bundles]} {late}" for stage, bundles, late in table]
-        text = textwrap.fill("; ".join(entries), 110, initial_indent="    ", subsequent_indent="    ")
-        lines.append(f'\n{name} = read_order("""\n{text}\n""")')
-    Path(orders.__file__).write_text("\n".join(lines) + "\n")
+    """Writes the orders, and what those cost that a search made."""
+    found = {
+        name: {
+            "made": [round(x, 2) for x in made[name]],
+            "order": [f"{stage} {BUNDLES[bundles]} {late}" for stage, bundles, late in table],
+        }
+        for name, table in tables.items()
+    }
+    orders.FILE.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def main(arguments: list[str]) -> None:
@@ -288,7 +279,7 @@ def main(arguments: list[str]) -> None:
     if unknown:
         parser.error(f"no order is named {unknown[0]}; name one of {', '.join(SEARCHES)}")
     timer = build_timer()
-    tables = {name: getattr(orders, name) for name in SEARCHES}
+    tables = dict(orders.ORDERS)
     made: dict[str, Sequence[float]] = {name: orders.MADE.get(name, ()) for name in SEARCHES}
     for name in names:
         tables[name], rule, found = anneal(name, timer)

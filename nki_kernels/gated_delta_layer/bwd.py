@@ -44,7 +44,7 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import (
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
 from delta_trn.nki_kernels.gated_rms_norm import check_eps, load_everywhere
 from delta_trn.nki_kernels.language import nki, nl
-from delta_trn.nki_kernels.orders import LAYER_BACKWARD
+from delta_trn.nki_kernels.orders import ORDERS
 from delta_trn.nki_kernels.plan import (
     BACKWARD_BUNDLES,
     PARTITIONS,
@@ -82,7 +82,7 @@ OWN_STAGES = (
 
 NOT_THE_RULES = {stage.name for stage in OWN_STAGES} | {"store"}  # the layer has them in another form
 STAGES = (*OWN_STAGES, *(stage for stage in RULE_STAGES if stage.name not in NOT_THE_RULES))
-ORDER = rank("gated_delta_layer_bwd", STAGES, LAYER_BACKWARD)
+ORDER = rank("gated_delta_layer_bwd", STAGES, ORDERS["LAYER_BACKWARD"])
 CONVOLUTION = ("load taps", "multiply taps", "sum taps", "store dx")
 
 

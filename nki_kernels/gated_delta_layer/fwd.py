@@ -26,7 +26,7 @@ from delta_trn.nki_kernels.gated_rms_norm import (
     sum_slots,
 )
 from delta_trn.nki_kernels.language import nisa, nki, nl
-from delta_trn.nki_kernels.orders import LAYER_FORWARD
+from delta_trn.nki_kernels.orders import ORDERS
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, list_waves, pad_to_rows, split_evenly
 from delta_trn.nki_kernels.schedule import ALL, Stage, rank
 from delta_trn.nki_kernels.short_convolution import (
@@ -68,7 +68,7 @@ STAGES = (
     Stage("taps"),
     Stage("silu"),
 )
-ORDER = rank("gated_delta_layer_fwd", STAGES, LAYER_FORWARD)
+ORDER = rank("gated_delta_layer_fwd", STAGES, ORDERS["LAYER_FORWARD"])
 
 
 def convolve(stage, step, cells, streams, call):

@@ -8,7 +8,7 @@ from delta_trn.nki_kernels import gated_delta_rule_bwd
 from delta_trn.nki_kernels.gated_delta_rule_bwd import run_backward
 from delta_trn.nki_kernels.kimi_delta_attention.fwd import PREPARING, give_channels
 from delta_trn.nki_kernels.language import nki
-from delta_trn.nki_kernels.orders import CHANNELS_BACKWARD
+from delta_trn.nki_kernels.orders import ORDERS
 from delta_trn.nki_kernels.plan import PARTITIONS
 from delta_trn.nki_kernels.schedule import Stage, list_work, rank
 from delta_trn.nki_kernels.triangular import INVERTING
@@ -39,7 +39,7 @@ STAGES = (
     Stage("store keys", follows=("dqk",)),
     Stage("sum rows", follows=("raw dqk",)),
 )
-ORDER = rank("kimi_delta_attention_bwd", STAGES, CHANNELS_BACKWARD)
+ORDER = rank("kimi_delta_attention_bwd", STAGES, ORDERS["CHANNELS_BACKWARD"])
 
 
 @nki.jit

@@ -9,7 +9,7 @@ Source: arXiv:2510.26692. Value head j reads query and key of head j // (HV / H)
 from delta_trn.nki_kernels import gated_delta_rule_fwd
 from delta_trn.nki_kernels.gated_delta_rule_fwd import run_forward
 from delta_trn.nki_kernels.language import nki
-from delta_trn.nki_kernels.orders import CHANNELS_FORWARD
+from delta_trn.nki_kernels.orders import ORDERS
 from delta_trn.nki_kernels.plan import PARTITIONS
 from delta_trn.nki_kernels.schedule import Stage, list_work, rank
 from delta_trn.nki_kernels.tiles import uniforms
@@ -36,7 +36,7 @@ STAGES = (
     Stage("O", needs=("scaled keys", "PT_t", "R"), makes=("o",)),
     Stage("S", needs=("W", "R"), before=("S",), makes=("S",)),
 )
-ORDER = rank("kimi_delta_attention_fwd", STAGES, CHANNELS_FORWARD)
+ORDER = rank("kimi_delta_attention_fwd", STAGES, ORDERS["CHANNELS_FORWARD"])
 
 
 @nki.jit
