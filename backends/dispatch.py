@@ -108,9 +108,7 @@ def register(backend: Backend) -> None:
         raise ValueError(f"backend {backend.name!r} is registered already; choose another name")
     unknown = sorted(set(backend.rows) - set(OPERATIONS))
     if unknown:
-        raise ValueError(
-            f"backend {backend.name!r} declares {unknown}; operations are {', '.join(OPERATIONS)}"
-        )
+        raise ValueError(f"backend {backend.name!r} declares {unknown}; operations are {list(OPERATIONS)}")
     BACKENDS[backend.name] = backend
 
 
@@ -393,10 +391,7 @@ def triton_missing(device: str) -> str | None:
 
 
 def _refuse_gpu(capability: tuple[int, int] | None) -> Iterable[str]:
-    """Yields why Triton's kernels do not run on a GPU, or are wrong there with this Triton.
-
-    capability  of the GPU; None: that of the current one
-    """
+    """Yields why Triton's kernels do not run on such a GPU, None: the current one, or are wrong there."""
     capability = capability or machine.compute_capability("cuda")
     if capability is None or find_spec("triton") is None:
         return

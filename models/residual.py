@@ -42,12 +42,11 @@ from delta_trn.models.layers import Linear, at_least_float32
 from delta_trn.models.mup import TABLES, Role
 from delta_trn.models.parameters import Tag
 
+Operands = tuple[Tensor, Tensor, Tensor, Tensor]
+
 
 class Whole(nn.Module):
-    """Reads, or starts, a stream of one value per feature: x itself.
-
-    `rest` is here and below what `TokenConvolution.forward` takes besides x.
-    """
+    """Reads, or starts, a stream of one value per feature; `rest` is `TokenConvolution`'s, here and below."""
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
         return x
@@ -131,10 +130,7 @@ class BiasedLinear(nn.Module):
 
 
 class Gate(nn.Module):
-    """Computes beta = 2 sigmoid( W c + b ), or 2 sigmoid( W_2 tanh(W_1 c) + b ).
-
-    The bias b starts where beta is ddl_beta_init.
-    """
+    """Computes beta = 2 sigmoid(W c + b) or 2 sigmoid(W_2 tanh(W_1 c) + b), at first ddl_beta_init."""
 
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__()
@@ -186,9 +182,7 @@ class DeepDelta(nn.Module):
         """Returns the stream after a sublayer; arguments as `Additive.forward`."""
         return self.write(*self.operands(x, read, context, y)).flatten(-2)
 
-    def operands(
-        self, x: Tensor, read: Tensor, context: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def operands(self, x: Tensor, read: Tensor, context: Tensor, y: Tensor) -> Operands:
         """Returns X [B, T, d, DV], k [B, T, d] before it is normalized, v [B, T, DV] and beta [B, T]."""
         beta = self.gate(context)
         v = self.value(read if self.v_input == "state" else context)
@@ -222,9 +216,7 @@ class LatentUpdate(DeepDelta):
         self.gate, self.value = Gate(config), Linear(d, 1, Role.GATE)
         self.multiplier = config.width_ratio ** TABLES[config.parametrization].value
 
-    def operands(
-        self, x: Tensor, read: Tensor, context: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def operands(self, x: Tensor, read: Tensor, context: Tensor, y: Tensor) -> Operands:
         """Returns what `DeepDelta.operands` does, with DV = 1."""
         k = self.up(F.silu(self.down(x)))
         v = self.multiplier * at_least_float32(self.value(y))

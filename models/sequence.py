@@ -27,10 +27,7 @@ class Padding:
             return None
         shape = tuple(attention_mask.shape)
         if shape not in ((B, offset + T), (B, T)):
-            raise ValueError(
-                f"attention_mask is {shape}, expected {(B, offset + T)}: one entry for each of {offset} "
-                f"cached and {T} new tokens"
-            )
+            raise ValueError(f"attention_mask is {shape}, expected {(B, offset + T)}, {T} of which are new")
         real = attention_mask[:, -T:].bool()
         if real.all():
             return None

@@ -153,10 +153,7 @@ def list_bundles(N, H, HV, width):
 
 
 def list_sides(bundle, H, K, V):
-    """Lists the channels of a bundle's q, k and v in a layer, where those of all heads lie side by side.
-
-    Returns [(first channel, channels)].
-    """
+    """Lists [(first channel, channels)] of a bundle's q, k and v in a layer, where all heads lie together."""
     first, heads = bundle["key_first"], bundle["key_heads"]
     return [
         (first * K, heads * K), ((H + first) * K, heads * K),

@@ -246,12 +246,10 @@ def list_odd_columns(x_sb, s):
             views.append(x_sb[:, lane, s:C])
         return views
     pairs = C // (2 * s)
-    compact_sb = sbuf((C, lanes, C // 2))
-    copy_scaled(
-        compact_sb.reshape((C, lanes, pairs, s)), x_sb.reshape((C, lanes, pairs, 2, s))[:, :, :, 1, :]
-    )
+    odd_sb = sbuf((C, lanes, C // 2))
+    copy_scaled(odd_sb.reshape((C, lanes, pairs, s)), x_sb.reshape((C, lanes, pairs, 2, s))[:, :, :, 1, :])
     for lane in range(lanes):
-        views.append(compact_sb[:, lane, :])
+        views.append(odd_sb[:, lane, :])
     return views
 
 
@@ -350,10 +348,7 @@ def multiply_and_add(dst, x, y, z, op):
 
 
 def invert_chunks(stage, share, shares, chunks, spaces, both, blocks):
-    """Runs a share of one of these stages for chunks of equally many rows, each with its own space.
-
-    Unless `both`, nobody needs the transpose of T afterwards.
-    """
+    """Runs a share of a stage for chunks of equally many rows; `both`: the transpose of T is needed later."""
     if stage == "spread columns":
         for chunk in chunks:
             spread_blocks(chunk, blocks)

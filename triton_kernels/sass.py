@@ -50,10 +50,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Code:
-    """The machine code of a kernel, and what a program of it occupies.
-
-    registers and stack are per thread, stack and shared in bytes.
-    """
+    """A kernel's machine code, registers and stack bytes per thread, shared memory in bytes, and warps."""
 
     instructions: tuple[Instruction, ...]
     registers: int

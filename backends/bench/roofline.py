@@ -46,11 +46,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Holds what a machine does at best.
-
-    flops_per_s     operations per second
-    copies          bytes moved by a copy -> bytes moved per second
-    """
+    """Holds a machine's best: operations per second, and by bytes that a copy moves, bytes per second."""
 
     flops_per_s: float
     copies: Mapping[int, float]

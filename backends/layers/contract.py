@@ -54,10 +54,7 @@ class SumNorm:
 
 @dataclass(frozen=True)
 class Readout:
-    """One call of `linear_cross_entropy`; forward saves its gradients, and backward's call has no tensors.
-
-    Backward returns dhidden, dweight.
-    """
+    """One call of `linear_cross_entropy`: forward saves dhidden, dweight; backward's call has no tensors."""
 
     hidden: Tensor
     weight: Tensor

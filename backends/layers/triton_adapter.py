@@ -52,9 +52,7 @@ def gated_rms_norm_forward(call: GatedNorm, *, save: bool) -> tuple[Tensor, list
     return y.view(call.x.shape), []
 
 
-def gated_rms_norm_backward(
-    dy: Tensor, call: GatedNorm, saved: list[Tensor]
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def gated_rms_norm_backward(dy: Tensor, call: GatedNorm, saved: list[Tensor]) -> tuple[Tensor | None, ...]:
     """Returns dx, dgate, dweight."""
     return _norm_gradients(dy, None, call.x, call.gate, call.weight, call.eps)
 

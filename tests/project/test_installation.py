@@ -73,7 +73,7 @@ def test_the_wheel_trains_and_opens_models_where_a_user_has_such_names(installed
     assert call([installed / "python", "-c", use], elsewhere) == "delta_trn.models.language_model True\n"
 
 
-def test_the_wheel_holds_launch_scripts_and_kernel_sources_and_nothing_at_the_top(installed):
+def test_the_wheel_holds_scripts_kernel_sources_and_tables_and_nothing_at_the_top(installed):
     (packages,) = (installed.parent / "lib").glob("python*/site-packages")
     assert (packages / "delta_trn" / "train" / "launch" / "trn1.32xlarge.sh").exists()
     kernels = (packages / "delta_trn" / "backends").rglob("*.[ch]*")
@@ -85,6 +85,9 @@ def test_the_wheel_holds_launch_scripts_and_kernel_sources_and_nothing_at_the_to
         "exponential.h",
     }
     assert expected <= {path.name for path in kernels}
+    files = [file for folder in (ROOT / "delta_trn").iterdir() for file in folder.rglob("*.*")]
+    tables = {file.relative_to(ROOT) for file in files if file.suffix in (".csv", ".json", ".md")}
+    assert len(tables) >= 5 and all((packages / table).exists() for table in tables)
     top = {path.name for path in packages.iterdir() if "dist-info" not in path.name}
     assert top == {"delta_trn"}
 

@@ -20,11 +20,7 @@ KERNELS = {
 
 
 def table(kernel: str, shape: str) -> Iterator[str]:
-    """Yields the lines of a table: the time of a call by the launch of one of its kernels, the fastest first.
-
-    It is that of the whole call, since the columns of the scans decide how many programs run and whether
-    sequences are cut.
-    """
+    """Yields a table of a whole call's time by the launch of one of its kernels, the fastest first."""
     sizes, estimator = SHAPES[shape], Estimator()
     heads = sizes.sequences * sizes.HV
     now = getattr(config(sizes.K, sizes.V, itemsize=ITEM, heads=heads, rule=sizes.rule), kernel)

@@ -203,10 +203,7 @@ def adopt(tokenizer: Tokenizer, config: dict[str, Any], vocab_size: int | None) 
     if vocab_size is None:
         vocab_size = -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if vocab_size < size:
-        raise TokenizerError(
-            f"vocab_size={vocab_size} is smaller than the tokenizer's {size} ids; leave it out, or give "
-            f"{size} or more"
-        )
+        raise TokenizerError(f"vocab_size={vocab_size} is smaller than the tokenizer's {size} ids: omit it")
     name = tokenizer.id_to_token(bos)
     # so that transformers' tokenizer(prompt) starts as a document does
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -238,10 +235,7 @@ def _tokenizer_file(name: str) -> Path:
     path = Path(name).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise TokenizerError(
-            f"no tokenizer {name!r}: expected gpt2, bytebpe, bytes, or the path of a tokenizer.json or of "
-            "its folder"
-        )
+        raise TokenizerError(f"no tokenizer {name!r}: expected gpt2, bytebpe, bytes, or the path of one")
     return file
 
 

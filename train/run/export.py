@@ -88,15 +88,14 @@ def model_card(
     license: str | None = None,
 ) -> str:
     """Returns the text of README.md, with figures of the run's own files."""
-    m, o, b = config.model, config.optimizer, config.batch
+    m, o, b, d = config.model, config.optimizer, config.batch, config.data
     parameters, attention = sum(p.numel() for p in model.parameters()), len(m.attention_layers)
     kinds = {"Gated DeltaNet": m.layers - attention, "attention": attention}
     layers = " and ".join(f"{count} {kind}" for kind, count in kinds.items() if count) + " layers"
     layers += "" if m.residual == "additive" else f", {m.residual}"
     rows = {
         "model": f"{layers}, width {m.width}, {parameters:,} parameters",
-        "text": f"{Path(config.data.source).name}, {config.data.tokenizer} tokenizer, "
-        f"{m.vocab_size or 0:,} rows",
+        "text": f"{Path(d.source).name}, {d.tokenizer} tokenizer, {m.vocab_size or 0:,} rows",
         "training": f"{state.step:,} steps of {b.sequences} x {b.length} tokens, {state.tokens:,} tokens",
         "optimizer": f"{o.name}, learning rate {o.lr:g} at width {m.base_width}, {config.parametrization}",
         "arithmetic": f"{config.precision}, delta rule by the backend {config.backend}",
@@ -110,7 +109,7 @@ def model_card(
         rows["held-out loss"] = (
             f"{loss:.4f} nats per token{tokens}, perplexity {perplexity:.2f}, {bits:.4f} bits per byte"
         )
-    return _CARD.format(
+    return _CARD.read_text(encoding="utf-8").format(
         name=config.name,
         table="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
         needs=_NEEDS_NOTHING if remote_code else _NEEDS_PACKAGE,
@@ -120,39 +119,9 @@ def model_card(
     )
 
 
+_CARD = Path(__file__).with_name("card.md")
 _NEEDS_PACKAGE = "It needs the package delta-trn."
 _NEEDS_NOTHING = """\
 It needs torch and transformers. The model's code is in this folder: look at it before you trust it. It
 computes with PyTorch on every device; the package delta-trn has kernels. With that installed, write
 `import delta_trn` first, and leave out `trust_remote_code`. The code is under the Apache License 2.0."""
-_CARD = """\
----
-library_name: transformers
-pipeline_tag: text-generation
-{license}tags: [gated-deltanet, delta-trn]
----
-
-# {name}
-
-A language model trained with delta-trn. It continues text. It was not trained to follow instructions, and
-nobody has checked what it writes.
-
-| | |
-|---|---|
-{table}
-
-## Use
-
-{needs}
-
-```python
-{first}from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder = "."  # this folder, or its name on the Hub
-model = AutoModelForCausalLM.from_pretrained(folder{trust})
-tokenizer = AutoTokenizer.from_pretrained(folder{trust})
-prompts = tokenizer(["Once", "The next day"], return_tensors="pt", padding=True)
-ids = model.generate(**prompts, max_new_tokens=32, do_sample=True, top_k=50)
-print(tokenizer.batch_decode(ids, skip_special_tokens=True))
-```
-"""

@@ -30,11 +30,7 @@ MATCHES_ADAMW = 0.2
 
 
 class Muon(AdamW):
-    """AdamW, except for groups with `momentum`.
-
-    Such a group has `heads`, the number of blocks of each matrix, and `of_columns`, whether they divide its
-    columns rather than its rows.
-    """
+    """AdamW, except for groups with `momentum`, `heads`, blocks of each matrix, and whether `of_columns`."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -6,7 +6,7 @@ their like are in every set, so they load nothing.
 
 Sources, all public:
 
-    sets    act_info.json of neuronx-cc 2.24, the set "trainium", which serves every generation
+    sets    tables.json: act_info.json of neuronx-cc 2.24, the set "trainium", which serves every generation
     limit   NCC_INLA001: "the number of activation tables must be <= 8"
     time    profiles of Gated DeltaNet kernels on trn2, each load exactly 1,283 ns in more than a thousand
             (KevGomes1403/nki-moe-megakernel, round and decode profiles of August 2026). Nobody has published
@@ -15,28 +15,15 @@ Sources, all public:
             `make measure-trn1` measures it
 """
 
+import json
+from pathlib import Path
+
 LOAD_US = 1.283
 MOST_SETS = 8
 
 EVERYWHERE = frozenset({"copy", "square", "abs", "relu", "sign"})
 SETS: dict[str, frozenset[str]] = {
-    "exp": frozenset({"exp", "tanh"}),
-    "softplus": frozenset({"softplus"}),
-    "sigmoid": frozenset({"sigmoid", "tanh", "erf", "arctan"}),
-    "sqrt": frozenset({"sqrt"}),
-    "log": frozenset({"log"}),
-    "log and exp": frozenset({"log", "exp"}),
-    "trigonometry": frozenset({"sin", "arctan"}),
-    "gelu": frozenset({"gelu", "gelu_dx", "tanh"}),
-    "gelu_apprx_tanh": frozenset({"gelu_apprx_tanh", "tanh"}),
-    "gelu_apprx_sigmoid": frozenset({"gelu_apprx_sigmoid", "tanh"}),
-    "reciprocal": frozenset({"reciprocal"}),
-    "rsqrt": frozenset({"rsqrt"}),
-    "mish": frozenset({"mish"}),
-    "erf_dx": frozenset({"erf_dx"}),
-    "silu": frozenset({"silu", "tanh", "sin"}),
-    "silu_dx": frozenset({"silu_dx", "tanh", "sin"}),
-    "gelu_apprx_sigmoid_dx": frozenset({"gelu_apprx_sigmoid_dx", "tanh"}),
+    name: frozenset(own) for name, own in json.loads(Path(__file__).with_suffix(".json").read_text()).items()
 }
 
 
