@@ -100,14 +100,6 @@ def compilations() -> int:
     return int(times[0]) if times else 0
 
 
-def fallbacks() -> dict[str, int]:
-    """Counts the calls of ATen operations that XLA could not compile; each waits for the device."""
-    _xla()
-    metrics = import_module("torch_xla.debug.metrics")
-    names = [name for name in metrics.counter_names() if name.startswith("aten::")]
-    return {name: int(metrics.counter_value(name)) for name in names}
-
-
 def all_reduce(x: Tensor, *, scale: float, groups: list[list[int]] | None) -> Tensor:
     """Returns `scale` times the sum of x over this process's group, None: all. XLA's graph has it."""
     model = import_module("torch_xla.core.xla_model")

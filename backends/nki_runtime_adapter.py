@@ -51,11 +51,13 @@ def run(kernel: Any, *args: Any) -> Any:
     of one number there: with None it would be compiled again at every call (nki 0.2 and 0.3), and no public
     kernel takes one tensor in two places.
     """
-    args = tuple(stand_in(i, args[0].device) if x is None else x for i, x in enumerate(args))
-    if args[0].device.type != "cpu":
-        dense = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
-        return launch(kernel, dense) if args[0].device.type == "neuron" else kernel(*dense)
-    outputs = simulate(kernel, *(to_array(x) if isinstance(x, Tensor) else x for x in args))
+    device = args[0].device
+    full = [stand_in(i, device) if x is None else x for i, x in enumerate(args)]
+    if device.type == "xla":  # where tensors have no strides
+        return kernel(*full)
+    if device.type == "neuron":
+        return launch(kernel, tuple(x.contiguous() if isinstance(x, Tensor) else x for x in full))
+    outputs = simulate(kernel, *(to_array(x) if isinstance(x, Tensor) else x for x in full))
     return tuple(map(to_tensor, outputs)) if isinstance(outputs, tuple) else to_tensor(outputs)
 
 

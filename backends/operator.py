@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import fields
 from operator import attrgetter, index
@@ -179,11 +179,15 @@ class Operator:
             *outputs, saved = function(call, save=save)
         return tuple(outputs), saved
 
-    @contextlib.contextmanager
-    def settings(self, x: Tensor) -> Iterator[None]:
+    def settings(self, x: Tensor) -> contextlib.AbstractContextManager[object]:
         """Sets what adapters expect: no autocast, the CUDA device of x, exact products."""
-        with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x), self.products():
-            yield
+        context = torch.autocast(x.device.type, enabled=False)
+        if x.device.type == "xla":  # whose host pays for each, and which has no other products
+            return context
+        stack = contextlib.ExitStack()
+        for entered in (context, torch.cuda.device_of(x), self.products()):
+            stack.enter_context(entered)
+        return stack
 
     def differentiate(
         self, douts: Sequence[Tensor | None], call: Any, saved: list[Tensor], backend: str

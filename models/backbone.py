@@ -70,6 +70,11 @@ class Block(GradientCheckpointingLayer):
             c = self.mlp_norm(h)
         return self.mlp_write(x, h, c, self._scale(self.mlp_dropout(self.mlp(c), sequences.noise)))
 
+    def takes_rows(self) -> bool:
+        """Says whether this maps rows [B T, d], too, and nobody looks: on XLA each shape of x is recorded."""
+        watched = any(m._forward_hooks or m._forward_pre_hooks for m in (self, self.mixer, self.mlp))
+        return self.sums and isinstance(self.mixer, GatedDeltaNet) and not watched
+
     def _scale(self, y: Tensor) -> Tensor:
         return y if self.share == 1 else y * self.share
 
@@ -230,10 +235,14 @@ class DeltaModel(DeltaPreTrainedModel):
         if self.positions is not None:
             x = x + self._position(sequences.position)
         x = self.expand(self.dropout(x, noise), sequences, None if cache is None else cache.first)
+        plain = x.device.type == "xla" and padding is None and streams is None and noise is None
+        lazily = plain and all(cast("Block", block).takes_rows() for block in self.blocks)
+        x = x.flatten(0, 1) if lazily else x
         for i, block in enumerate(self.blocks):
             if streams is not None:
                 streams.append(x if padding is None else padding.restore(x))
             x = block(x, sequences, None if cache is None else cache.memory[i])
+        x = x.view(B, T, -1) if lazily else x
         if streams is not None:
             streams.append(x if padding is None else padding.restore(x))
         x = self.read(x, sequences, None if cache is None else cache.last)

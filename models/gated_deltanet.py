@@ -22,7 +22,7 @@ from delta_trn.models.config import DeltaConfig
 from delta_trn.models.convolution import ShortConvolution
 from delta_trn.models.head_numbers import Float32Numbers
 from delta_trn.models.initialization import decay_rates, taps, time_steps
-from delta_trn.models.layers import Linear, RMSNorm, consecutive_parts, like_rows, project, token_rows
+from delta_trn.models.layers import Linear, RMSNorm, consecutive_parts, project
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag
 from delta_trn.models.sequence import Sequences
@@ -88,21 +88,20 @@ class GatedDeltaNet(Float32Numbers):
         self.a_proj, self.g_proj = Linear(d, HV, Role.GATE, stored=True), Linear(d, HV * self.V, heads=HV)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
-        """Maps x [B, T, d], zero at padding, to [B, T, d]."""
-        rows = token_rows(x)
-        qkv, gate = self._project(rows)
-        qkv, gate = like_rows(x, qkv), gate.view(*x.shape[:2], -1, self.V)
-        a, b = self._gate_inputs(x, rows, sequences)
+        """Maps x [B, T, d], zero at padding, or on XLA [B T, d], to the same shape."""
+        qkv, gate = self._project(x)
+        qkv, (a, b) = _in_sequences(qkv, sequences), self._gate_inputs(x, sequences)
+        gate = gate.view(*qkv.shape[:2], -1, self.V)
         backend = self._find_kernel(qkv, sequences, cache)
         if backend is None:
             y = self._mix((self.conv(qkv, sequences, cache), gate, a, b), sequences, cache)
         else:
             y = self._mix_in_one_kernel((qkv, gate, a, b), sequences, cache, backend)
-        return like_rows(x, self.o_proj(y.reshape(*rows.shape[:-1], -1)))
+        return self.o_proj(y.reshape(*x.shape[:-1], -1))
 
-    def _project(self, rows: Tensor) -> Sequence[Tensor]:
+    def _project(self, x: Tensor) -> Sequence[Tensor]:
         """Returns q, k and v side by side, and the output's gate."""
-        return project(rows, (self.q_proj, self.k_proj, self.v_proj), (self.g_proj,))
+        return project(x, (self.q_proj, self.k_proj, self.v_proj), (self.g_proj,))
 
     def _find_kernel(self, qkv: Tensor, sequences: Sequences, cache: LayerCache | None) -> str | None:
         """Returns the backend that computes all between the projections in one kernel; None: `_mix` does."""
@@ -153,17 +152,17 @@ class GatedDeltaNet(Float32Numbers):
 
     def gates(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Returns g and beta [B, T, HV] in float32, under autocast too: in bfloat16 a decay of 0.999 is 1."""
-        a, z = self._gate_inputs(x, x, sequences)
+        a, z = self._gate_inputs(x, sequences)
         with torch.autocast(x.device.type, enabled=False):
             return log_decay(a, self.A_log, self.dt_bias), write_strength(z, self.beta_max)
 
-    def _gate_inputs(self, x: Tensor, rows: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    def _gate_inputs(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Returns W_a x and W_b x [B, T, HV]; padding gets values that neither forget nor write.
 
         The first token of a sequence gets a value that forgets all, which is exact: exp(g) is 0, and so is
         every gradient that would pass.
         """
-        both = like_rows(x, self._project_gates(rows))
+        both = _in_sequences(self._project_gates(x), sequences)
         if sequences.real is not None:
             both = both.masked_fill(~sequences.real, CLOSED)
         HV = both.shape[-1] // (self.decays + 1)
@@ -172,10 +171,10 @@ class GatedDeltaNet(Float32Numbers):
             a = a.masked_fill(sequences.begins, min(FORGET, torch.finfo(a.dtype).max))
         return a, z
 
-    def _project_gates(self, rows: Tensor) -> Tensor:
+    def _project_gates(self, x: Tensor) -> Tensor:
         """Returns W_a x and W_b x side by side, in the dtype of their weights."""
-        with torch.autocast(rows.device.type, enabled=False):
-            return project(rows.to(self.a_proj.weight.dtype), (self.a_proj, self.b_proj))[0]
+        with torch.autocast(x.device.type, enabled=False):
+            return project(x.to(self.a_proj.weight.dtype), (self.a_proj, self.b_proj))[0]
 
     def _options(self, sequences: Sequences) -> dict[str, Any]:
         """Returns the options of the delta rule, which makes g and beta from the projections."""
@@ -184,3 +183,8 @@ class GatedDeltaNet(Float32Numbers):
             "A_log": self.A_log, "dt_bias": self.dt_bias, "use_beta_sigmoid_in_kernel": True,
             "allow_neg_eigval": self.beta_max == 2.0,
         }  # fmt: skip
+
+
+def _in_sequences(y: Tensor, sequences: Sequences) -> Tensor:
+    """Returns y [B, T, n], or rows [B T, n], as [B, T, n]."""
+    return y if y.dim() == 3 else y.view(-1, sequences.position.shape[-1], y.shape[-1])

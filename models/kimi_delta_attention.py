@@ -45,23 +45,23 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.f_proj = nn.Sequential(Linear(d, V, stored=True), Linear(V, HV * K, stored=True, heads=HV))
         self.g_proj = nn.Sequential(Linear(d, V), Linear(V, HV * V, heads=HV, bias=True))
 
-    def _project(self, rows: Tensor) -> Sequence[Tensor]:
-        return *project(rows, (self.q_proj, self.k_proj, self.v_proj)), self.g_proj(rows)
+    def _project(self, x: Tensor) -> Sequence[Tensor]:
+        return *project(x, (self.q_proj, self.k_proj, self.v_proj)), self.g_proj(x)
 
-    def _project_gates(self, rows: Tensor) -> Tensor:
-        f = self.f_proj(rows)
-        with torch.autocast(rows.device.type, enabled=False):
-            return torch.cat([f, self.b_proj(rows.to(self.b_proj.weight.dtype))], dim=-1)
+    def _project_gates(self, x: Tensor) -> Tensor:
+        f = self.f_proj(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return torch.cat([f, self.b_proj(x.to(self.b_proj.weight.dtype))], dim=-1)
 
     def _gate_output(self, o: Tensor, gate: Tensor) -> Tensor:
         return (self.o_norm(o) * at_least_float32(gate).sigmoid()).to(o.dtype)
 
     def gates(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Returns g [B, T, HV, K] and beta [B, T, HV], in float32."""
-        return self._make(*super()._gate_inputs(x, x, sequences), sequences)
+        return self._make(*super()._gate_inputs(x, sequences), sequences)
 
-    def _gate_inputs(self, x: Tensor, rows: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        a, z = super()._gate_inputs(x, rows, sequences)
+    def _gate_inputs(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        a, z = super()._gate_inputs(x, sequences)
         if self._has_to_make(sequences):
             return self._make(a, z, sequences)
         return a.unflatten(-1, (-1, self.K)), z

@@ -152,17 +152,17 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
     def _cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         smoothing = self.config.label_smoothing if self.training else 0.0
-        counted = targets != IGNORED
         multiplier = self.config.logit_scale
         if not isinstance(self.lm_head, Linear):  # wrapped by PEFT: it computes more than its weight says
             logits = at_least_float32(self.lm_head(hidden * multiplier))
             total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
-            return total / counted.sum().clamp(min=1)
+            return total / (targets != IGNORED).sum().clamp(min=1)
         weight = self.lm_head.weight
         loss = linear_cross_entropy(hidden, weight, targets, multiplier)
         if not smoothing:
             return loss
         # A share s of the target spread over all tokens adds s (z_y - mean z): one more row of W per token.
+        counted = targets != IGNORED
         rows = weight[targets.where(counted, 0)] - weight.mean(0)
         above = (at_least_float32(hidden) * rows).sum(-1) * multiplier
         return loss + smoothing * (above * counted).sum() / counted.sum().clamp(min=1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps input [..., inputs] to [..., outputs]."""
-        (y,) = multiply(input, self.weight)
+        (y,) = multiply(input, [self.weight])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def reset_parameters(self) -> None:
@@ -70,8 +71,7 @@ def project(x: Tensor, *groups: Sequence[Linear]) -> Sequence[Tensor]:
     """
     if not all(_can_join(x, maps) for maps in groups):
         return [torch.cat([m(x) for m in maps], dim=-1) if maps[1:] else maps[0](x) for maps in groups]
-    weights = [torch.cat([m.weight for m in maps]) if maps[1:] else maps[0].weight for maps in groups]
-    return multiply(x, *weights)
+    return multiply(x, *([m.weight for m in maps] for maps in groups))
 
 
 def _can_join(x: Tensor, maps: Sequence[Linear]) -> bool:
@@ -79,42 +79,79 @@ def _can_join(x: Tensor, maps: Sequence[Linear]) -> bool:
     return x.shape[-2] >= SHORT and all(isinstance(m, nn.Linear) for m in maps) and not watched
 
 
-def multiply(x: Tensor, *weights: Tensor) -> Sequence[Tensor]:
-    """Returns W x of each weight, as F.linear does; on XLA by fewer operations: the host records each."""
+def multiply(x: Tensor, *groups: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns W x of each group of weights side by side; on XLA by few operations: the host records all."""
     if x.device.type != "xla":
-        return [F.linear(x, weight) for weight in weights]
+        return [F.linear(x, _join(own)) for own in groups]
     dtype = torch.get_autocast_dtype("xla") if torch.is_autocast_enabled("xla") else x.dtype
-    return LazyProducts.apply(x, dtype, *weights)  # type: ignore[return-value]
+    ys = LazyProducts.apply(x.flatten(0, -2), dtype, [*map(len, groups)], *chain.from_iterable(groups))
+    return ys if x.dim() == 2 else [y.view(*x.shape[:-1], -1) for y in ys]  # type: ignore[union-attr]
+
+
+def _join(own: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*own]) if own[1:] else own[0]
+
+
+def _cut(joined: Tensor, own: Sequence[Tensor]) -> Sequence[Tensor]:
+    return consecutive_parts(joined, [len(W) for W in own], 0) if own[1:] else [joined]
+
+
+Shared = tuple[dict[tuple[Any, ...], Tensor], dict[tuple[int, ...], tuple[Sequence[Tensor], Tensor]]]
+_shared: Shared | None = None  # weights, side by side and cast; and the sums of their gradients
+
+
+@contextmanager
+def micro_batches() -> Iterator[Shared]:
+    """Lets a step's micro-batches on XLA cast the weights of a product, and cut its gradients, once.
+
+    Within the block no weight may change. At its end they get their gradients; until then a product adds its
+    own by one operation, instead of a cast, and a part and a sum for each weight.
+    """
+    global _shared
+    casts, sums = _shared = {}, {}
+    try:
+        yield casts, sums
+    finally:
+        _shared = None
+    for own, total in sums.values():
+        for W, part in zip(own, _cut(total, own), strict=True):
+            if W.requires_grad:
+                W.grad = part.clone() if W.grad is None else W.grad + part
 
 
 class LazyProducts(torch.autograd.Function):
-    """Computes y = W x of x [..., inputs] in a dtype, for each weight W. Autograd would cast x for each."""
+    """Computes y = W x of rows x in a dtype, for each W of so many weights side by side as `sizes` say."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
-        rows, cast = x.to(dtype).flatten(0, -2), [weight.to(dtype) for weight in weights]
-        ctx.save_for_backward(rows, *cast)
-        ctx.shape, ctx.dtypes = x.shape, [y.dtype for y in (x, *weights)]
-        return tuple(like_rows(x, torch.mm(rows, W.t())) for W in cast)
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, sizes: Sequence[int], *weights: Tensor) -> Any:
+        ctx.shared = _shared if all(W.is_leaf for W in weights) else None
+        casts, rest = {} if ctx.shared is None else ctx.shared[0], iter(weights)
+        ctx.dtype, ctx.owns, joined = x.dtype, [tuple(islice(rest, n)) for n in sizes], []
+        for own in ctx.owns:
+            key = dtype, *map(id, own)
+            if key not in casts:
+                casts[key] = _join(own).to(dtype)
+            joined.append(casts[key])
+        rows = x.to(dtype)  # once, where autograd would cast x for each product
+        ctx.save_for_backward(rows, *joined)
+        return tuple(torch.mm(rows, W.t()) for W in joined)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:  # type: ignore[override]
-        (rows, *cast), (dtype, *dtypes) = ctx.saved_tensors, ctx.dtypes
-        dys = tuple(dy.flatten(0, -2) for dy in dys)
-        first, *others = (torch.mm(dy, W) for dy, W in zip(dys, cast, strict=True))
-        dx = sum(others, first.to(dtype))
-        dweights = (torch.mm(dy.t(), rows).to(wide) for dy, wide in zip(dys, dtypes, strict=True))
-        return dx if len(ctx.shape) == 2 else dx.view(ctx.shape), None, *dweights
-
-
-def token_rows(x: Tensor) -> Tensor:
-    """Returns x [..., d] as rows [tokens, d] on XLA, so that products make no views; elsewhere x."""
-    return x.flatten(0, -2) if x.device.type == "xla" else x
-
-
-def like_rows(x: Tensor, y: Tensor) -> Tensor:
-    """Returns y, [tokens, n] or [..., n], in the shape [..., n] of x [..., d]."""
-    return y if y.dim() == x.dim() else y.view(*x.shape[:-1], -1)
+        rows, *joined = ctx.saved_tensors
+        dx, *others = (torch.mm(dy, W) for dy, W in zip(dys, joined, strict=True))
+        sums, dweights = ctx.shared[1] if ctx.shared is not None and ctx.shared is _shared else None, []
+        for dy, own in zip(dys, ctx.owns, strict=True):
+            dW, key = torch.mm(dy.t(), rows), tuple(map(id, own))
+            if sums is None:
+                dweights += _cut(dW.to(own[0].dtype), own)
+                continue
+            dweights += [None] * len(own)
+            if key in sums:
+                sums[key][1].add_(dW)
+            else:
+                sums[key] = own, dW.to(own[0].dtype)
+        return sum(others, dx.to(ctx.dtype)), None, None, *dweights
 
 
 def consecutive_parts(x: Tensor, sizes: Sequence[int], dim: int = -1) -> tuple[Tensor, ...]:
@@ -205,8 +242,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., width] to the same shape."""
-        gate, up = project(token_rows(x), (self.gate_proj,), (self.up_proj,))
-        return like_rows(x, self.down_proj(F.silu(gate) * up))
+        gate, up = project(x, (self.gate_proj,), (self.up_proj,))
+        return self.down_proj(F.silu(gate) * up)
 
 
 class GeluMLP(nn.Module):
@@ -239,8 +276,10 @@ class Dropout(nn.Module):
 
     def forward(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         """Maps x [B, T, d] to the same shape; noise [B, T] int32, None: torch's own generator decides."""
-        if noise is None or not self.training or self.p == 0:
-            return F.dropout(x, self.p, self.training)
+        if not self.training or self.p == 0:
+            return x
+        if noise is None:
+            return F.dropout(x, self.p)
         kept = draw(noise, x.shape[-1], self.site) >= int(self.p * 2**31)
         return x * kept * (1 / (1 - self.p))
 

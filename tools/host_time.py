@@ -1,6 +1,6 @@
 """Times what the host of a Trn1 does for a micro-batch: it records the graph of forward and backward.
 
-    python -m tools.host_time gdn_mup_adamw model.width=512 --micro 1 3 5 [--json FILE]
+    python -m tools.host_time gdn_mup_adamw model.width=512 --micro 1 3 5
 
 Runs on torch_xla's CPU device (`make .venv-xla/.ready` makes an environment that has it). The NKI kernels are
 stubs, which return tensors of the right shapes at once: what NKI itself does for a call comes on top. For
@@ -10,17 +10,14 @@ each size of a micro-batch a line says:
                             busy machine takes the least; nothing is compiled or run
     ATen operations         that autograd and the model call, and how many of these are views
     NKI calls               of the kernels
-    NKI instructions        in the graph, counted by the simulator (none with --no-count)
 """
 
 import argparse
 import json
 import os
 import time
-from collections import Counter
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -30,8 +27,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta_trn.backends import dispatch, machine
+from delta_trn.models.layers import micro_batches
 from delta_trn.nki_kernels.simulator.kernel import Kernel
-from delta_trn.train.neuron.instructions import per_sequence
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run.model import make_model, model_config, vocabulary
 from delta_trn.train.run.step import loss_function
@@ -83,33 +80,25 @@ def stub(kernel: Kernel, *arguments: Any) -> Any:
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def xla() -> Any:
-    """Returns the package torch_xla."""
-    return import_module("torch_xla")
-
-
 def make(shapes: Shapes, device: torch.device) -> list[Tensor]:
     """Makes the outputs of a call, which takes the host time that is not to be counted."""
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
 
 
 class Operations(TorchDispatchMode):
-    """Counts ATen operations by name."""
+    """Says for each ATen operation whether it is a view."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.views = 0
+        self.views: list[bool] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        self.views += any(
-            x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns
-        )
+        aliases = [x.alias_info for x in func._schema.returns]
+        self.views.append(any(x is not None and not x.is_write for x in aliases))
         return func(*args, **(kwargs or {}))
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -117,26 +106,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("changes", nargs="*", help="settings as in `delta-trn run`")
     parser.add_argument("--micro", type=int, nargs="+", default=[1, 3, 5])
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--no-count", action="store_true", help="runs no kernel in the simulator")
-    parser.add_argument("--json", type=Path, help="appends a line for each size to this file")
     options = parser.parse_args(argv)
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     os.environ.setdefault("XLA_DISABLE_FUNCTIONALIZATION", "1")  # as torch-neuronx sets it
-    device = xla().device()  # before the first backward pass, at which autograd counts the devices
+    device = machine.pick("xla")  # before the first backward pass, at which autograd counts the devices
     config = apply(recipe(options.recipe), parse(options.changes))
-    count = None if options.no_count else per_sequence(config)
     backends = {**dispatch.BACKENDS, "nki": replace(dispatch.BACKENDS["nki"], unavailable=lambda _: None)}
     with patch.object(Kernel, "__call__", stub), patch.dict(dispatch.BACKENDS, backends):
         for micro in options.micro:
             line = {"recipe": options.recipe, "changes": options.changes, "micro": micro}
-            line |= measure(config, device, micro, options.repeat)
-            if count is not None:
-                line["nki_instructions"] = count.training * micro
+            with micro_batches():
+                line |= measure(config, device, micro, options.repeat)
             print(json.dumps(line), flush=True)
-            if options.json:
-                with options.json.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-    return 0
 
 
 def measure(config: Any, device: torch.device, micro: int, repeat: int) -> dict[str, Any]:
@@ -148,7 +129,7 @@ def measure(config: Any, device: torch.device, micro: int, repeat: int) -> dict[
     calls.clear()
     for p in model.parameters():  # as in all micro-batches but the first
         p.grad = torch.zeros_like(p)
-    xla().sync(wait=True)
+    machine.synchronize(device)
     time.sleep(1)  # threads that move data to the device would count
     machine.spare_host(device)  # as a run does
     for turn in range(repeat + 2):
@@ -161,14 +142,14 @@ def measure(config: Any, device: torch.device, micro: int, repeat: int) -> dict[
             began = time.process_time()
             (loss(tokens, tokens) / 2).backward()
             times.append(time.process_time() - began)
-        xla()._XLAC._clear_pending_irs(str(device))
+        import_module("torch_xla")._XLAC._clear_pending_irs(str(device))
     ms = 1e3 * median(times[1:])
     return {
         "ms": round(ms, 2), "ms_per_sequence": round(ms / micro, 2),
-        "least_ms_per_sequence": round(1e3 * min(times[1:]) / micro, 2), "aten": operations.counts.total(),
-        "views": operations.views, "nki_calls": len(calls),
+        "least_ms_per_sequence": round(1e3 * min(times[1:]) / micro, 2), "aten": len(operations.views),
+        "views": sum(operations.views), "nki_calls": len(calls),
     }  # fmt: skip
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -98,12 +98,6 @@ SEARCHES = {
 }  # fmt: skip
 
 
-def record_kernel(search: Search, options: dict[str, Any]) -> Trace:
-    """Records the kernel's example in the order of the rule."""
-    plan = Plan(search)
-    return Trace(search.module, search.options | options, plan.order(plan.apply_rule(search.turns)))
-
-
 class Plan:
     """The entries of an order, each at a time in turns, and the waits between them."""
 

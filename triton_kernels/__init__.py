@@ -11,6 +11,7 @@
     short_convolution        a causal depthwise convolution over time, then SiLU; forward and backward
     rms_norm                 the norm of rows, plain, gated or of a residual sum; forward and backward
     cross_entropy            the loss of rows of logits, and its gradient in their place
+    hopper                   for compute capability 9, in Gluon: the first of these, and gradients at 128:128
     segments                 long sequences with few heads: states at segment starts
     tiles                    pieces of kernels: products, a chunk's place, the triangular inverse
     launch                   the launch table: tile extents, warps and stages of every kernel

@@ -9,7 +9,6 @@ A backend has a kernel for all of it, or it refuses: `models.gated_deltanet` run
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from delta_trn.backends.gated_delta_layer.contract import Gradients, Layer, key_heads
@@ -63,8 +62,7 @@ def gated_delta_layer(
     tensors = (x, weight, a, b, gate, gain, A_log, dt_bias, prefix, initial_state)
     sizes, options = _sizes(x, weight, HV, K, V), _options(position is not None)
     name, save = OPERATOR.choose(tensors, sizes, backend, *options)
-    with torch.autocast(x.device.type, enabled=False):
-        g, beta = make_gates(a, b, A_log, dt_bias, beta_max)
+    g, beta = make_gates(a, b, A_log, dt_bias, beta_max)
     call = Layer(
         x, weight, g, beta, gate.to(x.dtype), gain, prefix, position, initial_state, K=K,
         scale=K**-0.5 if scale is None else scale, eps=eps, output_final_state=output_final_state,

@@ -52,7 +52,7 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
     return Gradients(
         dx,
         dweight.sum(0).t().to(call.weight.dtype),  # of all sequences, [N, W, channels]
-        dg.masked_fill(call.g <= RESET, 0.0),  # which is no variable
+        torch.ops.aten.threshold_backward(dg, call.g, RESET),  # 0 at resets, which are no variables
         dbeta,
         dgate,
         # of all sequences and heads, [N, HV V]

@@ -94,10 +94,7 @@ class Step:
     l2norm: bool = False
     lower_bound: float | None = None
 
-    @property
-    def has_channels(self) -> bool:
-        """Whether each channel of a key has a decay of its own."""
-        return self.g.dim() == self.q.dim()
+    has_channels = Rule.has_channels
 
     def as_sequence(self) -> Rule:
         """Returns the call of `gated_delta_rule` with T = 1 that computes the same."""
@@ -208,10 +205,10 @@ class LazyDecay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, log_rate: Tensor, bias: Tensor | None) -> Tensor:
         x = a if bias is None else a + bias
-        root = (0.5 * log_rate).exp()
-        rate = root.clamp(max=EXP_40).square()
+        root = (0.5 * log_rate).exp().clamp(max=EXP_40)
+        rate = root.square()
         # below -40 the root of -g, of which neither factor underflows, and whose exponents are exact
-        far, small = ((0.5 * x).exp() * root).clamp(max=EXP_40).square(), x < -40.0
+        far, small = ((0.5 * x).exp() * root).square(), x < -40.0
         decay = torch.where(small, far, rate * F.softplus(x, threshold=40.0))
         ctx.save_for_backward(x, small, rate, decay)
         return -decay
@@ -221,8 +218,9 @@ class LazyDecay(torch.autograd.Function):
         x, small, rate, decay = ctx.saved_tensors
         ddecay = -dg
         dx = ddecay * torch.where(small, decay, rate * x.sigmoid())
-        dbias = dx.sum_to_size(rate.shape) if ctx.needs_input_grad[2] else None
-        return dx, (ddecay * decay).sum_to_size(rate.shape), dbias
+        tokens = tuple(range(dx.dim() - rate.dim()))
+        dbias = dx.sum(tokens) if ctx.needs_input_grad[2] else None
+        return dx, (ddecay * decay).sum(tokens), dbias
 
 
 def _find_lost_in_sum(x: Tensor, y: Tensor) -> Tensor:

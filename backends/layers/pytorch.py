@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from delta_trn.backends.gated_delta_rule.contract import state_dtype
 from delta_trn.backends.layers import cpu_kernel
 from delta_trn.backends.layers.contract import Convolution, GatedNorm, Readout, Shapes, SumNorm
 
@@ -75,7 +76,7 @@ def add_rms_norm_forward(call: SumNorm, *, save: bool) -> tuple[Tensor, Tensor, 
 def add_rms_norm_saved_shapes(call: SumNorm) -> Shapes:
     """Returns the shape of the reciprocal norms."""
     keeps = call.residual.device.type in NEURON or cpu_kernel.takes(call.x, call.residual, call.weight)
-    return [((*call.residual.shape[:-1], 1), _full(call.residual.dtype))] if keeps else []
+    return [((*call.residual.shape[:-1], 1), state_dtype(call.residual.dtype))] if keeps else []
 
 
 def add_rms_norm_backward(
@@ -86,7 +87,7 @@ def add_rms_norm_backward(
     if r and total.device.type not in NEURON:
         dx, _, dweight = cpu_kernel.norm_backward(dy, dtotal, total, None, call.weight, r[0])
         return dx, dweight
-    x = total.to(_full(total.dtype))
+    x = total.to(state_dtype(total.dtype))
     root = r[0] if r else torch.rsqrt(x.square().mean(-1, keepdim=True) + call.eps)
     h, dy = x * root, dy.to(x.dtype)
     n = dy * call.weight
@@ -105,7 +106,7 @@ def linear_cross_entropy_forward(call: Readout, *, save: bool) -> tuple[Tensor, 
 
 def linear_cross_entropy_saved_shapes(call: Readout) -> Shapes:
     """Returns the shapes of dhidden, dweight and the number of targets."""
-    full = _full(call.hidden.dtype)
+    full = state_dtype(call.hidden.dtype)
     return [(call.hidden.shape, call.hidden.dtype), (call.weight.shape, full), ((), full)]
 
 
@@ -127,7 +128,7 @@ def tokenwise_cross_entropy(
     in the dtype of the logits, softmax(z) - onehot, zero where kept is.
     """
     hidden, weight = call.hidden, call.weight
-    full = _full(hidden.dtype)
+    full = state_dtype(hidden.dtype)
     w = weight.to(hidden.dtype)
     kept = call.targets != call.ignore_index
     targets = call.targets.where(kept, 0)[:, None]
@@ -196,14 +197,14 @@ def _gated_norm(call: GatedNorm) -> Tensor:
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns weight x / |x|, and the reciprocals of the rows' norms."""
-    x = x.to(_full(x.dtype))
+    x = x.to(state_dtype(x.dtype))
     root = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x * root * weight, root
 
 
 def _convolve(call: Convolution) -> Tensor:
     """Returns y: W shifted multiply-adds take a quarter of the time of conv1d with groups on a CPU."""
-    x, weight, position = call.x.to(_full(call.x.dtype)), call.weight, call.position
+    x, weight, position = call.x.to(state_dtype(call.x.dtype)), call.weight, call.position
     W, T = weight.shape[1], x.shape[1]
     before = x.new_zeros((x.shape[0], W - 1, x.shape[2])) if call.prefix is None else call.prefix.to(x.dtype)
     joined, taps = torch.cat([before, x], 1), weight.to(x.dtype).t()
@@ -214,7 +215,3 @@ def _convolve(call: Convolution) -> Tensor:
             part = part * (position >= W - 1 - j)[:, None]
         z = z + part * taps[j]
     return (z if call.activation == "linear" else F.silu(z)).to(call.x.dtype)
-
-
-def _full(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32

@@ -128,21 +128,6 @@ class Spread:
         count = torch.zeros_like(total).index_add_(0, labels.reshape(-1), torch.ones_like(rows.sum(1)))
         return total.index_add_(0, labels.reshape(-1), rows.sum(1)), count * rows.shape[1]
 
-    def effective_parts(self) -> float:
-        """Returns how many parts of equal error vary like the tensor's error does (`chance_factor`).
-
-        With e_h the energy of part h in n samples, each part's a multiple of chi-squared with one degree of
-        freedom per sample, this is the participation ratio without the bias of few samples:
-
-            nu = ((n + 2) (sum e_h)^2 / sum e_h^2 - 2) / n
-        """
-        parts, largest = self.energy.numel(), self.energy.max()
-        if largest == 0:
-            return float(parts)
-        energy = self.energy / largest  # whose squares do not underflow
-        ratio = (energy.sum().square() / energy.square().sum()).item()
-        return min(max(1.0, ((self.count + 2) * ratio - 2) / self.count), float(parts))
-
     def of_elements(self, part: Tensor) -> Tensor:
         """Returns the numbers of the parts, for each element of the judge."""
         if self.parts is None:

@@ -17,6 +17,7 @@ roundings add in squares; the floor allows u / 2.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -130,10 +131,12 @@ def samples(x: Inputs) -> Iterator[dict[str, Tensor]]:
     yield _by_formula(x, Rounding(dtype), baseline.CHUNK, 1)
     if dtype == torch.float32:
         yield {name: y[None] for name, y in _by_formula(x, Rounding(dtype), None).items()}
-    at_once = max(1, min(SAMPLES, AT_ONCE // (2 * x.q.numel() + x.v.numel() + 1)))
-    for chunk in CHUNKS:
-        for start in range(0, SAMPLES, at_once):
-            yield _by_formula(x, Rounding(dtype, noise), chunk, min(at_once, SAMPLES - start))
+    most = max(1, AT_ONCE // (2 * x.q.numel() + x.v.numel() + 1))
+    longest = max(x.case.lengths or (x.case.T,))
+    # chunks that hold the longest sequence are one and the same
+    for chunk, times in Counter(min(chunk, max(longest, 1)) for chunk in CHUNKS).items():
+        for start in range(0, times * SAMPLES, most):
+            yield _by_formula(x, Rounding(dtype, noise), chunk, min(most, times * SAMPLES - start))
 
 
 def _by_formula(x: Inputs, rounding: Rounding, chunk: int | None, n: int = 0) -> dict[str, Tensor]:

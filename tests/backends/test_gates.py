@@ -54,6 +54,17 @@ def test_gates_of_the_operation_follow_their_formulas(neg):
     assert torch.equal(log_decay(a, A_log, dt_bias), g) and torch.equal(write_strength(z, 1 + neg), beta)
 
 
+def test_lazy_decays_of_channels_have_the_gradients_of_autograd():
+    """A rate holds for all channels of a head, and a bias for one."""
+    tensors = [torch.randn(shape, dtype=torch.float64) for shape in ((5, 2, 3), (2, 1), (2, 3))]
+    results = []
+    for compute in (log_decay, LazyDecay.apply):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        results.append(torch.autograd.grad(compute(*leaves).square().sum(), leaves))
+    for expected, result in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected)
+
+
 def test_the_formulas_of_lazy_tensors_are_those_of_autograd():
     """float32 keeps its digits, also where neither the rate nor softplus is a float32 alone."""
     x, rate = torch.linspace(-170, 60, 2000)[:, None], torch.tensor([-60.0, -3.0, 0.3, 5.0, 79.0])

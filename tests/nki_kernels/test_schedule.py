@@ -114,13 +114,19 @@ def shuffle(name, stages, seed):
 SMALL = {"T": 384, "H": 2, "K": 64, "V": 128, "lanes": 2, "width": 1}
 
 
+def record_kernel(search, options):
+    """Records the kernel's example in the order of the rule."""
+    plan = tool.Plan(search)
+    return tool.Trace(search.module, search.options | options, plan.order(plan.apply_rule(search.turns)))
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_the_tool_times_an_order_as_the_cost_model_does(name):
     search = tool.SEARCHES[name]
     target = "trn2" if name == "RULE_FORWARD" else "trn1"
     kernel, arguments = search.module.example(dtype="bfloat16", **SMALL, **search.options)
     run = record(kernel, *arguments, target=target, check_source=False)
-    trace = tool.record_kernel(search, SMALL | {"target": target})
+    trace = record_kernel(search, SMALL | {"target": target})
     found = trace.time(search.module.ORDER, tool.build_timer())
     assert found[0] == pytest.approx(estimate(run.trace, run.target).schedule)
     assert found[1:] == (run.sbuf_peak, run.psum_peak)
@@ -140,7 +146,7 @@ def test_a_search_finds_no_order_beyond_a_bound(monkeypatch):
     """Within 40 proposals it finds a faster one, but none that takes a tenth less than that."""
     search = replace(tool.SEARCHES["RULE_FORWARD"], proposals=40, bounds=(), sizes=(SMALL,))
     monkeypatch.setitem(tool.SEARCHES, "RULE_FORWARD", search)
-    timer, trace = tool.build_timer(), tool.record_kernel(search, SMALL)
+    timer, trace = tool.build_timer(), record_kernel(search, SMALL)
     table, (rule,), (found,) = tool.anneal("RULE_FORWARD", timer)
     time, sbuf, _ = trace.time(rank("found", search.module.STAGES, table), timer)
     assert time == found < rule
@@ -154,7 +160,7 @@ def test_a_search_finds_no_order_beyond_a_bound(monkeypatch):
 @pytest.mark.parametrize("name", tool.SEARCHES)
 def test_an_order_costs_what_the_search_found(name):
     """Whoever changes a stage or an order by hand makes it again."""
-    trace = tool.record_kernel(tool.SEARCHES[name], tool.SEARCHES[name].sizes[-1])
+    trace = record_kernel(tool.SEARCHES[name], tool.SEARCHES[name].sizes[-1])
     found = trace.time(tool.SEARCHES[name].module.ORDER, tool.build_timer())
     assert found[0] == pytest.approx(orders.MADE[name][-1], abs=0.01)
 

@@ -15,7 +15,7 @@ from delta_trn.backends.compiler import NotCompiled
 from delta_trn.backends.gated_delta_rule import triton_adapter
 from delta_trn.triton_kernels.sass import Code, Instruction, count_unfenced, is_followed, loops, parse
 from tools.estimate import __main__ as command
-from tools.estimate import calibration, layers, machine, published, simulate, work
+from tools.estimate import calibration, layers, machine, peer, published, simulate, work
 from tools.estimate.estimates import PARALLEL, SERIAL, factor
 
 NONE = 7
@@ -303,10 +303,11 @@ def test_the_table_says_that_it_is_estimated():
     assert any("100 ± 20" in line for line in lines)
 
 
-def test_the_bytes_of_a_layers_kernel_stand_beside_it():
+def test_several_kernels_of_a_peer_stand_beside_one_of_ours():
     ours = replace(row("convolution", 100.0), shape="layers_1024")
-    lines = list(command.table([ours, replace(ours, of="bytes alone", microseconds=50.0)]))
-    assert "bytes alone over ours: convolution 0.50 (estimated)" in lines
+    theirs = [replace(ours, of="fla", microseconds=time) for time in (30.0, 90.0)]
+    lines = list(command.table([ours, *theirs]))
+    assert "fla over ours: convolution 1.20 (estimated)" in lines
 
 
 def test_without_a_compiler_the_command_says_what_to_do(monkeypatch, capsys):
@@ -317,6 +318,17 @@ def test_without_a_compiler_the_command_says_what_to_do(monkeypatch, capsys):
         command.main([])
     assert "there is no no-such-compiler; install a C++ compiler" in capsys.readouterr().err
     simulate.simulator.cache_clear()
+
+
+def test_without_the_peer_the_command_says_how_to_install_it(monkeypatch, capsys):
+    def missing(name):
+        raise peer.PackageNotFoundError(name)
+
+    monkeypatch.setattr(peer, "distribution", missing)
+    monkeypatch.setattr(command.knobs.runtime, "interpret", False)
+    with pytest.raises(SystemExit):
+        command.main(["--peer", "fla"])
+    assert "pip install --no-deps flash-linear-attention" in capsys.readouterr().err
 
 
 def test_an_unknown_shape_is_named_with_those_there_are(capsys):

@@ -29,25 +29,31 @@ def compiler(*arguments, cache, **named):
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, **named)
 
 
-def report(tmp_path, *arguments):
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Returns a folder of compiled kernels: what one test has compiled, the next one reads."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def report(tmp_path, cache, *arguments):
     path = tmp_path / "rows.json"
     command = ["-m", "delta_trn.triton_kernels.compile_only", "--json", str(path), *arguments]
-    result = compiler(*command, cache=tmp_path / "cache")
+    result = compiler(*command, cache=cache)
     assert result.returncode == 0, result.stderr
     rows = json.loads(path.read_text())
     assert len(result.stdout.splitlines()) == len(rows) + 2
     return rows
 
 
-def test_quick_configurations_compile_within_their_bounds(tmp_path):
-    rows = report(tmp_path, "--quick", "--dtype", "bf16")
+def test_quick_configurations_compile_within_their_bounds(tmp_path, cache):
+    rows = report(tmp_path, cache, "--quick", "--dtype", "bf16")
     kernels = {row["kernel"] for row in rows}
-    scans = {"prepare", "scan", "reverse_scan", "gradients"}
+    scans = {"prepare", "scan", "reverse_scan", "gradients", "hopper_gradients"}
     scans |= {
         f"kimi_{name}" for name in ("prepare", "scan", "reverse", "products", "gradients", "prepare_hopper")
     }
     layers = {"short_convolution", "rms_norm", "cross_entropy", "sum_heads"}
-    assert kernels == scans | layers | {"step", "delta_residual", "chain", "refine"}
+    assert kernels == scans | layers | {"step", "delta_residual", "chain", "refine", "gates"}
     assert any(row["kernel"] == "step" and row["options"].endswith("channels") for row in rows)
     for row in rows:
         # four warps issue one of them; `prepare` has two up to K = 128
@@ -56,8 +62,8 @@ def test_quick_configurations_compile_within_their_bounds(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_configurations_compile_within_their_bounds(tmp_path):
-    rows = report(tmp_path)
+def test_all_configurations_compile_within_their_bounds(tmp_path, cache):
+    rows = report(tmp_path, cache)
     assert {(row["K"], row["V"]) for row in rows} >= {(32, 64), (96, 192), (192, 384), (256, 512)}
     assert {row["dtype"] for row in rows} == {"bf16", "fp16", "fp32"}
 
@@ -72,9 +78,9 @@ for architecture in (80, 120):
 """
 
 
-def test_a_scan_compiles_for_other_gpus_within_their_bounds(tmp_path):
+def test_a_scan_compiles_for_other_gpus_within_their_bounds(cache):
     """`make compile` compiles the other kernels, too."""
-    result = compiler("-c", OTHERS, cache=tmp_path / "cache", check=True)
+    result = compiler("-c", OTHERS, cache=cache, check=True)
     assert result.stdout.splitlines() == [f"{architecture} [] True 0" for architecture in (80, 120)]
 
 
@@ -98,8 +104,8 @@ for name, variant in first.items():
 """
 
 
-def test_products_that_read_before_a_fence_are_found_where_fences_are_taken_out(tmp_path):
-    result = compiler("-c", UNFENCED, cache=tmp_path / "cache")
+def test_products_that_read_before_a_fence_are_found_where_fences_are_taken_out(cache):
+    result = compiler("-c", UNFENCED, cache=cache)
     assert result.stdout.splitlines() == [
         f"{kernel} {K} True True 0 True" for K in (64, 256) for kernel in ("prepare", "scan", "reverse_scan")
     ], result.stderr
@@ -118,9 +124,9 @@ print(count(ptx), [count(ptx[:a] + ptx[b:]) for a, b in barriers][-1])
 """
 
 
-def test_the_goals_logit_is_read_before_any_warp_writes_its_gradient(tmp_path):
+def test_the_goals_logit_is_read_before_any_warp_writes_its_gradient(cache):
     """Without the barrier between them another warp could write dz over z[goal]: a wrong loss, silently."""
-    result = compiler("-c", UNORDERED, cache=tmp_path / "cache", check=True)
+    result = compiler("-c", UNORDERED, cache=cache, check=True)
     assert result.stdout == "0 1\n"
 
 
@@ -141,8 +147,8 @@ for triton.__version__ in ("3.7.1", "3.9.0"):
 """
 
 
-def test_a_row_beyond_its_bounds_names_each_bound(tmp_path):
-    result = compiler("-c", BROKEN, cache=tmp_path / "cache", check=True)
+def test_a_row_beyond_its_bounds_names_each_bound(cache):
+    result = compiler("-c", BROKEN, cache=cache, check=True)
     good, bad, a100, l40s, b200, *errors = result.stdout.splitlines()
     assert good == "[]"
     assert all(word in bad for word in ("shared memory 232449", "stack 5000", "3 matrix", "2 reads"))

@@ -22,6 +22,7 @@ from delta_trn.triton_kernels import (  # noqa: E402
     gated_delta_rule_reverse,
     segments,
 )
+from delta_trn.triton_kernels.hopper import prepare as hopper_prepare  # noqa: E402
 from delta_trn.triton_kernels.launch import arithmetic  # noqa: E402
 from delta_trn.triton_kernels.tiles import exp, invert_unit_lower, round_to, sigmoid, softplus  # noqa: E402
 
@@ -178,6 +179,7 @@ def test_launches_beyond_65535_programs_use_the_first_axis_alone(segment, monkey
 
     for module, name in [
         (gated_delta_rule_fwd, "prepare_kernel"),
+        (hopper_prepare, "prepare_kernel"),
         (gated_delta_rule_fwd, "scan_kernel"),
         (gated_delta_rule_reverse, "reverse_scan_kernel"),
         (gated_delta_rule_bwd, "gradients_kernel"),

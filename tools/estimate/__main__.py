@@ -1,6 +1,6 @@
 """Estimates what every kernel of the gated delta rule and of a layer takes on an H200 or H100, without one.
 
-    python -m tools.estimate [SHAPE ...] [--device h100] [--json FILE] [--jobs N]
+    python -m tools.estimate [SHAPE ...] [--peer fla] [--device h100] [--json FILE] [--jobs N]
     python -m tools.estimate --check       fails where a kernel has become slower than recorded
     python -m tools.estimate --record [SHAPE ...]      records the estimates that --check compares with
     python -m tools.estimate --launches scan [SHAPE ...]       tries other launches of a kernel
@@ -19,13 +19,14 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import triton
 from triton import knobs
 
 from delta_trn.backends.compiler import NotCompiled
-from tools.estimate import choices, layers, machine
+from tools.estimate import choices, layer_peers, layers, machine, peer
 from tools.estimate.estimates import UNCERTAINTY, Estimate, Estimator
 from tools.estimate.published import compare
 from tools.estimate.simulate import simulator
@@ -68,13 +69,20 @@ def row(shape: str, of: str, estimate: Estimate) -> Row:
     )  # fmt: skip
 
 
-def rows_of(shape: str) -> list[Row]:
-    """Returns the estimates of a shape's kernels; of a layer's, also those of their bytes alone."""
-    estimator, is_layer = Estimator(), shape in layers.NAMES
-    ours = layers.launches(shape) if is_layer else launches(SHAPES[shape])
+def rows_of(shape: str, *, with_peer: bool = False) -> list[Row]:
+    """Returns the estimates of a shape's kernels, and of those that stand beside them."""
+    estimator, floor = Estimator(), ()
+    if shape in layers.NAMES:
+        ours, floor = layers.launches(shape), layers.bytes_alone(shape)
+        theirs = partial(layer_peers.peers, shape)
+    else:
+        ours, theirs = launches(SHAPES[shape]), partial(peer.launches, SHAPES[shape])
     rows = [row(shape, "ours", estimator.estimate(launch)) for launch in ours]
-    floor = layers.bytes_alone(shape) if is_layer else ()
-    return rows + [row(shape, "bytes alone", estimator.estimate(launch)) for launch in floor]
+    rows += [row(shape, "bytes alone", estimator.estimate(launch)) for launch in floor]
+    if with_peer:
+        of = f"fla {peer.version()}"
+        rows += [row(shape, of, estimator.fastest(choice)) for choice in theirs()]
+    return rows
 
 
 def table(rows: list[Row], device: str = "h200") -> Iterator[str]:
@@ -105,12 +113,25 @@ def table(rows: list[Row], device: str = "h200") -> Iterator[str]:
             f"together {forward + backward:.0f} us (estimated)"
         )
     if rows[0].shape in layers.NAMES:
-        times = {x.kernel: x.microseconds for x in rows if x.of == "ours"}
-        for x in rows:
-            if x.of != "ours":
-                yield f"{x.of} over ours: {x.kernel} {x.microseconds / times[x.kernel]:.2f} (estimated)"
+        yield from kernel_by_kernel(rows)
+    elif len(sums) == 2:
+        ours, other = sums.values()
+        ratios = [theirs / our for our, theirs in zip(ours, other, strict=True)]
+        yield "{} over ours: forward {:.2f}, backward {:.2f}, together {:.2f} (estimated)".format(
+            list(sums)[1], *ratios
+        )
     if device == "h200":
         yield from compare(rows[0].shape, *sums["ours"][:2])
+
+
+def kernel_by_kernel(rows: list[Row]) -> Iterator[str]:
+    """Yields what stands beside each of our kernels, over ours; several kernels of one name are added."""
+    times: dict[tuple[str, str], float] = {}
+    for x in rows:
+        times[x.of, x.kernel] = times.get((x.of, x.kernel), 0.0) + x.microseconds
+    for (of, kernel), time in times.items():
+        if of != "ours":
+            yield f"{of} over ours: {kernel} {time / times['ours', kernel]:.2f} (estimated)"
 
 
 def slower(rows: list[Row], recorded: dict) -> list[str]:
@@ -159,6 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     names = (*SHAPES, *layers.NAMES)
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(names)} (default: all)")
+    parser.add_argument("--peer", choices=["fla"], help="flash-linear-attention's kernels beside ours")
     parser.add_argument("--device", choices=list(machine.DEVICES), default="h200", help="(default: h200)")
     parser.add_argument("--check", action="store_true", help="fail where a kernel is slower than recorded")
     parser.add_argument("--record", action="store_true", help="record what --check compares with")
@@ -176,7 +198,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("TRITON_INTERPRET is set, so the kernels are Python functions; unset it to compile them")
     try:
         simulator()
-    except NotCompiled as failure:
+        if options.peer:
+            peer.version()
+    except (NotCompiled, peer.NotInstalled) as failure:
         parser.error(str(failure))
     machine.choose(options.device)
     if options.launches:
@@ -186,7 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     rows = []
     with ProcessPoolExecutor(options.jobs, initializer=machine.choose, initargs=(options.device,)) as pool:
-        for found in pool.map(rows_of, options.shapes or names):
+        for found in pool.map(partial(rows_of, with_peer=bool(options.peer)), options.shapes or names):
             rows += found
             print(*table(found, options.device), sep="\n", flush=True)
     if options.json:

@@ -23,13 +23,12 @@ from math import exp, log, sqrt
 from pathlib import Path
 
 from delta_trn.triton_kernels.sass import Code, Instruction
+from tools.estimate import peer
 from tools.estimate.estimates import of_code, time_move
-from tools.estimate.simulate import Work
-from tools.estimate.work import ITEM, Launch, Shape
+from tools.estimate.work import Launch, Shape
 
 DATA = Path(__file__).with_name("calibration.json.gz")
-SIZE, C = 128, 64  # K and V; tokens in a chunk
-KERNELS = ("kkt, solve", "w, u", "states", "outputs")
+SIZE = 128  # K and V
 # heads of queries and keys, heads of values -> (sequences, tokens in each) -> milliseconds
 MEASURED = {
     (2, 8): {
@@ -50,47 +49,17 @@ MEASURED = {
 }  # fmt: skip
 
 
-def works(shape: Shape, blocks: dict[str, dict[str, int]]) -> dict[str, Work]:
-    """Returns what each kernel of that forward asks of the device; blocks are the block sizes of its launch.
-
-    They run in this order: chunk_gated_delta_rule_fwd_kkt_solve_kernel, recompute_w_u_fwd_kernel,
-    chunk_gated_delta_rule_fwd_kernel_h_blockdim64, chunk_fwd_kernel_o.
-    Source: https://github.com/fla-org/flash-linear-attention (MIT), release 0.5.1.
-    """
-    per_sequence, rows = -(-shape.tokens // C), shape.sequences * shape.tokens * ITEM
-    chunks = shape.sequences * per_sequence * shape.HV
-    keys, values, A = rows * shape.H * SIZE, rows * shape.HV * SIZE, rows * shape.HV * C
-    states, gates = chunks * SIZE * SIZE * ITEM, 2 * rows * shape.HV
-    tiles = {name: {axis: -(-SIZE // size) for axis, size in own.items()} for name, own in blocks.items()}
-    return {
-        "kkt, solve": Work(
-            chunks, keys + 1.5 * gates, (tiles["kkt, solve"]["BK"],),
-            (14, 14, 14, 14),  # the rows 2 to 15 of each diagonal block of 16
-        ),
-        "w, u": Work(chunks, A + values + keys + 1.5 * gates, (SIZE // 64, SIZE // 64)),
-        "states": Work(
-            shape.sequences * shape.HV * tiles["states"]["BV"], 2 * values + keys + gates, (per_sequence,),
-            serial=True,
-        ),
-        "outputs": Work(
-            chunks * tiles["outputs"]["BV"], 2 * keys + values + states + gates, (tiles["outputs"]["BK"],)
-        ),
-    }  # fmt: skip
-
-
 def compare(heads: tuple[int, int], lengths: tuple[int, int], kernels: dict[str, dict]) -> float:
     """Returns estimated over measured for a row of MEASURED, with `kernels` from `load`."""
     shape = Shape(*lengths, *heads, SIZE, SIZE)
-    rows = shape.sequences * shape.tokens * shape.HV
-    microseconds = time_move(rows * C * ITEM) + time_move(2 * 4 * rows)  # zeros of A; the running sum of g
-    choices = {name: kernels["choices"][f"{heads[1]} {name}"] for name in KERNELS}
-    blocks = {
-        name: {n: int(v) for n, _, v in (word.partition("=") for word in choice.split()) if n in ("BK", "BV")}
-        for name, choice in choices.items()
-    }
-    for name, work in works(shape, blocks).items():
-        launch = Launch(name, False, None, work)
-        microseconds += of_code(launch, kernels["codes"][choices[name]]).microseconds
+    sizes = peer.Sizes(shape)
+    microseconds = time_move(sizes.A) + time_move(2 * sizes.gates)  # zeros of A; the running sum of g
+    for name in peer.FORWARD:
+        choice = kernels["choices"][f"{heads[1]} {name}"]
+        words = (word.partition("=") for word in choice.split())
+        blocks = {n: int(v) for n, _, v in words if n in ("BK", "BV")}
+        launch = Launch(name, False, None, peer.work(peer.KERNELS[name], shape, blocks))
+        microseconds += of_code(launch, kernels["codes"][choice]).microseconds
     return microseconds / 1e3 / MEASURED[heads][lengths]
 
 

@@ -5,6 +5,7 @@ flash-linear-attention's kernels leaves open (see `calibration`): the forward ke
 the same model, came within 4% after calibration; kernels of another kind may be further off.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import triton
@@ -75,6 +76,18 @@ class Estimator:
         if key not in self._estimates:
             self._estimates[key] = of_code(launch, code)
         return replace(self._estimates[key], name=launch.name, backward=launch.backward)
+
+    def fastest(self, launches: Iterable[Launch]) -> Estimate:
+        """Returns the fastest of several launches of a kernel; those that exceed an SM drop out."""
+        found, excess = [], []
+        for launch in launches:
+            try:
+                found.append(self.estimate(launch))
+            except ValueError as failure:
+                excess.append(str(failure))
+        if not found:
+            raise ValueError("; ".join(excess))
+        return min(found, key=lambda estimate: estimate.microseconds)
 
 
 def of_code(launch: Launch, code: Code) -> Estimate:

@@ -4,7 +4,8 @@
                     convolution, gated norm, norm of the residual stream, and 1,024 tokens' cross-entropy
     decode_*        a token of Qwen3-Next's layer for so many sequences, with a float32 state
 
-Beside them stand the same bytes alone, read and written once: no compiler's kernel takes less.
+Beside them stand the same bytes alone, read and written once: no compiler's kernel takes less. And where
+flash-linear-attention is installed, its kernels, which `layer_peers` lists.
 """
 
 from collections.abc import Iterator

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from delta_trn.backends import machine
 from delta_trn.models import DeltaForCausalLM
+from delta_trn.models.layers import micro_batches
 from delta_trn.train.data.loader import Batch
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run.optimizer import set_learning_rate
@@ -50,14 +51,15 @@ class TrainingStep:
         batch = batch.each(lambda x: (x.pin_memory() if pin else x).to(self.device, non_blocking=pin))
         micros = batch.split(self.micro)
         total = torch.zeros((), device=self.device)
-        for left, some in zip(reversed(range(len(micros))), micros, strict=True):
-            with self.sharding.accumulating(left > 0):
-                # every micro-batch has as many targets as the next, so the mean of means is the mean
-                loss = self.loss(*some) / len(micros)
-                loss.backward()
-            total += loss.detach()
-            if len(micros) > 1:
-                machine.synchronize(self.device, wait=False)  # on XLA a micro-batch is one graph
+        with micro_batches():
+            for left, some in zip(reversed(range(len(micros))), micros, strict=True):
+                with self.sharding.accumulating(left > 0):
+                    # every micro-batch has as many targets as the next, so the mean of means is the mean
+                    loss = self.loss(*some) / len(micros)
+                    loss.backward()
+                total += loss.detach()
+                if len(micros) > 1:
+                    machine.synchronize(self.device, wait=False)  # on XLA a micro-batch is one graph
         norm = self.sharding.step(self.optimizer, self.clip)
         mean = self.sharding.team.mean(total)
         machine.synchronize(self.device, wait=False)  # on XLA this is one graph, too

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.gated_delta_rule_bwd import LEAST_DIVISOR, load_gates, store_gates
-from delta_trn.triton_kernels.hopper.tiles import FLAT
+from delta_trn.triton_kernels.hopper.tiles import FLAT, start_copy
 from delta_trn.triton_kernels.launch import Config, config, row_stride, tile
 from delta_trn.triton_kernels.tiles import ROWS, locate_chunk
 from delta_trn.triton_kernels.variants import Variant, gates, layouts, rows_of
@@ -72,7 +72,7 @@ def _copy(s, p, stride: gl.constexpr, length, zero):
     p = p + ((o_r + zero) * stride + o_n)
     for j in gl.static_range(s.shape[0] // 16):
         m = (o_r < length - 16 * j) & (o_n < 128)
-        async_copy.async_copy_global_to_shared(s.slice(16 * j, 16, 0), p + 16 * j * stride, m)
+        start_copy(s.slice(16 * j, 16, 0), p + 16 * j * stride, m)
 
 
 @gluon.jit
@@ -91,7 +91,7 @@ def _copy_states(a_U, a_S, a_dS, s_rows, U, S, dS, rows, tile, zero):
     _copy(a_S.index(zero), S + tile * (128 * 128), 128, 128, zero)
     _copy(a_dS.index(zero), dS + tile * (128 * 128), 128, 128, zero)
     o = gl.arange(0, 8 * 64, FOURS)
-    async_copy.async_copy_global_to_shared(s_rows, rows + tile * (ROWS * 64) + (o + zero), o >= 0)
+    start_copy(s_rows, rows + tile * (ROWS * 64) + (o + zero), o >= 0)
     async_copy.commit_group()
 
 

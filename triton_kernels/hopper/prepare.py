@@ -37,6 +37,7 @@ from delta_trn.triton_kernels.hopper.tiles import (
     invert,
     load_of_own_columns,
     number_of_warp,
+    start_copy,
     sum_diagonal,
 )
 from delta_trn.triton_kernels.launch import Config, row_stride
@@ -102,8 +103,8 @@ def prepare_kernel(
     o_t = gl.arange(0, C, gl.SliceLayout(1, COPY))[:, None]
     o_k = gl.arange(0, KP, gl.SliceLayout(0, COPY))[None, :]
     m = (o_t < length) & (o_k < K)
-    async_copy.async_copy_global_to_shared(s_k, k + start * KR + i_hk * K + (o_t * KR + o_k), m)
-    async_copy.async_copy_global_to_shared(s_q, q + start * QR + i_hk * K + (o_t * QR + o_k), m)
+    start_copy(s_k, k + start * KR + i_hk * K + (o_t * KR + o_k), m)
+    start_copy(s_q, q + start * QR + i_hk * K + (o_t * QR + o_k), m)
     async_copy.commit_group()
 
     # gates, as in gated_delta_rule_fwd, of all heads at once: a head per warp, two tokens per lane

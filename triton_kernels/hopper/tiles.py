@@ -13,6 +13,7 @@ These are functions of Gluon, which compiles for NVIDIA's compute capability 9 a
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -25,6 +26,8 @@ ROW = gl.constexpr(gl.SliceLayout(1, ACC16.value))
 COLUMN = gl.constexpr(gl.SliceLayout(0, ACC16.value))
 # one element per lane: of four blocks of rows, eight rows and four pairs of columns
 LANE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [4, 1, 1], [2, 1, 0]))
+# start_copy(tile in shared memory, pointers, mask); newer releases have it by the first name
+start_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 

@@ -34,6 +34,7 @@ from delta_trn.triton_kernels.hopper.tiles import (
     cut,
     invert,
     number_of_warp,
+    start_copy,
 )
 from delta_trn.triton_kernels.launch import Config
 from delta_trn.triton_kernels.tiles import LOG2E, ROWS
@@ -129,15 +130,15 @@ def prepare_kernel(
     for i in gl.static_range(SLICES):
         m = (o_t < length)[:, None] & (i * N + o_n < K)[None, :]
         o = p + (o_t[:, None] * (H * K) + (i * N + o_n)[None, :])
-        async_copy.async_copy_global_to_shared(s_q.index(i), q + o, m)
-        async_copy.async_copy_global_to_shared(s_k.index(i), k + o, m)
+        start_copy(s_q.index(i), q + o, m)
+        start_copy(s_k.index(i), k + o, m)
     async_copy.commit_group()
     o_t, o_n = gl.arange(0, C, gl.SliceLayout(1, LOAD_G)), gl.arange(0, N, gl.SliceLayout(0, LOAD_G))
     p_g = (start * HV + i_h) * K
     for i in gl.static_range(SLICES):
         m = (o_t < length)[:, None] & (i * N + o_n < K)[None, :]
         o = p_g + (o_t[:, None] * (HV * K) + (i * N + o_n)[None, :])
-        async_copy.async_copy_global_to_shared(s_g.index(i), g + o, m)
+        start_copy(s_g.index(i), g + o, m)
     async_copy.commit_group()
 
     o_c = gl.arange(0, C, LINE)

@@ -75,6 +75,7 @@ template <class U, class S, class Wide> static void integers() {
     lanes("mul.lo.u# mul.lo.s# mul.lo.b#", [](U a, U b) { return U(u64(a) * b); });
     lanes("mad.lo.u# mad.lo.s# mad.lo.b#", [](U a, U b, U c) { return U(u64(a) * b + c); });
     lanes("mul.hi.u#", [](U a, U b) { return U(static_cast<__uint128_t>(a) * b >> BITS); });
+    lanes("mul.hi.s#", [](S a, S b) { return S(static_cast<__int128>(a) * b >> BITS); });
     lanes("mul.wide.u#", [](U a, U b) { return Wide(a) * b; });
     lanes("mul.wide.s#", [](S a, S b) { return SignedWide(a) * b; });
     lanes("mad.wide.u#", [](U a, U b, Wide c) { return Wide(a) * b + c; });

@@ -182,7 +182,7 @@ class Criterion:
     def ratio(self, what: str, verdict: Verdict) -> float:
         """Returns the largest error of one tensor over what is allowed."""
         whole = replace(verdict, part=0.0, element=0.0).ratio
-        whole *= FACTOR / chance_factor(self.spreads[verdict.tensor].effective_parts())
+        whole *= FACTOR / chance_factor(count_effective_parts(self.spreads[verdict.tensor]))
         if self.case.case.op == "linear_cross_entropy" or self.case.dtype == torch.float64:
             return whole
         element = verdict.element if what == "judge" else 0.0
@@ -248,3 +248,19 @@ def _check_rows(case: RandomCase, backend: str, results: Tensors) -> None:
     other = outcome(replace(case, tensors=change(case.tensors), douts=change(case.douts)), backend)
     expected = {name: y[n] for name, y in results.items() if name[1:] not in SHARED}
     _require_same_bits("rows", {name: other[name][n] for name in expected}, expected)
+
+
+def count_effective_parts(spread: Spread) -> float:
+    """Returns how many parts of equal error vary like the tensor's error does (`chance_factor`).
+
+    With e_h the energy of part h in n samples, each part's a multiple of chi-squared with one degree of
+    freedom per sample, this is the participation ratio without the bias of few samples:
+
+        nu = ((n + 2) (sum e_h)^2 / sum e_h^2 - 2) / n
+    """
+    parts, largest = spread.energy.numel(), spread.energy.max()
+    if largest == 0:
+        return float(parts)
+    energy = spread.energy / largest  # whose squares do not underflow
+    ratio = (energy.sum().square() / energy.square().sum()).item()
+    return min(max(1.0, ((spread.count + 2) * ratio - 2) / spread.count), float(parts))
