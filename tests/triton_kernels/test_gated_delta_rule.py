@@ -82,39 +82,6 @@ def test_packed_sequences_equal_each_sequence_alone_bit_for_bit(dtype):
             assert torch.equal(part, alone[name]), f"{name} of sequence {n}"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "cuts", "K"), [(torch.bfloat16, [0, 0, 15, 70], 32), (torch.float16, None, 128)], ids=str
-)
-def test_dq_of_a_pair_is_the_float32_sum_of_its_value_heads(dtype, cuts, K, monkeypatch):
-    """The gradients kernel adds them in two launches; a launch for every head leaves them apart.
-
-    Interpreted, the bits are equal. The compiler makes one rounding of a head's scale and the sum.
-    """
-    launch, apart = gated_delta_rule_bwd.gradients, []
-
-    def recorded(*arguments, first_dq, dq, **named):
-        heads = torch.full((*dq.shape[:2], 4, K), float("nan"), dtype=torch.float32, device=DEVICE)
-        launch(*arguments, first_dq=None, dq=heads, **named)
-        apart.extend([heads, *(named[name].clone() for name in ("dk", "dv", "dg", "dbeta"))])
-        assert first_dq is not None, "the pairs are not added in the kernel"
-        first_dq.fill_(float("nan"))
-        launch(*arguments, first_dq=first_dq, dq=dq, **named)
-        assert all(
-            torch.equal(named[n], x) for n, x in zip(("dk", "dv", "dg", "dbeta"), apart[1:], strict=True)
-        )
-
-    monkeypatch.setattr(gated_delta_rule_bwd, "gradients", recorded)
-    cu_seqlens = None if cuts is None else torch.tensor(cuts, device=DEVICE)
-    tensors = inputs(T=70, H=2, HV=4, K=K, V=K, N=cuts and len(cuts) - 1, dtype=dtype)
-    dq = run(*tensors, cu_seqlens)["dq"]
-    heads = apart[0].view(1, 70, 2, 2, K)
-    if arithmetic() == "interpreted":
-        assert torch.equal(dq, heads.sum(3).to(dtype))
-    exact, info = heads.double().sum(3), torch.finfo(dtype)
-    allowed = info.eps / 2 * exact.abs() + 2**-22 * heads.abs().sum(3) + info.smallest_normal * info.eps
-    assert ((dq.double() - exact).abs() <= allowed).all()
-
-
 @pytest.mark.skipif(DEVICE == "cpu", reason="a CUDA graph needs a GPU")
 @pytest.mark.parametrize("cuts", [None, [0, 20, 20, 130]], ids=["dense", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -127,6 +127,8 @@ def test_no_kernel_is_compiled_again_for_another_length(parts, compiled_for, mon
             with triton_adapter.adjust(lambda row: replace(row, dot="tf32")):  # as compiled
                 call_rule(T, parts=parts)
                 call_rule(T, parts=parts, K=128)
+            with triton_adapter.adjust(lambda row: replace(row, prepare=replace(row.prepare, gluon=False))):
+                call_rule(T, parts=parts)
     for (module, name), keys in compiled_for.items():
         assert keys or parts, f"{module.__name__}.{name} is launched by nothing here"
         for form, found in keys.items():
