@@ -252,8 +252,8 @@ FOUND = [
     (F32, replace(FAR, name="erased", T=140, K=96, V=32, HV=1, keys="equal", beta=1.0, norm="unit",
      loss=("final_state",)), {}),
     # keys that are alike: T was rounded and dY solved no system, so that dg was 4.6 times as far off; as a
-    # difference of sums, dbeta was 1.3 to 3.7 times as far off. It was T = 130, where one element of dk, of which
-    # no digit is left, is at 0.92 of its bound by the plain kernels and at 1.03 by those in Gluon
+    # difference of sums, dbeta was 1.3 to 3.7 times as far off. At T = 130, where it was
+    # found, an element of dk of which no digit is left has 0.92 of its bound in plain Triton, 1.03 in Gluon
     (BF16, Case("alike", 1, 131, 4, 16, 64, "", keys="equal", beta=2.0, decay="none"), {}),
     (BF16, Case("alike", 1, 70, 4, 64, 16, "", keys="near", beta=1.6, decay="none"), {}),
     (BF16, Case("again", 1, 125, 4, 16, 2, "", keys="equal", beta=1.6, decay="none", state=True), {}),

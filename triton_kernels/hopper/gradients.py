@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.gated_delta_rule_bwd import LEAST_DIVISOR, load_gates, store_gates
+from delta_trn.triton_kernels.hopper.prepare import compiles
 from delta_trn.triton_kernels.hopper.tiles import FLAT, start_copy
 from delta_trn.triton_kernels.launch import Config, config, row_stride, tile
 from delta_trn.triton_kernels.tiles import ROWS, locate_chunk
@@ -337,10 +338,9 @@ def gates_kernel(
 
 
 def takes(q, k, v, do, units, config: Config) -> bool:
-    """Returns whether the kernels take a call in bfloat16: compiled for Hopper, in pieces of 16 bytes."""
+    """Returns whether the kernels take a call in bfloat16: 128:128, in pieces of 16 bytes, without units."""
     in_pieces = all(x.data_ptr() % 16 == row_stride(x) % 8 == 0 for x in (q, k, v, do))
-    compiled = config.prepare.gluon and config.C == 64 and config.dot != "interpreted"
-    return compiled and q.shape[3] == v.shape[3] == SIZE and in_pieces and units is None
+    return compiles(config) and q.shape[3] == v.shape[3] == SIZE and in_pieces and units is None
 
 
 def gradients(

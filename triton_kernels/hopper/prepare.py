@@ -223,13 +223,13 @@ def heads_together(H: int, HV: int) -> int:
     return 1 if HV // H % 2 else 2
 
 
+def compiles(config: Config) -> bool:
+    """Returns whether kernels in Gluon are launched: on Hopper, in 16 bits and with the table's own tiles."""
+    tile = config.prepare
+    return tile.gluon and tile.warps == 4 and config.C == 64 and config.dot != "interpreted"
+
+
 def takes(q, k, q_scaled, config: Config) -> bool:
-    """Returns whether the kernel takes a call: compiled, and of q and k that lie in pieces of 16 bytes."""
+    """Returns whether the kernel takes a call: of q and k in pieces of 16 bytes, unscaled."""
     in_pieces = q.shape[3] % 8 == 0 and all(x.data_ptr() % 16 == row_stride(x) % 8 == 0 for x in (q, k))
-    return (
-        config.prepare.gluon
-        and config.C == 64
-        and config.dot != "interpreted"
-        and q_scaled is None
-        and in_pieces
-    )
+    return compiles(config) and q_scaled is None and in_pieces

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from delta_trn.triton_kernels import tiles
+from delta_trn.triton_kernels.hopper.prepare import compiles
 from delta_trn.triton_kernels.hopper.tiles import (
     ACC16,
     ACC32,
@@ -54,13 +55,7 @@ def takes(q, k, g, A_log, lower_bound, config: Config) -> bool:
     bounded = A_log is not None and lower_bound is not None and lower_bound >= SAFE
     in_pieces = q.shape[3] % 8 == 0 and all(x.data_ptr() % 16 == 0 for x in (q, k, g))  # of 16 bytes
     copied = in_pieces and g.element_size() in (2, 4)
-    return (
-        bounded
-        and copied
-        and config.prepare.gluon
-        and config.prepare.warps == 4
-        and config.dot != "interpreted"
-    )
+    return bounded and copied and compiles(config)
 
 
 def count_slices(K: int) -> int:
