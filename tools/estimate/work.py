@@ -48,7 +48,7 @@ class Shape:
 
 
 with Path(__file__).with_suffix(".csv").open() as _file:
-    SHAPES = {name: Shape(*map(int, sizes), rule) for name, *sizes, rule in list(csv.reader(_file))[1:]}
+    SHAPES = {name: Shape(*map(int, sizes), rule=rule) for name, *sizes, rule in list(csv.reader(_file))[1:]}
 
 
 @dataclass(frozen=True)
