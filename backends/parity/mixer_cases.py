@@ -91,7 +91,8 @@ class MixerCase:
 
 
 def _read(row: dict[str, Any]) -> MixerCase:
-    return MixerCase(**{name: tuple(x) if isinstance(x, list) else x for name, x in row.items()})
+    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}
+    return MixerCase(**fields)
 
 
 CASES = tuple(map(_read, json.loads(Path(__file__).with_suffix(".json").read_text())))

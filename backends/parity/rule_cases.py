@@ -147,8 +147,9 @@ BOTH: tuple[Literal["o", "final_state"], ...] = ("o", "final_state")
 
 def read_case(row: dict[str, Any]) -> Case:
     """Returns the case that a row of a table describes; `tags` is a set, another list a tuple."""
-    row = {name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}
-    return Case(**row | {"tags": frozenset(row.get("tags", ()))})
+    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}
+    fields["tags"] = frozenset(row.get("tags", ()))
+    return Case(**fields)
 
 
 # Where nothing decays, the error of dg is one number per head. Cases about that have 4 heads or 8, so that
