@@ -66,7 +66,9 @@ def pick(name: str | None = None) -> torch.device:
     if wanted.type == "cuda" and wanted.index is None:
         wanted = torch.device("cuda", processes().local_rank % torch.cuda.device_count())
     if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {wanted} is not here; CUDA's are 0 to {torch.cuda.device_count() - 1}")
+        raise ValueError(
+            f"device {wanted} is not here; CUDA devices are 0 to {torch.cuda.device_count() - 1}"
+        )
     return wanted
 
 

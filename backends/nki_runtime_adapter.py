@@ -55,8 +55,9 @@ def run(kernel: Any, *args: Any) -> Any:
     full = [stand_in(i, device) if x is None else x for i, x in enumerate(args)]
     if device.type == "xla":  # where tensors have no strides
         return kernel(*full)
-    if device.type == "neuron":
-        return launch(kernel, tuple(x.contiguous() if isinstance(x, Tensor) else x for x in full))
+    if device.type != "cpu":
+        dense = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in full)
+        return launch(kernel, dense) if device.type == "neuron" else kernel(*dense)
     outputs = simulate(kernel, *(to_array(x) if isinstance(x, Tensor) else x for x in full))
     return tuple(map(to_tensor, outputs)) if isinstance(outputs, tuple) else to_tensor(outputs)
 
