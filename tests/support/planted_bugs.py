@@ -18,6 +18,8 @@ from importlib import import_module
 from types import FunctionType
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Bug:
@@ -446,12 +448,15 @@ def planted(bug: Bug) -> Iterator[None]:
     if code.co_freevars:
         names[function.__name__] = names["close"](*code.co_freevars)
     kernel = _thing_of(bug)
-    before = getattr(kernel, "src", "")
+    before, deterministic = getattr(kernel, "src", ""), torch.are_deterministic_algorithms_enabled()
+    # so new memory is NaN: what a mistake leaves out could hold the right values of the run before
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         function.__code__ = names[function.__name__].__code__
         _read_again(kernel, source)
         yield
     finally:
+        torch.use_deterministic_algorithms(deterministic)
         function.__code__ = code
         _read_again(kernel, before)
         del linecache.cache[file]
