@@ -175,12 +175,24 @@ template <class T> static void approximations() {
     lanes("cvt.rmi.#.f32", [](T a) { return T(std::floor(float(a))); });
 }
 
+// pairs of float32, which Blackwell's cores take
+static void pairs() {
+    typedef Pair<float> P;
+    lanes("add.f32x2", [](P a, P b) { return P{a.low + b.low, a.high + b.high}; });
+    lanes("sub.f32x2", [](P a, P b) { return P{a.low - b.low, a.high - b.high}; });
+    lanes("mul.f32x2", [](P a, P b) { return P{a.low * b.low, a.high * b.high}; });
+    lanes("fma.f32x2", [](P a, P b, P c) { return P{fused(a.low, b.low, c.low), fused(a.high, b.high, c.high)}; });
+}
+
 // 16-bit floats, pairs of them in a word, and to and from float32
 template <class T> static void halves() {
     typedef Pair<T> P;
     floats<T>();
     lanes("abs.#x2", [](P a) { return P{T(std::fabs(float(a.low))), T(std::fabs(float(a.high)))}; });
     lanes("add.#x2", [](P a, P b) { return P{T(a.low + b.low), T(a.high + b.high)}; });
+    lanes("add.f32.#", [](T a, float b) { return float(a) + b; });
+    lanes("sub.f32.#", [](T a, float b) { return float(a) - b; });
+    lanes("fma.f32.#", [](T a, T b, float c) { return fused(float(a), float(b), c); });
     lanes("cvt.f32.#", [](T a) { return float(a); });
     lanes("cvt.f64.#", [](T a) { return double(float(a)); });
     lanes("cvt.#.f32", [](float a) { return T(a); });
@@ -239,6 +251,7 @@ static bool fill_table() {
     type = "ftz.f32", approximations<Flushed>();
     type = "bf16", halves<bf16>();
     type = "f16", halves<half>();
+    pairs();
     type = "u16", conversions<u16>();
     type = "u32", conversions<u32>();
     type = "s32", conversions<s32>();
