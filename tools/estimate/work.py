@@ -112,6 +112,8 @@ class _Calls:
             )
             if not shape.rule
         }
+        # whether Hopper's kernel makes the gradients, which adds those of a key's value heads
+        self.adds_heads = self.row.prepare.gluon and shape.K == shape.V == hopper_gradients.SIZE
         self.C = self.row.C
         self.per_sequence = -(-shape.tokens // self.C)
         self.chunks = shape.sequences * self.per_sequence
@@ -150,7 +152,7 @@ class _Calls:
         return Work(programs, load_bytes, (self.span,), mask=self.mask * full, serial=True)
 
     def prepare(self) -> Launch:
-        together = heads_together(self.shape.H, self.shape.HV)
+        together = heads_together(self.shape.H, self.shape.HV) if self.row.prepare.gluon else 1
         variant = self._variant(gated_delta_rule_fwd, "dense, gates made", "prepare", TOGETHER=together)
         work = Work(self.chunks * self.shape.HV // together, 2 * self.keys + 2 * self.factor, mask=self.mask)
         return Launch("prepare", False, variant, work)
@@ -199,7 +201,7 @@ class _Calls:
     def gradients(self) -> Iterator[Launch]:
         shape, programs = self.shape, self.chunks * self.shape.HV
         load_bytes = 4 * self.values + 2 * self.states + 2 * self.keys + 6 * self.factor
-        if shape.K == shape.V == hopper_gradients.SIZE:
+        if self.adds_heads:
             variant = self._variant(hopper_gradients, "dense", "hopper_gradients")
             turns = -(-self.chunks * shape.H // machine.PROCESSORS)
             load_bytes += 2 * self.factor
@@ -222,7 +224,7 @@ class _Calls:
         """What is summed: by PyTorch the gradients of A_log and dt_bias; with grouped heads, dk and dq."""
         shape = self.shape
         yield Launch("sums of gates", True, None, Work(0, 16 * self.chunks * shape.HV), count=2)
-        if shape.HV > shape.H and shape.K != hopper_gradients.SIZE:
+        if shape.HV > shape.H and not self.adds_heads:
             variant = self._variant(gated_delta_rule_bwd, "", "sum_heads")
             programs = shape.sequences * shape.tokens // variant.tile.rows * shape.H
             work = Work(programs, 2 * self.keys * shape.HV // shape.H, others=(shape.HV // shape.H,))
