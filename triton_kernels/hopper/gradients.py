@@ -32,8 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.gated_delta_rule_bwd import LEAST_DIVISOR, load_gates, store_gates
-from delta_trn.triton_kernels.hopper.prepare import compiles
-from delta_trn.triton_kernels.hopper.tiles import FLAT, start_copy
+from delta_trn.triton_kernels.hopper.prepare import compiles, in_pieces
+from delta_trn.triton_kernels.hopper.tiles import FLAT, split_words, start_copy
 from delta_trn.triton_kernels.launch import Config, config, row_stride, tile
 from delta_trn.triton_kernels.tiles import ROWS, locate_chunk
 from delta_trn.triton_kernels.variants import Variant, gates, layouts, rows_of
@@ -262,11 +262,11 @@ def gradients_kernel(
             b_dk = warpgroup_mma(s_2.permute((1, 0)), s_q, b_dk, is_async=True)
             b_dk = warpgroup_mma(s_3, s_k, b_dk, is_async=True)
             b_dk = warpgroup_mma(s_4.permute((1, 0)), s_k, b_dk, is_async=True)
-            b_high = (b_E.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
+            b_high, b_low = split_words(b_E, dtype)
             b_dq, b_dk = warpgroup_mma_wait(0, deps=(b_dq, b_dk))
             gl.barrier()
-            s_1.store(b_high.to(dtype))
-            s_2.store((b_E - b_high).to(dtype))
+            s_1.store(b_high)
+            s_2.store(b_low)
             fence_async_shared()
             gl.barrier()
             b_from = _start(s_from, s_1, PAIRS)
@@ -339,8 +339,8 @@ def gates_kernel(
 
 def takes(q, k, v, do, units, config: Config) -> bool:
     """Returns whether the kernels take a call in bfloat16: 128:128, in pieces of 16 bytes, without units."""
-    in_pieces = all(x.data_ptr() % 16 == row_stride(x) % 8 == 0 for x in (q, k, v, do))
-    return compiles(config) and q.shape[3] == v.shape[3] == SIZE and in_pieces and units is None
+    sized = q.shape[3] == v.shape[3] == SIZE
+    return compiles(config) and sized and in_pieces(q, k, v, do) and units is None
 
 
 def gradients(

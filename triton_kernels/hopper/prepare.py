@@ -32,6 +32,7 @@ from delta_trn.triton_kernels.hopper.tiles import (
     COLUMN,
     FLAT,
     ROW,
+    add,
     beside,
     cut,
     invert,
@@ -47,11 +48,6 @@ exp2_of_words, locate_chunk, scale_by_exp, sigmoid, softplus = (
     gluon.jit(f.fn)
     for f in (tiles.exp2_of_words, tiles.locate_chunk, tiles.scale_by_exp, tiles.sigmoid, tiles.softplus)
 )
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -108,30 +104,28 @@ def prepare_kernel(
     async_copy.commit_group()
 
     # gates, as in gated_delta_rule_fwd, of all heads at once: a head per warp, two tokens per lane
-    HEADS: gl.constexpr = 4 if TOGETHER == 3 else TOGETHER
-    LINE: gl.constexpr = HEADS * C
+    LINE: gl.constexpr = TOGETHER * C
     GATES: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
-    o_h = gl.arange(0, HEADS, gl.SliceLayout(1, GATES))[:, None]
+    o_h = gl.arange(0, TOGETHER, gl.SliceLayout(1, GATES))[:, None]
     o_c = gl.arange(0, C, gl.SliceLayout(0, GATES))[None, :]
-    m_h = o_h < TOGETHER
-    m = m_h & (o_c < length)
+    m = (o_h < TOGETHER) & (o_c < length)
     b_g = gl.load(g + start * GR + i_h + (o_c * GR + o_h), mask=m, other=0.0).to(gl.float32)
     b_beta = gl.load(beta + start * BR + i_h + (o_c * BR + o_h), mask=m, other=0.0).to(gl.float32)
     if A_log is not None:
         if dt_bias is not None:
-            b_g += gl.load(dt_bias + i_h + o_h, mask=m_h, other=0.0).to(gl.float32)
-        b_rate = gl.load(A_log + i_h + o_h, mask=m_h, other=0.0).to(gl.float32)
+            b_g += gl.load(dt_bias + i_h + o_h).to(gl.float32)
+        b_rate = gl.load(A_log + i_h + o_h).to(gl.float32)
         b_g = gl.where(m, -scale_by_exp(b_rate, softplus(b_g), b_g), 0.0)
     if beta_max is not None:
         b_beta = gl.where(m, beta_max * sigmoid(b_beta), 0.0)
     b_g = gl.where(b_g < RESET, RESET, b_g)
-    b_sum = gl.associative_scan(b_g.to(gl.float64), 1, _add) * LOG2E
+    b_sum = gl.associative_scan(b_g.to(gl.float64), 1, add) * LOG2E
     b_b = b_sum.to(gl.float32)
     b_low = (b_sum - b_b).to(gl.float32)
     at_end = o_c % 16 == 15
-    b_end = gl.sum(gl.reshape(gl.where(at_end, b_b, 0.0), [HEADS, 4, 16]), axis=2, keep_dims=True)
-    b_end_low = gl.sum(gl.reshape(gl.where(at_end, b_low, 0.0), [HEADS, 4, 16]), axis=2, keep_dims=True)
-    b_within = b_end - gl.reshape(b_b, [HEADS, 4, 16]) + (b_end_low - gl.reshape(b_low, [HEADS, 4, 16]))
+    b_end = gl.sum(gl.reshape(gl.where(at_end, b_b, 0.0), [TOGETHER, 4, 16]), axis=2, keep_dims=True)
+    b_end_low = gl.sum(gl.reshape(gl.where(at_end, b_low, 0.0), [TOGETHER, 4, 16]), axis=2, keep_dims=True)
+    b_within = b_end - gl.reshape(b_b, [TOGETHER, 4, 16]) + (b_end_low - gl.reshape(b_low, [TOGETHER, 4, 16]))
     s_rows = gl.allocate_shared_memory(gl.float32, [8 * LINE], FLAT)  # a row of ROWS after another
     s_sums = gl.allocate_shared_memory(gl.float32, [LINE], FLAT)
     s_within = gl.allocate_shared_memory(gl.float32, [LINE], FLAT, gl.reshape(gl.exp2(b_within), [LINE]))
@@ -184,9 +178,9 @@ def prepare_kernel(
         # M = -L and P; not scale r_q r_k, which may underflow before it meets huge q and k
         b_fk, b_fq = (-b_beta * b_rk)[:, None], (scale * b_rq)[:, None]
         b_D = b_b[:, None] - load_of_own_columns(s_blocks.slice(4 * i, 4, 0))
-        b_D += b_low[:, None] - load_of_own_columns(s_blocks.slice(4 * (HEADS + i), 4, 0))
+        b_D += b_low[:, None] - load_of_own_columns(s_blocks.slice(4 * (TOGETHER + i), 4, 0))
         b_D = gl.exp2(gl.where(b_below >= 0, b_D, float("-inf")))
-        b_D *= load_of_own_columns(s_blocks.slice(4 * (3 * HEADS + i), 4, 0))
+        b_D *= load_of_own_columns(s_blocks.slice(4 * (3 * TOGETHER + i), 4, 0))
         own_k = gl.where(b_below > 0, own_k * b_fk * b_D, 0.0)
         own_q = own_q * b_fq * b_D
         b_row, b_column = _find_decays(b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 0)
@@ -209,13 +203,10 @@ def prepare_kernel(
 
     p_rows = rows + (i_c * HV + i_h) * (ROWS * C)
     o_r = gl.arange(0, 8 * LINE, gl.BlockedLayout([4], [32], [4], [0]))
-    o_h = o_r // C % HEADS
-    gl.store(
-        p_rows + (o_h * ROWS + o_r // LINE) * C + o_r % C, s_rows.load(o_r.type.layout), mask=o_h < TOGETHER
-    )
+    o_rows = (o_r // C % TOGETHER * ROWS + o_r // LINE) * C + o_r % C
+    gl.store(p_rows + o_rows, s_rows.load(o_r.type.layout))
     o_r = gl.arange(0, LINE, gl.BlockedLayout([1], [32], [4], [0]))
-    o_h = o_r // C
-    gl.store(p_rows + (o_h * ROWS + 8) * C + o_r % C, s_sums.load(o_r.type.layout), mask=o_h < TOGETHER)
+    gl.store(p_rows + (o_r // C * ROWS + 8) * C + o_r % C, s_sums.load(o_r.type.layout))
 
 
 def heads_together(H: int, HV: int) -> int:
@@ -229,7 +220,11 @@ def compiles(config: Config) -> bool:
     return tile.gluon and tile.warps == 4 and config.C == 64 and config.dot != "interpreted"
 
 
+def in_pieces(*tensors) -> bool:
+    """Returns whether tensors [B, T, heads, K] lie in pieces of 16 bytes, which asynchronous copies move."""
+    return all(x.shape[3] % 8 == x.data_ptr() % 16 == row_stride(x) % 8 == 0 for x in tensors)
+
+
 def takes(q, k, q_scaled, config: Config) -> bool:
     """Returns whether the kernel takes a call: of q and k in pieces of 16 bytes, unscaled."""
-    in_pieces = q.shape[3] % 8 == 0 and all(x.data_ptr() % 16 == row_stride(x) % 8 == 0 for x in (q, k))
-    return compiles(config) and q_scaled is None and in_pieces
+    return compiles(config) and q_scaled is None and in_pieces(q, k)

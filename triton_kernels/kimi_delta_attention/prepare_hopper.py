@@ -25,12 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from delta_trn.triton_kernels import tiles
-from delta_trn.triton_kernels.hopper.prepare import compiles
+from delta_trn.triton_kernels.hopper.prepare import compiles, in_pieces
 from delta_trn.triton_kernels.hopper.tiles import (
     ACC16,
     ACC32,
     ACC64,
     FLAT,
+    add,
     beside,
     cut,
     invert,
@@ -53,8 +54,7 @@ def takes(q, k, g, A_log, lower_bound, config: Config) -> bool:
     Others may overflow as factors.
     """
     bounded = A_log is not None and lower_bound is not None and lower_bound >= SAFE
-    in_pieces = q.shape[3] % 8 == 0 and all(x.data_ptr() % 16 == 0 for x in (q, k, g))  # of 16 bytes
-    copied = in_pieces and g.element_size() in (2, 4)
+    copied = in_pieces(q, k, g) and g.element_size() in (2, 4)
     return bounded and copied and compiles(config)
 
 
@@ -75,11 +75,6 @@ def _divide(x, y):
     """Returns x / y, to two roundings; 0 where y is above 2^126."""
     form: gl.constexpr = "div.approx.ftz.f32 $0, $1, $2;"
     return gl.inline_asm_elementwise(form, "=f,f,f", [x, y], gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -191,7 +186,7 @@ def prepare_kernel(
             b_x += b_bias.to(gl.float32)[None, :]
         b_g = gl.where(m_t, _divide(lower_bound * LOG2E, 1.0 + _exp2(b_x * rate)), 0.0)  # times log2(e)
         b_g = by_blocks(b_g, BLOCKS)
-        b_p = gl.associative_scan(b_g, 1, _add)
+        b_p = gl.associative_scan(b_g, 1, add)
         b_s = gl.sum(b_g, axis=1)
         s_sums.store(gl.reshape(b_s, [4 * N]))
         gl.barrier()
