@@ -240,7 +240,7 @@ def locate_chunk(i_c, tokens, NT, chunk_start, chunk_length, C: tl.constexpr):
         start = tl.load(chunk_start + i_c)
         length = tl.load(chunk_length + i_c)
     else:
-        start = (i_c // NT) * tokens + (i_c % NT) * C
+        start = (i_c // NT).to(tl.int64) * tokens + (i_c % NT) * C
         length = tl.minimum(tokens - (i_c % NT) * C, C)
     return start, length
 

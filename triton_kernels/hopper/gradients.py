@@ -53,16 +53,7 @@ ROW, COLUMN = (gl.constexpr(gl.SliceLayout(axis, PAIRS.value)) for axis in (1, 0
 KEY_ROW = gl.constexpr(gl.SliceLayout(1, KEYS.value))
 PIECES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # of 16 bytes, in tiles [C, 128]
 FOURS = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
-
-
-@gluon.jit
-def _locate(i_c, tokens, NT, chunk_start, chunk_length, C: gl.constexpr):
-    """Returns what tiles.locate_chunk does, which divides numbers of 64 bits, for an i_c of 32."""
-    if chunk_start is not None:
-        return gl.load(chunk_start + i_c), gl.load(chunk_length + i_c).to(gl.int32)
-    else:
-        place = i_c % NT
-        return (i_c // NT).to(gl.int64) * tokens + place * C, gl.minimum(tokens - place * C, C)
+locate = gluon.jit(locate_chunk.fn)  # of a chunk's number in 32 bits, whose division is short
 
 
 @gluon.jit
@@ -148,18 +139,12 @@ def gradients_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 128], dtype)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     # with an index of which the compiler knows nothing: of what it knew, it would keep every address
-    a_q, a_k = (
-        gl.allocate_shared_memory(dtype, [1, C, 128], TILE),
-        gl.allocate_shared_memory(dtype, [1, C, 128], TILE),
-    )
-    a_U, a_dY = (
-        gl.allocate_shared_memory(dtype, [1, C, 128], TILE),
-        gl.allocate_shared_memory(dtype, [1, C, 128], TILE),
-    )
-    a_do, a_v = (
-        gl.allocate_shared_memory(dtype, [1, C, 128], TILE),
-        gl.allocate_shared_memory(dtype, [1, C, 128], TILE),
-    )
+    a_q = gl.allocate_shared_memory(dtype, [1, C, 128], TILE)
+    a_k = gl.allocate_shared_memory(dtype, [1, C, 128], TILE)
+    a_U = gl.allocate_shared_memory(dtype, [1, C, 128], TILE)
+    a_dY = gl.allocate_shared_memory(dtype, [1, C, 128], TILE)
+    a_do = gl.allocate_shared_memory(dtype, [1, C, 128], TILE)
+    a_v = gl.allocate_shared_memory(dtype, [1, C, 128], TILE)
     a_S = gl.allocate_shared_memory(dtype, [1, 128, 128], TILE)
     a_dS = gl.allocate_shared_memory(dtype, [1, 128, 128], TILE)
     a_pairs = gl.allocate_shared_memory(dtype, [4, C, C], SQUARE)
@@ -172,7 +157,7 @@ def gradients_kernel(
 
     first, step = gl.program_id(0), gl.num_programs(0)
     i_c, i_hk = first // H, first % H
-    start, length = _locate(i_c, tokens, NT, chunk_start, chunk_length, C)
+    start, length = locate(i_c, tokens, NT, chunk_start, chunk_length, C)
     tile = i_c.to(gl.int64) * HV + i_hk * G
     _copy_values(a_do, a_dY, a_v, do, dY, v, start, length, tile, i_hk * G, 0, HV, VR)
     _copy_states(a_U, a_S, a_dS, s_rows, U, S, dS, rows, tile, 0)
@@ -180,7 +165,7 @@ def gradients_kernel(
     for n in range(first, count, step):
         b_dq, b_dk = gl.zeros([C, 128], gl.float32, KEYS), gl.zeros([C, 128], gl.float32, KEYS)
         i_c, i_hk = n // H, n % H
-        start, length = _locate(i_c, tokens, NT, chunk_start, chunk_length, C)
+        start, length = locate(i_c, tokens, NT, chunk_start, chunk_length, C)
         n_next = gl.minimum(n + step, count - 1)
         m = (o_t < length) & (o_n < 128)
         for i in range(0, G):
@@ -189,7 +174,7 @@ def gradients_kernel(
             last = i == G - 1
             n_head = gl.where(last, n_next, n)
             c_next, h_next = n_head // H, n_head % H * G + gl.where(last, 0, i + 1)
-            start_next, length_next = _locate(c_next, tokens, NT, chunk_start, chunk_length, C)
+            start_next, length_next = locate(c_next, tokens, NT, chunk_start, chunk_length, C)
             tile_next = c_next.to(gl.int64) * HV + h_next
             zero = gl.where(tile_next < 0, 1, 0)
             s_q, s_k, s_U, s_dY = a_q.index(zero), a_k.index(zero), a_U.index(zero), a_dY.index(zero)
@@ -286,7 +271,7 @@ def gradients_kernel(
         gl.store(dq + start * DQR + i_hk * 128 + ((o_t + zero) * DQR + o_n), b_dq, mask=m)
         gl.store(dk + start * DKR + i_hk * 128 + ((o_t + zero) * DKR + o_n), b_dk, mask=m)
         gl.barrier()
-        start_next, length_next = _locate(n_next // H, tokens, NT, chunk_start, chunk_length, C)
+        start_next, length_next = locate(n_next // H, tokens, NT, chunk_start, chunk_length, C)
         _copy_keys(a_q, a_k, q, k, start_next, length_next, n_next % H, zero, QR, KR)
     async_copy.wait_group(0)
 
