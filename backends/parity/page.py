@@ -19,7 +19,7 @@ def page(
     refused: Mapping[tuple[str, torch.dtype], str],
     machine: Mapping[str, Any],
 ) -> str:
-    """Formats a machine's verdicts: the worst error over what is allowed, its tensor; what was refused."""
+    """Formats a machine's verdicts: each case's worst error over what is allowed, and what was refused."""
     failed = sum(not verdict.passed for verdict in verdicts)
     backends = list(dict.fromkeys(v.backend for v in verdicts))
     columns = [(name, dtype) for name in backends for dtype in DTYPES]

@@ -119,8 +119,8 @@ def test_gluon_is_as_exact_as_the_plain_kernel(case, late):
 
 PLACE, TILES = "triton_kernels.hopper.prepare:", "triton_kernels.hopper.tiles:"
 BUGS = (
-    ("nothing left of the diagonal", f"{PLACE}_find_decays", "i_w > part", "i_w > 3"),
-    ("the block ends one token early", f"{PLACE}_find_decays", "part + 15", "part + 14"),
+    ("nothing left of the diagonal", f"{PLACE}_decay_left", "i_w > part", "i_w > 3"),
+    ("the block ends one token early", f"{PLACE}_decay_left", "part + 15", "part + 14"),
     ("k's norm from its first row", f"{TILES}sum_diagonal", "b_below == 0", "b_below == 8"),
     ("the last column eliminates nothing", f"{TILES}invert_blocks", "static_range(7)", "static_range(6)"),
     ("products of halves have one word", f"{TILES}start_product", "a_low, b_high, x", "a_low, b_low, x"),

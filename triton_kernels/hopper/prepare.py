@@ -64,15 +64,18 @@ def _load_value(s_x, place: gl.constexpr):
 
 
 @gluon.jit
-def _find_decays(
-    b_b, b_low, s_rows, s_within, i_w, head: gl.constexpr, LINE: gl.constexpr, part: gl.constexpr
-):
-    """Returns the factors of rows and columns of the part-th 16 columns: 0 in rows not below its block."""
+def _decay_left(
+    M, P, own_q, b_fk, b_fq, b_b, b_low, s_rows, s_within, i_w, head: gl.constexpr, LINE: gl.constexpr,
+    part: gl.constexpr,
+):  # fmt: skip
+    """Returns 16 columns of M and P: 0 in rows not below their block, which P has from own_q."""
     END: gl.constexpr = head + 16 * part + 15
     b_b = (b_b - _load_value(s_rows, END)) + (b_low - _load_value(s_rows, LINE + END))
     b_column = s_within.slice(head + 16 * part, 16).load(COLUMN)
     b_column *= s_rows.slice(3 * LINE + head + 16 * part, 16).load(COLUMN)
-    return gl.where(i_w > part, gl.exp2(b_b)[:, None], 0.0), b_column[None, :]
+    b_row, b_column = gl.where(i_w > part, gl.exp2(b_b)[:, None], 0.0), b_column[None, :]
+    P = P * (b_row * b_fq) * b_column
+    return M * (b_row * b_fk) * b_column, gl.where(i_w == part, own_q, P)
 
 
 @gluon.jit(do_not_specialize=["tokens", "NT"])
@@ -183,15 +186,9 @@ def prepare_kernel(
         b_D *= load_of_own_columns(s_blocks.slice(4 * (3 * TOGETHER + i), 4, 0))
         own_k = gl.where(b_below > 0, own_k * b_fk * b_D, 0.0)
         own_q = own_q * b_fq * b_D
-        b_row, b_column = _find_decays(b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 0)
-        M0 = M0 * (b_row * b_fk) * b_column
-        P0 = gl.where(i_w == 0, own_q, P0 * (b_row * b_fq) * b_column)
-        b_row, b_column = _find_decays(b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 1)
-        M1 = M1 * (b_row * b_fk) * b_column
-        P1 = gl.where(i_w == 1, own_q, P1 * (b_row * b_fq) * b_column)
-        b_row, b_column = _find_decays(b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 2)
-        M2 = M2 * (b_row * b_fk) * b_column
-        P2 = gl.where(i_w == 2, own_q, P2 * (b_row * b_fq) * b_column)
+        M0, P0 = _decay_left(M0, P0, own_q, b_fk, b_fq, b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 0)
+        M1, P1 = _decay_left(M1, P1, own_q, b_fk, b_fq, b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 1)
+        M2, P2 = _decay_left(M2, P2, own_q, b_fk, b_fq, b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 2)
         b_P = beside(beside(P0, P1, ACC32), beside(P2, gl.where(i_w == 3, own_q, 0.0), ACC32), ACC64)
         s_out.store(b_P.to(dtype))
         b_sums = gl.sum(gl.abs(own_k) + gl.abs(M0) + gl.abs(M1) + gl.abs(M2), axis=1)
