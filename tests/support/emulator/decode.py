@@ -161,6 +161,8 @@ class Decoder:
     def lanes(self, parts: list[str], a: list[str]) -> None:
         """Decodes an operation that computes each lane by itself."""
         name = ".".join(part for part in parts if part != "rn")
+        if parts[0] in ("min", "max") and len(a) == 4:  # Blackwell's, of three numbers
+            name = name.replace(".", "3.", 1)
         op, sizes = self.find(name)
         if op < 0 or len(sizes) != len(a):
             raise self.refuse(".".join(parts))

@@ -162,6 +162,8 @@ template <class T> static void floats() {
     lanes("abs.#", [](T a) { return T(std::fabs(F(a))); });
     lanes("min.#", [](T a, T b) { return T(std::fmin(F(a), F(b))); });
     lanes("max.#", [](T a, T b) { return T(std::fmax(F(a), F(b))); });
+    lanes("min3.#", [](T a, T b, T c) { return T(std::fmin(std::fmin(F(a), F(b)), F(c))); });
+    lanes("max3.#", [](T a, T b, T c) { return T(std::fmax(std::fmax(F(a), F(b)), F(c))); });
     lanes("setp.lt.#", [](T a, T b) { return Predicate(a < b); });
     lanes("setp.le.#", [](T a, T b) { return Predicate(a <= b); });
     lanes("setp.gt.#", [](T a, T b) { return Predicate(a > b); });
