@@ -5,7 +5,8 @@ the tensors, then the options.
 
     forward(call, *, save) -> (*outputs, saved)         saved: a list of tensors, empty unless `save`
     backward(*douts, call, saved) -> gradients          douts: the gradients of the outputs
-    saved_shapes(call) -> [(shape, dtype)]              of `saved`; an adapter without it saves nothing
+    saved_shapes(call) -> [(shape, dtype)]              of `saved` where FIXED_SHAPES is set; without
+                                                        the function nothing is saved
 
 Eagerly an operator is a plain autograd.Function. Under torch.compile it is the custom operators
 `delta_trn::NAME` and `delta_trn::NAME_backward`, with the backend's name as an argument; the dataclass gives
@@ -26,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from dataclasses import fields
 from operator import attrgetter, index
 from typing import Any
@@ -43,6 +44,8 @@ SCHEMA_TYPES = {
     "Tensor": "Tensor", "Tensor | None": "Tensor?", "float": "float", "float | None": "float?",
     "bool": "bool", "int": "int", "str": "str",
 }  # fmt: skip
+# whether a custom operator runs: what is saved then has the shapes that `saved_shapes` said before
+FIXED_SHAPES: ContextVar[bool] = ContextVar("fixed_shapes", default=False)
 
 
 def gradients_wanted(*tensors: Tensor | None) -> bool:
@@ -252,7 +255,11 @@ class Operator:
 
     def _forward(self, *arguments: Any) -> tuple[Any, ...]:
         *flat, save, backend = arguments
-        outputs, saved = self.compute(self.call(*flat), save, backend)
+        token = FIXED_SHAPES.set(True)
+        try:
+            outputs, saved = self.compute(self.call(*flat), save, backend)
+        finally:
+            FIXED_SHAPES.reset(token)
         dense = tuple(_present(y, flat[0]) for y in outputs)
         return (*dense, [y.contiguous() for y in saved]) if self.gradients else dense
 

@@ -164,26 +164,31 @@ def consecutive_parts(x: Tensor, sizes: Sequence[int], dim: int = -1) -> tuple[T
     >>> [part.tolist() for part in consecutive_parts(torch.arange(5), (2, 3))]
     [[0, 1], [2, 3, 4]]
     """
+    plain = torch.compiler.is_compiling() or type(x) is not Tensor or torch._C._is_tracing()
+    known = dim == -1 and (x.dim() == 3 or x.device.type == "xla")
+    if plain or not (known and torch.is_grad_enabled() and x.requires_grad):
+        return _split(x, sizes, dim)
+    return Parts.apply(x, sizes)  # type: ignore[return-value]
+
+
+def _split(x: Tensor, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...]:
     if x.device.type != "xla":
-        plain = torch.compiler.is_compiling() or type(x) is not Tensor or torch._C._is_tracing()
-        if plain or dim != -1 or x.dim() != 3 or not (torch.is_grad_enabled() and x.requires_grad):
-            return x.split(list(sizes), dim)
-        return Parts.apply(x, sizes)  # type: ignore[return-value]
+        return x.split(list(sizes), dim)
     ends = list(accumulate(sizes))
     return tuple(x.narrow(dim, end - size, size) for size, end in zip(sizes, ends, strict=True))
 
 
 class Parts(torch.autograd.Function):
-    """Cuts x [B, T, channels] into views, whose gradients are joined where they lie, or by a copy."""
+    """Cuts x [B, T, channels], or any on XLA, into views; joins gradients where they lie, or by a copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-        return x.split(list(sizes), -1)
+        return _split(x, sizes, -1)
 
     @staticmethod
     def backward(ctx: Any, *parts: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         again = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        whole = None if again else find_whole(parts)
+        whole = None if again or parts[0].device.type == "xla" else find_whole(parts)
         return (torch.cat(parts, -1) if whole is None else whole), None
 
 

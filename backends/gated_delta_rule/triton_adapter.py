@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import (
@@ -21,6 +22,7 @@ from delta_trn.backends.gated_delta_rule.triton_time_adapter import (
     segment_tables,
     spread_over_chunks,
 )
+from delta_trn.backends.operator import FIXED_SHAPES
 from delta_trn.backends.rows import as_rows, empty_like_parts
 from delta_trn.triton_kernels import (
     gated_delta_rule_bwd,
@@ -39,10 +41,13 @@ from delta_trn.triton_kernels.launch import adjust as adjust
 
 MAKES_GATES = True  # of a layer's projections, in the kernels
 TAKES_POOL = True
-# How many bytes of S and U, the states at chunk starts and what chunks write, forward keeps for backward. A
-# call that has more is scanned once more in backward, a fifth of its time. None: a 128th of the device's
-# memory, 1.2 GB of an H200: the paper's width-2048 model keeps 0.94 GB per layer at 30 x 1024 tokens.
+# How many bytes of S and U, the states at chunk starts and what chunks write, are kept by all calls that wait
+# for their backward: by a model's first layers, as many as fit. One without room is scanned once more in
+# backward, a fifth of its time. None: an eighth of the device's memory, 17 GB of an H200; the paper's model
+# of width 2048 has 0.94 GB per layer at 30 x 1024 tokens.
 KEPT_BYTES: int | None = None
+FIXED_CALLS = 16  # in a compiled graph, which fixes what a call keeps before it runs, so many share them
+kept_now: WeakIdKeyDictionary = WeakIdKeyDictionary()  # U of each call that keeps its states -> bytes
 
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -90,7 +95,9 @@ def scan_forward(
 ) -> list[Tensor | None]:  # fmt: skip
     """Fills o and final_state from `prepared`, which is T, P and rows; in segments where these pay.
 
-    Returns states and A of segments, S and U: what of these there is, and S and U only with `save`.
+    Returns states and A of segments, S and U: what of these there is, and S and U only with `save`. Where
+    these are not kept they have no memory: under checkpointing a call that is repeated must save tensors of
+    the same shapes, and may find other room.
     scale, unit and units as in gated_delta_rule_fwd; kl and last are of a decay per channel.
     """
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
@@ -108,11 +115,15 @@ def scan_forward(
         )  # fmt: skip
         segments.chain(A, ends, start, states=states, final=final, segments=split, reverse=False)
         scanned, start, final = split.chunks, states, None
-    if save and _keeps_states(call, chunks):
-        S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in state_shapes(chunks, HV, K, V, q.dtype))
+    shapes = state_shapes(chunks, HV, K, V, q.dtype)
+    if save and _keeps_states(call, chunks, fixed=FIXED_SHAPES.get()):
+        S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
+        kept_now[U] = S.nbytes + U.nbytes
     gated_delta_rule_fwd.scan(
         q, k, v, *prepared, start, o=o, final_state=final, S=S, U=U, units=units, chunks=scanned, **how
     )
+    if save and S is None and not FIXED_SHAPES.get():
+        S, U = (q.new_empty(1, dtype=dtype).expand(shape) for shape, dtype in shapes)
     return [states, A, S, U]
 
 
@@ -193,7 +204,7 @@ def scan_backward(
         segments.chain(A, dlast, dstate, states=dstates, final=dinitial, segments=split, reverse=True)
         # dlast has done its work: the scan keeps there what rounding takes of the first states' gradients
         scanned, initial_state, dstate, dfirst = split.chunks, states, dstates, dlast
-    if not S.numel():
+    if U.untyped_storage().nbytes() < chunks.size:
         S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in state_shapes(chunks, HV, K, V, q.dtype))
         gated_delta_rule_fwd.scan(
             q, k, v, *prepared, initial_state, o=None, final_state=None, S=S, U=U, units=units,
@@ -226,7 +237,7 @@ def step(call: Step) -> tuple[Tensor, Tensor | None]:
 
 
 def saved_shapes(call: Rule) -> Shapes:
-    """Returns shapes and dtypes of what `forward` saves, from shapes alone."""
+    """Returns shapes and dtypes of what `forward` saves in a compiled graph, from shapes alone."""
     q, HV, row = call.q, call.v.shape[2], launches(call)
     chunks = chunk_counts(q, call.cu_seqlens, row.C)
     scaled = [(tuple(q.shape) if _is_scaled(call) else (0,), q.dtype)] * 2
@@ -238,8 +249,8 @@ def kept_shapes(call: Rule, chunks: Chunks, row: Config) -> Shapes:
     (HV, V), K, dtype = call.v.shape[2:], call.q.shape[3], call.q.dtype
     count = 0 if _is_one_token(call) else segment_count(chunks, HV, K, V, row)
     split = _segment_shapes(count, HV, K, V) if count else [((0,), dtype)] * 2
-    kept = state_shapes(chunks, HV, K, V, dtype) if _keeps_states(call, chunks) else [((0,), dtype)] * 2
-    return [*split, *kept]
+    kept = _keeps_states(call, chunks, fixed=True)
+    return [*split, *(state_shapes(chunks, HV, K, V, dtype) if kept else [((0,), dtype)] * 2)]
 
 
 def launches(call: Rule, rule: str = "") -> Config:
@@ -342,12 +353,16 @@ def _segment_shapes(count: int, HV: int, K: int, V: int) -> Shapes:
     return [((count, HV, K, V), torch.float32), ((count, HV, K, K), torch.float32)]
 
 
-def _keeps_states(call: Rule, chunks: Chunks) -> bool:
+def _keeps_states(call: Rule, chunks: Chunks, *, fixed: bool) -> bool:
+    """Returns whether a call keeps S and U for its backward; one of fixed shapes looks at no other call."""
     if _is_one_token(call):
         return False  # no scan runs
-    (HV, V), K = call.v.shape[2:], call.q.shape[3]
-    most = _kept_bytes(call.q.device) if KEPT_BYTES is None else KEPT_BYTES
-    return chunks.count * HV * V * (K + chunks.size) * call.q.dtype.itemsize <= most
+    (HV, V), K, device = call.v.shape[2:], call.q.shape[3], call.q.device
+    size = chunks.count * HV * V * (K + chunks.size) * call.q.dtype.itemsize
+    most = _kept_bytes(device) if KEPT_BYTES is None else KEPT_BYTES
+    if fixed:
+        return size <= most // FIXED_CALLS
+    return size + sum(n for x, n in kept_now.items() if x.device == device) <= most
 
 
 @lru_cache
@@ -361,7 +376,7 @@ def card_of(device: torch.device) -> Card | None:
 
 @lru_cache
 def _kept_bytes(device: torch.device) -> int:
-    """Returns how many bytes a call may keep for backward where KEPT_BYTES does not say."""
+    """Returns how many bytes calls may keep for backward where KEPT_BYTES does not say."""
     if device.type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.get_device_properties(device).total_memory // 128
-    return 512 * 2**20
+        return torch.cuda.get_device_properties(device).total_memory // 8
+    return 8 * 2**30

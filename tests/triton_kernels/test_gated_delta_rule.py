@@ -4,14 +4,18 @@ The grid of named cases runs through `backends.parity`; these tests check what a
 """
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
 triton = pytest.importorskip("triton", reason="the triton extra is not installed")
 
 import triton.language as tl  # noqa: E402
 
+from delta_trn.backends import gated_delta_rule  # noqa: E402
 from delta_trn.backends.dispatch import TRITON_DEVICES  # noqa: E402
 from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter  # noqa: E402
 from delta_trn.backends.gated_delta_rule.contract import Rule  # noqa: E402
@@ -111,6 +115,25 @@ def test_recomputed_states_give_the_same_bits_as_kept_ones(dtype, monkeypatch):
     assert all(torch.equal(results[0][name], results[1][name]) for name in NAMES)
 
 
+def test_calls_that_wait_for_backward_share_the_memory_for_states(monkeypatch):
+    leaves = [x.requires_grad_() for x in inputs(T=130)[:5]]
+    monkeypatch.setattr(triton_adapter, "kept_now", kept_now := WeakIdKeyDictionary())
+
+    def call():
+        return gated_delta_rule(*leaves, use_qk_l2norm_in_kernel=True, backend="triton")[0]
+
+    outputs, results = [call()], []
+    monkeypatch.setattr(triton_adapter, "KEPT_BYTES", 2 * sum(kept_now.values()))
+    outputs += [call(), call()]
+    assert len(kept_now) == 2, "the third finds no room"
+    # repeated by checkpointing, it finds the room that it did not find at first
+    outputs.append(checkpoint(call, use_reentrant=False))
+    while outputs:
+        results.append(torch.autograd.grad(outputs.pop(0).square().sum(), leaves))
+    assert not kept_now
+    assert all(torch.equal(x, y) for same in zip(*results, strict=True) for x, y in pairwise(same))
+
+
 def kept(shapes):
     """Counts the shapes that are not empty."""
     return sum(0 not in shape for shape, _ in shapes)
@@ -118,6 +141,7 @@ def kept(shapes):
 
 def test_saved_tensors_have_the_declared_shapes_with_and_without_kept_states(monkeypatch):
     tensors = inputs()[:6]
+    monkeypatch.setattr(triton_adapter, "FIXED_SHAPES", SimpleNamespace(get=lambda: True))  # a compiled graph
     for most, count in ((None, 5), (1000, 3)):
         monkeypatch.setattr(triton_adapter, "KEPT_BYTES", most)
         saved = triton_adapter.forward(rule(*tensors), save=True)[2]

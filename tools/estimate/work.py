@@ -68,8 +68,8 @@ class Launch:
 
 
 def keeps_states(shape: Shape) -> bool:
-    """Returns whether forward keeps S and U for backward, as KEPT_BYTES of the Triton adapter says."""
-    chunks, most = shape.sequences * -(-shape.tokens // 64), machine.MEBIBYTES * 2**20 // 128
+    """Returns whether forward keeps S and U for backward, as one call of the Triton adapter does."""
+    chunks, most = shape.sequences * -(-shape.tokens // 64), machine.MEBIBYTES * 2**20 // 8
     return chunks * shape.HV * shape.V * (shape.K + 64) * ITEM <= most
 
 
