@@ -331,6 +331,30 @@ def test_without_the_peer_the_command_says_how_to_install_it(monkeypatch, capsys
     assert "pip install --no-deps flash-linear-attention" in capsys.readouterr().err
 
 
+def test_the_peer_of_kimi_delta_attention_runs_its_kernels_in_its_order(monkeypatch):
+    """Forward and backward of chunk_kda, whose backward makes w, u and the states again; bytes by hand."""
+    shape, seen = work.SHAPES["kimi_1x8192"], []
+
+    def configurations(name, shape, *, backward):
+        seen.append((backward, name))
+        yield work.Launch(name, backward, None, peer.work(peer.CHANNELS[name], shape, {"BK": 64, "BV": 64}))
+
+    monkeypatch.setattr(peer, "configurations", configurations)
+    launches = [one for (one,) in peer.launches(shape)]
+    again = ["w, u", "states"]
+    assert [name for backward, name in seen if not backward] == [
+        "diagonal blocks", "kkt, solve", *again, "outputs",
+    ]  # fmt: skip
+    assert [name for backward, name in seen if backward] == [
+        *again, "dv, dA", "reverse states", "dq, dk, dg, dA", "gradients of blocks",
+    ]  # fmt: skip
+    elements = 8192 * 32 * 128  # of q, and of the decays, which are float32
+    triangle = 8192 * 32 * 64 * 2
+    solve = launches[1].work
+    assert solve.load_bytes == 2 * 2 * elements + 4 * elements + triangle / 2 and solve.products == (2,)
+    assert solve.programs == 128 * 32 and len(launches) > len(seen), "norms, gates and sums follow"
+
+
 def test_an_unknown_shape_is_named_with_those_there_are(capsys):
     with pytest.raises(SystemExit):
         command.main(["paper_1"])
