@@ -1,7 +1,7 @@
 """Compiles every kernel in every configuration without a GPU and reports what the chip would need.
 
     python -m triton_kernels.compile_only [--quick] [--kernel NAME] [--dtype NAME] [--jobs N] [--json FILE]
-        [--architecture N ...]     90 unless it says others; 100 needs Triton 3.9
+        [--architecture N ...]     90 unless it says others; 100 needs Triton 3.9; 942 is AMD's gfx942
 
 A row of the report: kernel, its two sizes, element type, options; registers and stack bytes per thread (a
 stack is spilled registers), shared memory per program, matrix instructions (HGMMA), those that may read
@@ -57,6 +57,8 @@ from delta_trn.triton_kernels.variants import Variant
 HOPPER = GPUTarget("cuda", 90, 32)
 # architecture -> bytes of shared memory that a program may have
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+AMD = 942  # an MI300X, on which dispatch refuses these kernels: nothing was executed, with an A100's launches
+SHARED[AMD] = 64 * 1024
 SHARED_BYTES = SHARED[90]
 TENSOR_COLUMNS = 512
 # the bounds on stack are those of this Triton; others compile to other code
@@ -133,7 +135,7 @@ class Row:
 
 def variants(*, quick: bool = False, architecture: int = 90) -> Iterator[tuple[int, int, str, Variant]]:
     """Yields K, V, dtype and variant; quick: few sizes, and the options that training uses."""
-    with assume(Card(architecture // 10)):
+    with assume(Card(8 if architecture == AMD else architecture // 10)):
         for dtype, (modules, everything, few) in product(("bf16", "fp32") if quick else ITEMSIZE, SIZES):
             if modules is RULE and architecture != 90:
                 few = [*few, *OTHERS_SIZES]
@@ -164,8 +166,16 @@ def compile_variant(K: int, V: int, dtype: str, variant: Variant, architecture: 
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set, so kernels are Python functions: unset it to compile")
     tile = variant.tile
-    target = GPUTarget("cuda", architecture, 32)
+    of_amd = architecture == AMD
+    target = GPUTarget("hip", "gfx942", 64) if of_amd else GPUTarget("cuda", architecture, 32)
     compiled = triton.compile(source(dtype, variant), target, tile.options())
+    if of_amd:
+        found = re.findall(r"\.(?:private_segment_fixed_size|vgpr_count): +(\d+)", compiled.asm["amdgcn"])
+        stack, registers = map(int, found)
+        return Row(
+            variant.kernel, K, V, dtype, variant.options, tile.warps, tile.stages, registers, stack,
+            compiled.metadata.shared, 0, 0, 0, AMD,
+        )  # fmt: skip
     cubin = compiled.asm["cubin"]
     registers, stack = resources(cubin)
     return Row(

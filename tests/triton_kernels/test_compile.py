@@ -70,7 +70,7 @@ def test_all_configurations_compile_within_their_bounds(tmp_path, cache):
 
 OTHERS = """
 from delta_trn.triton_kernels.compile_only import compile_variant, variants
-for architecture in (80, 120):
+for architecture in (80, 120, 942):
     some = variants(quick=True, architecture=architecture)
     scan = next(x for x in some if x[:2] == (128, 128) and x[3].kernel == "scan")
     row = compile_variant(*scan, architecture)
@@ -81,7 +81,7 @@ for architecture in (80, 120):
 def test_a_scan_compiles_for_other_gpus_within_their_bounds(cache):
     """`make compile` compiles the other kernels, too."""
     result = compiler("-c", OTHERS, cache=cache, check=True)
-    assert result.stdout.splitlines() == [f"{architecture} [] True 0" for architecture in (80, 120)]
+    assert result.stdout.splitlines() == [f"{architecture} [] True 0" for architecture in (80, 120, 942)]
 
 
 UNFENCED = """
