@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ TAKES_POOL = True
 KEPT_BYTES: int | None = None
 FIXED_CALLS = 16  # in a compiled graph, which fixes what a call keeps before it runs, so many share them
 kept_now: WeakIdKeyDictionary = WeakIdKeyDictionary()  # U of each call that keeps its states -> bytes
+kept_lock = Lock()  # pipelines and autograd call from several threads
 
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -118,7 +120,8 @@ def scan_forward(
     shapes = state_shapes(chunks, HV, K, V, q.dtype)
     if save and _keeps_states(call, chunks, fixed=FIXED_SHAPES.get()):
         S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
-        kept_now[U] = S.nbytes + U.nbytes
+        with kept_lock:
+            kept_now[U] = S.nbytes + U.nbytes
     gated_delta_rule_fwd.scan(
         q, k, v, *prepared, start, o=o, final_state=final, S=S, U=U, units=units, chunks=scanned, **how
     )
@@ -362,7 +365,8 @@ def _keeps_states(call: Rule, chunks: Chunks, *, fixed: bool) -> bool:
     most = _kept_bytes(device) if KEPT_BYTES is None else KEPT_BYTES
     if fixed:
         return size <= most // FIXED_CALLS
-    return size + sum(n for x, n in kept_now.items() if x.device == device) <= most
+    with kept_lock:
+        return size + sum(n for x, n in kept_now.items() if x.device == device) <= most
 
 
 @lru_cache
