@@ -192,6 +192,9 @@ template <class T> static void halves() {
     floats<T>();
     lanes("abs.#x2", [](P a) { return P{T(std::fabs(float(a.low))), T(std::fabs(float(a.high)))}; });
     lanes("add.#x2", [](P a, P b) { return P{T(a.low + b.low), T(a.high + b.high)}; });
+    lanes("fma.#x2", [](P a, P b, P c) {
+        return P{T(fused(float(a.low), float(b.low), float(c.low))), T(fused(float(a.high), float(b.high), float(c.high)))};
+    });
     lanes("add.f32.#", [](T a, float b) { return float(a) + b; });
     lanes("sub.f32.#", [](T a, float b) { return float(a) - b; });
     lanes("fma.f32.#", [](T a, T b, float c) { return fused(float(a), float(b), c); });
