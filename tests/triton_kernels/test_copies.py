@@ -274,9 +274,9 @@ def test_gradients_are_joined_where_they_lie_or_by_a_copy():
     [
         ("backends.rows:as_rows", "has_rows(x, leading)", "x.is_contiguous()", dense_layer),
         ("backends.rows:empty_like_parts", "if whole is None", "if True", dense_layer),
-        ("models.layers:Parts.backward", "None if again else find_whole(parts)", "None", dense_layer),
+        ("models.layers:Parts.backward", "else find_whole(parts)", "else None", dense_layer),
         ("backends.rows:find_whole", "x.storage_offset() == place and", "", joins),
-        ("models.layers:Parts.backward", "None if again else find_whole(parts)", "find_whole(parts)", joins),
+        ("models.layers:Parts.backward", "None if again or", "None if", joins),
         ("backends.gated_delta_rule.once:once", "_MADE[x][0] != x._version", "False", tables_follow),
         ("triton_kernels.gated_delta_rule_step:step_kernel", "i_x * KR", "i_x * QR", tokens_agree),
         *(
