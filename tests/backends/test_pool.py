@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import normalize
 
 from delta_trn.backends import checking, dispatch, gated_delta_rule_step, kimi_delta_attention_step
+from delta_trn.triton_kernels.launch import arithmetic
 from tests.support.planted_bugs import Bug, planted
 
 DEVICES = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}
@@ -154,8 +155,9 @@ def test_compiled_calls_write_into_the_pool(backend):
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_bfloat16_states_err_like_exact_ones_that_are_rounded_each_token(backend, capsys):
-    """512 tokens, a head that halves its state in 8 tokens and one that never does; the judge is float64."""
-    tokens, HV, K, generator = 512, 2, 32, torch.Generator().manual_seed(1)
+    """A head halves its state in 8 tokens, and one never does; the judge is float64."""
+    tokens = 128 if arithmetic() == "interpreted" and backend == "triton" else 512
+    HV, K, generator = 2, 32, torch.Generator().manual_seed(1)
     q, k, v = torch.randn((3, tokens, HV, K), generator=generator)
     q, k = normalize(q, dim=-1), normalize(k, dim=-1)
     g = torch.tensor([-math.log(2) / 8, 0.0]).expand(tokens, HV)
