@@ -209,6 +209,13 @@ class TestVerdict:
         assert mup.curves[0] == sp.curves[0] and [len(c.points) for c in mup.curves] == [10, 10, 10]
         assert [side.verdict for side in (*mup.sides, *sp.sides)] == ["transfers"] * 2 + ["moves"] * 2
 
+    def test_a_rate_of_two_grids_is_one_rate_however_their_factors_were_rounded(self):
+        lines = list(
+            pretend(sweep(), {("any", 16): -6.0, **{(x, w): -6.0 for x in ("mup", "sp") for w in (32, 64)}})
+        )
+        other = [{**x, "lr": x["lr"] * (1 + 2**-52) if x["seed"] else x["lr"]} for x in lines]
+        assert table(reports(other)) == table(reports(lines))
+
     def test_every_arm_is_compared_at_its_own_best_rate_seed_by_seed(self):
         """At one rate for both, b would look 0.1 worse than it is. Seeds differ, arms of one seed by 0.1."""
         study = sweep(arms="model.layers=1,2", parametrizations="mup", widths="16,64", lrs="2**-8..2**-6")

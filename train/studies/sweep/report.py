@@ -16,7 +16,7 @@ from typing import Any
 from delta_trn.train.files import write_file
 from delta_trn.train.studies.sweep.curves import Curve, Losses
 from delta_trn.train.studies.sweep.regret import STRATEGIES, Regret, regrets
-from delta_trn.train.studies.sweep.results import ANY, SAFE, Result, Results
+from delta_trn.train.studies.sweep.results import ANY, SAFE, Result, Results, place_of
 from delta_trn.train.studies.sweep.sides import Side, side
 from delta_trn.train.watch.figure import GRAY, dress, new_figure, save_figure
 
@@ -50,13 +50,16 @@ def reports(lines: Iterable[Result]) -> list[Report]:
         shared = groups.get((arm, ANY, optimizer), [])
         if table == ANY and any(key[::2] == (arm, optimizer) and key[1] != ANY for key in groups):
             continue
+        lines = own if table == ANY else [*shared, *own]
+        # a rate of two grids is one, as the first of them rounded it
+        rates = {place_of(line)[4]: math.log2(line["lr"]) for line in reversed(lines)}
         by_width: dict[int, list[Result]] = defaultdict(list)
-        for line in own if table == ANY else [*shared, *own]:
+        for line in lines:
             by_width[line["width"]].append(line)
         curves = []
         for width, found in sorted(by_width.items()):
             losses = [math.inf if line["loss"] is None else line["loss"] for line in found]
-            points = [(math.log2(x["lr"]), y, x["seed"]) for x, y in zip(found, losses, strict=True)]
+            points = [(rates[place_of(x)[4]], y, x["seed"]) for x, y in zip(found, losses, strict=True)]
             curves.append(Curve(width, sorted(points), found[0].get("parameters", 0)))
         # an arm may be a parametrization and carry its name
         name = dict.fromkeys((arm, "" if table == ANY else table, optimizer))
