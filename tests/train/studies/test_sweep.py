@@ -24,6 +24,7 @@ from tests.support.tiny_run import run_command, start
 
 AXES = {"widths": "16,32,64", "lrs": "2**-8..2**-4", "parametrizations": "mup,sp", "seeds": "0,1"}
 EVIDENCE = Path(__file__).parents[3] / "results" / "2026-11-23_cpu_evidence"
+TUNED, MULTIPLIERS = (EVIDENCE.parent / x for x in ("2026-11-28_cpu_regret", "2026-11-26_cpu_multipliers"))
 
 
 def sweep(**changes: str) -> Sweep:
@@ -277,8 +278,10 @@ class TestStoredEvidence:
         """One panel a parametrization on common axes, the curves' lowest at 0, the legend outside of them."""
         drawn = []
         monkeypatch.setattr(report, "save_figure", lambda figure, path, advice: drawn.append(figure) or path)
-        folders = [shutil.copytree(EVIDENCE / x, tmp_path / x) for x in ("widths", "width_512", "standard")]
-        before = (folders[0] / "report.md").read_bytes()
+        stored = [TUNED / x for x in ("widths", "width_512", "width_1024")]
+        stored += [MULTIPLIERS / x for x in ("standard", "standard_64", "standard_256")]
+        folders = [shutil.copytree(folder, tmp_path / folder.name) for folder in stored]
+        (folders[0] / "report.md").write_bytes(before := b"of widths alone")
         status, out, err = run_command("plot", *folders)
         assert status == 0 and str(folders[0] / "sweep.png") in out, err
         assert (folders[0] / "report.md").read_bytes() == before

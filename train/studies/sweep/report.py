@@ -179,7 +179,8 @@ def draw_curves(rows: Sequence[Report], path: Path) -> Path:
             style = {"fmt": "D", "color": color[lost.width], "markeredgecolor": "black", "ecolor": "black"}
             bar = axes.errorbar(at, lost.fit, ends, markersize=8, elinewidth=1, capsize=3, zorder=3, **style)
             named["what that rate loses at other widths, 95%"] = bar
-        said = ", ".join(f"{x.fit:.3f} at {x.width}" for x in known if x.width != narrow)
+        # of many widths the widest, which have room beside the panel's name
+        said = ", ".join(f"{x.fit:.3f} at {x.width}" for x in known[-3:] if x.width != narrow)
         axes.set_title(f"nats lost: {said}" if said else "", loc="right", fontsize=8, color=GRAY)
         axes.set_ylim(-0.1 * SHOWN, SHOWN)
         dress(axes, " ".join(TITLES.get(word, word) for word in row.name.split()), size=10)
