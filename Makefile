@@ -52,11 +52,11 @@ train: $(READY)
 test test-cpus: export OMP_WAIT_POLICY = PASSIVE
 test test-cpus: export GOMP_SPINCOUNT = 0
 test test-cpus: export KMP_BLOCKTIME = 0
-# Three processes on two cores: some tests wait, for a process that ends or a lock that is freed.
+# Four processes on two cores: some tests wait, for a process that ends or a lock that is freed.
 # pytest exits with 5 where it finds no test: a folder may have none that runs alone.
 test: SERIAL = $(shell grep -rl mark.serial tests)
 test: $(READY)
-	$(RUN) -m pytest -n 3 --dist worksteal -m "not slow and not serial" $(ARGS)
+	$(RUN) -m pytest -n 4 --dist worksteal -m "not slow and not serial" $(ARGS)
 	$(RUN) -m pytest -m "serial and not slow" $(or $(ARGS),$(SERIAL)) $(if $(ARGS),|| test $$? -eq 5)
 
 emulate: $(READY)
