@@ -55,10 +55,9 @@ from delta_trn.triton_kernels.sass import count_unfenced, disassemble, parse
 from delta_trn.triton_kernels.variants import Variant
 
 HOPPER = GPUTarget("cuda", 90, 32)
-# architecture -> bytes of shared memory that a program may have
-SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 AMD = 942  # an MI300X, on which dispatch refuses these kernels: nothing was executed, with an A100's launches
-SHARED[AMD] = 64 * 1024
+KIBIBYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, AMD: 64}
+SHARED = {architecture: 1024 * size for architecture, size in KIBIBYTES.items()}  # that a program may have
 SHARED_BYTES = SHARED[90]
 TENSOR_COLUMNS = 512
 # the bounds on stack are those of this Triton; others compile to other code

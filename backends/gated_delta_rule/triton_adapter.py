@@ -105,6 +105,7 @@ def scan_forward(
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     how: dict[str, Any] = {"scale": scale, "unit": unit, "kl": kl, "last": last, "config": row}
     states = A = S = U = None
+    kept: tuple[Tensor | None, ...] = (None, None)
     scanned, start, final = chunks, contiguous(call.initial_state)[0], final_state
     split = None if _is_one_token(call) else segment_tables(chunks, HV, K, V, row)
     if split is not None:
@@ -117,17 +118,18 @@ def scan_forward(
         )  # fmt: skip
         segments.chain(A, ends, start, states=states, final=final, segments=split, reverse=False)
         scanned, start, final = split.chunks, states, None
-    shapes = state_shapes(chunks, HV, K, V, q.dtype)
-    if save and _keeps_states(call, chunks, fixed=FIXED_SHAPES.get()):
-        S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
-        with kept_lock:
-            kept_now[U] = S.nbytes + U.nbytes
+    if save:
+        fixed, shapes = FIXED_SHAPES.get(), state_shapes(chunks, HV, K, V, q.dtype)
+        if _keeps_states(call, chunks, fixed=fixed):
+            kept = S, U = tuple(q.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
+            with kept_lock:
+                kept_now[U] = S.nbytes + U.nbytes
+        elif not fixed:
+            kept = tuple(q.new_empty(1, dtype=dtype).expand(shape) for shape, dtype in shapes)
     gated_delta_rule_fwd.scan(
         q, k, v, *prepared, start, o=o, final_state=final, S=S, U=U, units=units, chunks=scanned, **how
     )
-    if save and S is None and not FIXED_SHAPES.get():
-        S, U = (q.new_empty(1, dtype=dtype).expand(shape) for shape, dtype in shapes)
-    return [states, A, S, U]
+    return [states, A, *kept]
 
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
@@ -207,7 +209,7 @@ def scan_backward(
         segments.chain(A, dlast, dstate, states=dstates, final=dinitial, segments=split, reverse=True)
         # dlast has done its work: the scan keeps there what rounding takes of the first states' gradients
         scanned, initial_state, dstate, dfirst = split.chunks, states, dstates, dlast
-    if U.untyped_storage().nbytes() < chunks.size:
+    if U.untyped_storage().nbytes() < chunks.size:  # not kept: empty, or one number that stands for all
         S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in state_shapes(chunks, HV, K, V, q.dtype))
         gated_delta_rule_fwd.scan(
             q, k, v, *prepared, initial_state, o=None, final_state=None, S=S, U=U, units=units,

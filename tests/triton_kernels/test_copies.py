@@ -96,11 +96,11 @@ def dense_layer(launches):
     assert launches.during(lambda: y[0].backward(torch.ones_like(x))) == BACKWARD | {"ones_like": 1}
 
 
-def test_launches_of_a_layer_in_training(launches):
+def test_a_layer_in_training_launches_these_kernels_alone(launches):
     dense_layer(launches)
 
 
-def test_launches_of_a_layer_on_documents(launches):
+def test_a_layer_on_documents_launches_two_masks_and_a_join_more(launches):
     """A document's first token gets another decay, whose gradient is joined with beta's."""
     layer, x = layer_of(), torch.randn(1, 70, 64, dtype=torch.bfloat16, requires_grad=True)
     documents = Sequences.documents(torch.arange(70)[None] % 40, attention=False)
@@ -111,7 +111,7 @@ def test_launches_of_a_layer_on_documents(launches):
     assert backward == BACKWARD | {"masked_fill": 1, "cat": 1, "ones_like": 1}
 
 
-def test_launches_of_a_decoded_token(launches):
+def test_a_decoded_token_copies_the_window_of_its_convolution_alone(launches):
     """The convolution copies its window; the rule copies nothing."""
     layer, cache = layer_of(), LayerCache()
     with torch.no_grad():

@@ -50,11 +50,11 @@ def reports(lines: Iterable[Result]) -> list[Report]:
         shared = groups.get((arm, ANY, optimizer), [])
         if table == ANY and any(key[::2] == (arm, optimizer) and key[1] != ANY for key in groups):
             continue
-        lines = own if table == ANY else [*shared, *own]
+        of_series = own if table == ANY else [*shared, *own]
         # a rate of two grids is one, as the first of them rounded it
-        rates = {place_of(line)[4]: math.log2(line["lr"]) for line in reversed(lines)}
+        rates = {place_of(line)[4]: math.log2(line["lr"]) for line in reversed(of_series)}
         by_width: dict[int, list[Result]] = defaultdict(list)
-        for line in lines:
+        for line in of_series:
             by_width[line["width"]].append(line)
         curves = []
         for width, found in sorted(by_width.items()):
