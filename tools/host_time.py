@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from statistics import median
@@ -126,7 +127,7 @@ def measure(config: Any, device: torch.device, micro: int, repeat: int) -> dict[
     """Returns what one micro-batch takes to record, after a first one that loads what is loaded once."""
     model = make_model(model_config(config, rows=vocabulary(config)), seed=0, device=device).train()
     tokens = torch.zeros((micro, config.batch.length), dtype=torch.int64).to(device)
-    loss, times = loss_function(model, config, device), []
+    loss = loss_function(model, config, device)
     operations = Operations()
     calls.clear()
     for p in model.parameters():  # as in all micro-batches but the first
@@ -134,30 +135,30 @@ def measure(config: Any, device: torch.device, micro: int, repeat: int) -> dict[
     machine.synchronize(device)
     time.sleep(1)  # threads that move data to the device would count
     machine.spare_host(device)  # as a run does
-    for turn in range(repeat + 2):
-        ready[:] = [make(shapes, device) for shapes in calls]
-        calls.clear()
-        if turn == 1:
-            with torch.autograd.set_multithreading_enabled(False), operations:
-                loss(tokens, tokens).backward()
-        else:
-            began = time.process_time()
-            (loss(tokens, tokens) / 2).backward()
-            times.append(time.process_time() - began)
-        import_module("torch_xla")._XLAC._clear_pending_irs(str(device))
-    steps = []
-    for _ in range(repeat):
+
+    def record(scope: Any) -> float:
+        """Returns the CPU seconds of one micro-batch within a scope, the scope's end included."""
         ready[:] = [make(shapes, device) for shapes in calls]
         calls.clear()
         began = time.process_time()
-        with micro_batches():
+        with scope:
             (loss(tokens, tokens) / 2).backward()
-        steps.append(time.process_time() - began)
+        taken = time.process_time() - began
         import_module("torch_xla")._XLAC._clear_pending_irs(str(device))
-    ms = 1e3 * median(times[1:])
+        return taken
+
+    record(nullcontext())  # loads what is loaded once
+    ready[:] = [make(shapes, device) for shapes in calls]
+    calls.clear()
+    with torch.autograd.set_multithreading_enabled(False), operations:
+        loss(tokens, tokens).backward()
+    import_module("torch_xla")._XLAC._clear_pending_irs(str(device))
+    times = [record(nullcontext()) for _ in range(repeat)]
+    steps = [record(micro_batches()) for _ in range(repeat)]
+    ms = 1e3 * median(times)
     return {
         "ms": round(ms, 2), "ms_per_sequence": round(ms / micro, 2),
-        "least_ms_per_sequence": round(1e3 * min(times[1:]) / micro, 2),
+        "least_ms_per_sequence": round(1e3 * min(times) / micro, 2),
         "step_ms": round(1e3 * median(steps), 2), "aten": len(operations.views),
         "views": sum(operations.views), "nki_calls": len(calls),
     }  # fmt: skip
