@@ -63,7 +63,8 @@ class Curve:
         if best is None or best in (min(finite), max(finite)):
             return set()
         order = sorted(finite, key=lambda x: abs(x - best))
-        return {x for i, x in enumerate(order) if i < NEAREST or abs(x - best) <= OCTAVES}
+        near = OCTAVES + 0.1**DIGITS  # else rounding would decide on a rate that lies at the limit
+        return {x for i, x in enumerate(order) if i < NEAREST or abs(x - best) <= near}
 
     @cached_property
     def optimum(self) -> float | None:
