@@ -125,6 +125,9 @@ BUGS = (
     ("the last column eliminates nothing", f"{TILES}invert_blocks", "static_range(7)", "static_range(6)"),
     ("products of halves have one word", f"{TILES}start_product", "a_low, b_high, x", "a_low, b_low, x"),
     ("the third block is as the first", f"{TILES}invert", "s_low, 48, ACC16", "s_low, 16, ACC16"),
+    ("words where they are not chosen", f"{TILES}choose", "not.b32 c, $1", "mov.b32 c, $1"),
+    ("a head waits in the wrong order", f"{PLACE}prepare_kernel", "beside(own_k, M0", "beside(M0, own_k"),
+    ("q's norm is of its sum", f"{PLACE}prepare_kernel", "b_square * b_square", "b_square"),
 )  # fmt: skip
 
 

@@ -3,9 +3,9 @@
 What it computes, and where it stores it, is as there, in 16 bits and chunks of 64. It differs in how:
 
     registers   every tile lies as hopper.tiles says; Triton moved each through shared memory, several times
-    heads       a program makes TOGETHER value heads of a key head, which read q and k once; each of its warps
-                makes the gates of one of them
-    norms       those of q and k are the diagonals of Q Q^T and K K^T
+    heads       a program makes TOGETHER value heads of a key head, one or two, with one Q K^T and one K K^T:
+                M of the first waits in shared memory, where q and k were; a warp makes the gates of a head
+    norms       that of k is the diagonal of K K^T, that of q is summed from the operand of Q K^T
     decays      only a warp's block of 16 x 16 on the diagonal has a power for every element, of a masked
                 difference. Left of it, with e the last token of the column's block of 16, so j <= e < i,
                 D_ij = exp(b_i - b_e) exp(b_e - b_j): both at most 1, and neither below D_ij
@@ -27,14 +27,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from delta_trn.triton_kernels import tiles
 from delta_trn.triton_kernels.hopper.tiles import (
+    ACC16,
     ACC32,
     ACC64,
     COLUMN,
     FLAT,
+    HELD,
     ROW,
     add,
     beside,
+    choose,
     cut,
+    halves,
     invert,
     load_of_own_columns,
     number_of_warp,
@@ -72,10 +76,9 @@ def _decay_left(
     END: gl.constexpr = head + 16 * part + 15
     b_b = (b_b - _load_value(s_rows, END)) + (b_low - _load_value(s_rows, LINE + END))
     b_column = s_within.slice(head + 16 * part, 16).load(COLUMN)
-    b_column *= s_rows.slice(3 * LINE + head + 16 * part, 16).load(COLUMN)
     b_row, b_column = gl.where(i_w > part, gl.exp2(b_b)[:, None], 0.0), b_column[None, :]
-    P = P * (b_row * b_fq) * b_column
-    return M * (b_row * b_fk) * b_column, gl.where(i_w == part, own_q, P)
+    P = (P * (b_row * b_fq) * b_column).to(own_q.dtype)
+    return M * (b_row * b_fk) * b_column, choose(gl.where(i_w == part, -1, 0), own_q, P)
 
 
 @gluon.jit(do_not_specialize=["tokens", "NT"])
@@ -143,12 +146,20 @@ def prepare_kernel(
     async_copy.wait_group(0)
     fence_async_shared()
     gl.barrier()
+    b_KK = _multiply_transposed(s_k, s_k)
+    b_q = s_q.load(gl.DotOperandLayout(0, ACC64, 2))
+    b_QK = _multiply_transposed(b_q, s_k)
     b_rq = gl.full([C], 1.0, gl.float32, ROW)
     b_rk = b_rq
     if L2NORM:
-        b_QQ = warpgroup_mma_wait(0, deps=(_multiply_transposed(s_q, s_q),))
-        own, _, _, _ = cut(b_QQ, i_w)
-        b_rq = gl.rsqrt(sum_diagonal(own, b_below) + 1e-6)
+        b_square = b_q.to(gl.float32)
+        b_square = gl.sum(b_square * b_square, axis=1)
+        b_rq = gl.convert_layout(gl.rsqrt(b_square + 1e-6), ROW, assert_trivial=True)
+    b_KK, b_QK = warpgroup_mma_wait(0, deps=(b_KK, b_QK))
+    own_K, K0, K1, K2 = cut(b_KK, i_w)
+    own_Q, Q0, Q1, Q2 = cut(b_QK, i_w)
+    if L2NORM:
+        b_rk = gl.rsqrt(sum_diagonal(own_K, b_below) + 1e-6)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_cc = (
@@ -156,9 +167,10 @@ def prepare_kernel(
         + gl.arange(0, C, gl.SliceLayout(0, OUT))[None, :]
     )
     s_out = gl.allocate_shared_memory(dtype, [C, C], SQUARE)
+    if TOGETHER == 2:
+        s_left = gl.allocate_shared_memory(gl.float32, [C, 32], HELD)
+        s_right = gl.allocate_shared_memory(gl.float32, [C, 32], HELD)
     for i in gl.static_range(TOGETHER):
-        b_KK = _multiply_transposed(s_k, s_k)
-        b_QK = _multiply_transposed(s_q, s_k)
         b_b = s_rows.slice(i * C, C).load(ROW)
         b_low = s_rows.slice(LINE + i * C, C).load(ROW)
         b_beta = s_rows.slice(7 * LINE + i * C, C).load(ROW)
@@ -167,11 +179,8 @@ def prepare_kernel(
         b_rest = b_last - b_b
         b_rest_low = (b_last - b_rest - b_b) + (_load_value(s_rows, LINE + i * C + C - 1) - b_low)
         b_lam = exp2_of_words(b_rest, b_rest_low)
-        b_KK, b_QK = warpgroup_mma_wait(0, deps=(b_KK, b_QK))
-        own_k, M0, M1, M2 = cut(b_KK, i_w)
-        own_q, P0, P1, P2 = cut(b_QK, i_w)
-        if L2NORM and i == 0:
-            b_rk = gl.rsqrt(sum_diagonal(own_k, b_below) + 1e-6)
+        s_here = s_within.slice(i * C, C)
+        s_here.store(s_here.load(ROW) * b_rk)
         s_rows.slice(2 * LINE + i * C, C).store(b_rq)
         s_rows.slice(3 * LINE + i * C, C).store(b_rk)
         s_rows.slice(4 * LINE + i * C, C).store(b_gam * b_rk * b_beta)
@@ -184,19 +193,26 @@ def prepare_kernel(
         b_D += b_low[:, None] - load_of_own_columns(s_blocks.slice(4 * (TOGETHER + i), 4, 0))
         b_D = gl.exp2(gl.where(b_below >= 0, b_D, float("-inf")))
         b_D *= load_of_own_columns(s_blocks.slice(4 * (3 * TOGETHER + i), 4, 0))
-        own_k = gl.where(b_below > 0, own_k * b_fk * b_D, 0.0)
-        own_q = own_q * b_fq * b_D
-        M0, P0 = _decay_left(M0, P0, own_q, b_fk, b_fq, b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 0)
-        M1, P1 = _decay_left(M1, P1, own_q, b_fk, b_fq, b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 1)
-        M2, P2 = _decay_left(M2, P2, own_q, b_fk, b_fq, b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 2)
-        b_P = beside(beside(P0, P1, ACC32), beside(P2, gl.where(i_w == 3, own_q, 0.0), ACC32), ACC64)
-        s_out.store(b_P.to(dtype))
+        own_k = gl.where(b_below > 0, own_K * b_fk * b_D, 0.0)
+        own_q = (own_Q * b_fq * b_D).to(dtype)
+        M0, P0 = _decay_left(K0, Q0, own_q, b_fk, b_fq, b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 0)
+        M1, P1 = _decay_left(K1, Q1, own_q, b_fk, b_fq, b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 1)
+        M2, P2 = _decay_left(K2, Q2, own_q, b_fk, b_fq, b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 2)
+        P3 = choose(gl.where(i_w == 3, -1, 0), own_q, gl.zeros_like(own_q))
+        s_out.store(beside(beside(P0, P1, ACC32), beside(P2, P3, ACC32), ACC64))
         b_sums = gl.sum(gl.abs(own_k) + gl.abs(M0) + gl.abs(M1) + gl.abs(M2), axis=1)
         s_sums.slice(i * C, C).store(b_sums)
-        tile = (i_c * HV + i_h + i) * (C * C)
-        gl.store(P + tile + o_cc, s_out.load(OUT))
-        s_out.store(invert(own_k, M0, M1, M2, i_w, dtype).to(dtype))
-        gl.store(T + tile + o_cc, s_out.load(OUT))
+        gl.store(P + (i_c * HV + i_h + i) * (C * C) + o_cc, s_out.load(OUT))
+        if TOGETHER == 2 and i == 0:
+            s_left.store(beside(own_k, M0, ACC32))
+            s_right.store(beside(M1, M2, ACC32))
+    s_out.store(invert(own_k, M0, M1, M2, i_w, dtype))
+    gl.store(T + (i_c * HV + i_h + TOGETHER - 1) * (C * C) + o_cc, s_out.load(OUT))
+    if TOGETHER == 2:
+        own_k, M0 = halves(s_left.load(ACC32), ACC16)
+        M1, M2 = halves(s_right.load(ACC32), ACC16)
+        s_out.store(invert(own_k, M0, M1, M2, i_w, dtype))
+        gl.store(T + (i_c * HV + i_h) * (C * C) + o_cc, s_out.load(OUT))
 
     p_rows = rows + (i_c * HV + i_h) * (ROWS * C)
     o_r = gl.arange(0, 8 * LINE, gl.BlockedLayout([4], [32], [4], [0]))

@@ -28,6 +28,8 @@ COLUMN = gl.constexpr(gl.SliceLayout(0, ACC16.value))
 LANE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [4, 1, 1], [2, 1, 0]))
 # start_copy(tile in shared memory, pointers, mask); newer releases have it by the first name
 start_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+# of float32, stored as ACC32 lies: eight columns of four rows next to each other lie in different banks
+HELD = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -92,23 +94,35 @@ def load_of_own_columns(s_x):
 
 
 @gluon.jit
-def split_words(x, dtype: gl.constexpr):
-    """Splits float32 x into two numbers of 16 bits, as tiles._split."""
-    if dtype == gl.bfloat16:
-        high = (x.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
-    else:
-        high = x.to(dtype).to(gl.float32)
-    return high.to(dtype), (x - high).to(dtype)
+def choose(mask, a, b):
+    """Returns a where mask is -1 and b where it is 0, of 16 bits: two elements by one instruction."""
+    form: gl.constexpr = "{.reg .b32 c; not.b32 c, $1; and.b32 c, c, $4; and.b32 $0, $1, $3; or.b32 $0,c,$0;}"
+    return gl.inline_asm_elementwise(form, "=&r,r,r,r,r", [mask, a, b], a.dtype, is_pure=True, pack=2)
 
 
 @gluon.jit
-def store_words(x, dtype: gl.constexpr):
-    """Splits x into words, which are returned, and stores them in shared memory, as right operands."""
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([x.shape[0], x.shape[1]], dtype)
-    high, low = split_words(x, dtype)
-    s_high = gl.allocate_shared_memory(dtype, [x.shape[0], x.shape[1]], SHARED, high)
-    s_low = gl.allocate_shared_memory(dtype, [x.shape[0], x.shape[1]], SHARED, low)
-    return high, low, s_high, s_low
+def split_words(x, dtype: gl.constexpr):
+    """Splits float32 x into two numbers of 16 bits, as tiles._split."""
+    if dtype == gl.bfloat16:  # two elements at once, which the compiler does not find
+        words: gl.constexpr = "{.reg .b32 a, b; cvt.rn.bf16x2.f32 $0, $3, $2; shl.b32 a, $0, 16; "
+        rest: gl.constexpr = "and.b32 b, $0, 0xffff0000; sub.f32 a, $2, a; sub.f32 b, $3, b; "
+        form: gl.constexpr = words + rest + "cvt.rn.bf16x2.f32 $1, b, a;}"
+        high, low = gl.inline_asm_elementwise(
+            form, "=&r,=r,r,r", [x], (gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        high = x.to(dtype)
+        low = (x - high.to(gl.float32)).to(dtype)
+    return high, low
+
+
+@gluon.jit
+def store_words(high, low):
+    """Stores words in shared memory, as right operands."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([high.shape[0], high.shape[1]], high.dtype)
+    s_high = gl.allocate_shared_memory(high.dtype, [high.shape[0], high.shape[1]], SHARED, high)
+    s_low = gl.allocate_shared_memory(high.dtype, [high.shape[0], high.shape[1]], SHARED, low)
+    return s_high, s_low
 
 
 @gluon.jit
@@ -187,28 +201,33 @@ def invert(own, M0, M1, M2, i_w, dtype: gl.constexpr):
     has T_b M_ba T_a below: first for blocks of 16, in warps 1 and 3, then for those of 32. What other warps
     compute, nobody reads.
     """
-    b_T = invert_blocks(own)
-    t_high, t_low, s_high, s_low = store_words(b_T, dtype)
+    t_high, t_low = split_words(invert_blocks(own), dtype)
+    s_high, s_low = store_words(t_high, t_low)
     m_high, m_low = split_words(gl.where(i_w < 2, M0, M2), dtype)
     fence_async_shared()
     b_0 = start_product(m_high, m_low, s_high, s_low, 0, ACC16)
     b_2 = start_product(m_high, m_low, s_high, s_low, 32, ACC16)
     b_0, b_2 = warpgroup_mma_wait(0, deps=(b_0, b_2))
-    _, _, s_high, s_low = store_words(gl.where(i_w < 2, b_0, b_2), dtype)
+    n_high, n_low = split_words(gl.where(i_w < 2, b_0, b_2), dtype)
+    s_high, s_low = store_words(n_high, n_low)
     fence_async_shared()
     b_0 = start_product(t_high, t_low, s_high, s_low, 16, ACC16)
     b_2 = start_product(t_high, t_low, s_high, s_low, 48, ACC16)
     b_0, b_2 = warpgroup_mma_wait(0, deps=(b_0, b_2))
-    odd = i_w % 2 == 1
-    left = gl.where(odd, gl.where(i_w < 2, b_0, b_2), b_T)
-    b_T = beside(left, gl.where(odd, b_T, 0.0), ACC32)
+    n_high, n_low = split_words(gl.where(i_w < 2, b_0, b_2), dtype)
+    odd = -(i_w % 2)
+    zero = gl.zeros([64, 16], dtype, ACC16)
+    t_high = beside(choose(odd, n_high, t_high), choose(odd, t_high, zero), ACC32)
+    t_low = beside(choose(odd, n_low, t_low), choose(odd, t_low, zero), ACC32)
 
-    t_high, t_low, s_high, s_low = store_words(b_T, dtype)
+    s_high, s_low = store_words(t_high, t_low)
     m_high, m_low = split_words(beside(M0, M1, ACC32), dtype)
     fence_async_shared()
     b_0 = warpgroup_mma_wait(0, deps=(start_product(m_high, m_low, s_high, s_low, 0, ACC32),))
-    _, _, s_high, s_low = store_words(b_0, dtype)
+    n_high, n_low = split_words(b_0, dtype)
+    s_high, s_low = store_words(n_high, n_low)
     fence_async_shared()
     b_0 = warpgroup_mma_wait(0, deps=(start_product(t_high, t_low, s_high, s_low, 32, ACC32),))
-    lower = number_of_warp(gl.arange(0, 64, gl.SliceLayout(1, ACC32)))[:, None] >= 2
-    return beside(gl.where(lower, b_0, b_T), gl.where(lower, b_T, 0.0), ACC64)
+    lower = gl.convert_layout(-(i_w // 2), ACC32, assert_trivial=True)
+    zero = gl.zeros([64, 32], dtype, ACC32)
+    return beside(choose(lower, b_0.to(dtype), t_high), choose(lower, t_high, zero), ACC64)
