@@ -204,9 +204,13 @@ class Decoder:
         space = {"global", "shared"} & {part.partition("::")[0] for part in parts}
         if not space or {"relaxed", "acquire", "release"} & {*parts} or parts[-1][0] != "b":
             raise self.refuse(".".join(parts))
-        size = size_of(parts[-1])
-        slots = self.vector(registers, size)
+        size, known = size_of(parts[-1]), self.register(registers)
         args = [self.operand(base, 8 if space == {"global"} else 4), size]
+        if head == "ld" and known and size < known[1] == 8:  # the upper half is zero
+            half = self.allot(False)
+            self.emit(f"ld.{space.pop()}", args, [half], 1, offset)
+            return self.emit("cvt.u64.u32", [known[0], half], [known[0], half], 1)
+        slots = self.vector(registers, size)
         return self.emit(f"{head}.{space.pop()}", args, slots, len(slots) * (head == "ld"), offset)
 
     _ld = _st = _access

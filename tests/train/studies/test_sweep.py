@@ -295,6 +295,13 @@ class TestStoredEvidence:
         assert all(10 * x < 1.2 * y for x, y in zip(fitted, half, strict=True))
         assert report.regrets[-1].low <= 0.01 <= report.regrets[-1].high < 0.06
 
+    def test_an_interval_ends_where_no_rate_tried_loses_more(self):
+        """Curves so flat that draws' parabolas turn far outside of the rates, or are highest there."""
+        (flat,) = reports(Results(TUNED / "four_times_the_steps").read().values())
+        assert all(
+            x.high < max(c.rates.values()) - c.lowest for x, c in zip(flat.regrets, flat.curves, strict=True)
+        )
+
     def test_readmes_picture_marks_what_the_kept_rate_loses(self, tmp_path: Path, monkeypatch):
         """One panel a parametrization on common axes, the curves' lowest at 0, the legend outside of them."""
         drawn = []

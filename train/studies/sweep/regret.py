@@ -7,7 +7,8 @@ Two answers, both from runs that were made anyway:
                       of their best rate. Each seed chooses once.
     fitted            parabolas through all seeds of both widths: a (x - x_w)^2, with a and x_w of the wide
                       one and x the lowest point of the narrow one's. The interval draws all losses again,
-                      each with the scatter of the runs at its rate.
+                      each with the scatter of the runs at its rate. A draw whose parabola has no lowest point
+                      among the rates tried chooses the best of these, as a report would.
 
 Runs of one seed share no noise over rates (seeds' residuals are uncorrelated), so each run counts as one.
 """
@@ -15,7 +16,6 @@ Runs of one seed share no noise over rates (seeds' residuals are uncorrelated), 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -65,20 +65,14 @@ def _pay(narrow: Curve, wide: Curve, seeds: Sequence[int]) -> dict[str, tuple[fl
     for name, choose in STRATEGIES.items():
         lost = []
         for seed in seeds:
-            rate = choose(_of(narrow, lambda s, own=seed: s == own))
-            others = _of(wide, lambda s, own=seed: s != own).rates
+            rate = choose(replace(narrow, points=[point for point in narrow.points if point[2] == seed]))
+            others = replace(wide, points=[point for point in wide.points if point[2] != seed]).rates
             if rate is not None and others:
                 xs, ys = zip(*sorted(others.items()), strict=True)
                 # beyond the rates tried nothing is known
-                inside = xs[0] <= rate <= xs[-1]
-                lost.append(float(np.interp(rate, xs, ys)) - min(ys) if inside else math.nan)
+                lost.append(float(np.interp(rate, xs, ys, math.nan, math.nan)) - min(ys))
         paid[name] = (float(np.mean(lost)), max(lost)) if lost else (math.nan, math.nan)
     return paid
-
-
-def _of(curve: Curve, wanted: Callable[[int], bool]) -> Curve:
-    """Returns the curve of some seeds."""
-    return replace(curve, points=[point for point in curve.points if wanted(point[2])])
 
 
 def _fit(narrow: Curve, wide: Curve) -> tuple[float, float, float, float]:
@@ -86,16 +80,28 @@ def _fit(narrow: Curve, wide: Curve) -> tuple[float, float, float, float]:
     fits = _near_best(narrow), _near_best(wide)
     if fits[0] is None or fits[1] is None:
         return math.nan, math.nan, math.nan, math.nan
-    generator, (x, y, scatter), (_, kept) = np.random.default_rng(0), fits[0], parabola(*fits[0][:2])
-    rates = [parabola(x, y + generator.normal(0.0, scatter))[1] for _ in range(DRAWS)]
+    (x, y, scatter), (_, kept), generator = fits[0], parabola(*fits[0][:2]), np.random.default_rng(0)
+    drawn, _, lowest, inside = _draw(x, y, scatter, generator)
+    best = x[np.array([drawn[x == rate].mean(0) for rate in x]).argmin(0)]
+    rates = np.where(inside, lowest, best)  # a report names no fitted rate but one among those tried
     x, y, scatter = fits[1]
     # the width that the rate was chosen at is what it is: only the choice is uncertain
-    scatter = scatter * (narrow is not wide)
-    wides = [parabola(x, y + generator.normal(0.0, scatter)) for _ in range(DRAWS)]
-    lost = [a * (rate - lowest) ** 2 for rate, (a, lowest) in zip(rates, wides, strict=True)]
-    low, high = np.nanquantile(lost, (0.025, 0.975))
-    a, lowest = parabola(x, y)
-    return a * (kept - lowest) ** 2, float(low), float(high), kept
+    _, losses, lowest, inside = _draw(x, y, scatter * (narrow is not wide), generator)
+    least = np.where(inside, losses(lowest), np.minimum(losses(x.min()), losses(x.max())))
+    low, high = np.quantile(losses(rates) - least, (0.025, 0.975))
+    a, at = parabola(x, y)
+    return a * (kept - at) ** 2, max(float(low), 0.0), max(float(high), 0.0), kept
+
+
+def _draw(x, y, scatter, generator) -> tuple[np.ndarray, Callable, np.ndarray, np.ndarray]:
+    """Returns losses drawn with the runs' scatter [runs, DRAWS], and of a parabola through each draw the
+    losses at a rate, where it turns, and whether that is its lowest point and among the rates.
+    """
+    drawn = y[:, None] + scatter[:, None] * generator.standard_normal((len(y), DRAWS))
+    a, b, c = np.polyfit(x - x.mean(), drawn, 2)
+    at = x.mean() - b / (2 * a)
+    inside = (a > 0) & (x.min() < at) & (at < x.max())
+    return drawn, lambda rate: (a * (rate - x.mean()) + b) * (rate - x.mean()) + c, at, inside
 
 
 def _near_best(curve: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
@@ -104,10 +110,7 @@ def _near_best(curve: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None
     points = [(x, y) for x, y, _ in curve.points if x in chosen and math.isfinite(y)]
     if curve.optimum is None or len(points) < 5:
         return None
-    by_rate: dict[float, list[float]] = defaultdict(list)
-    for x, y in points:
-        by_rate[x].append(y)
-    # runs scatter more at high rates than at low ones
-    scatter = np.array([np.std(by_rate[x], ddof=1) if len(by_rate[x]) > 1 else 0.0 for x, _ in points])
     x, y = np.array(points).T
-    return x, y, scatter
+    # runs scatter more at high rates than at low ones
+    runs = [y[x == rate] for rate in x]
+    return x, y, np.array([np.std(ys, ddof=1) if len(ys) > 1 else 0.0 for ys in runs])
