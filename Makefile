@@ -3,7 +3,7 @@
 #   make train      train a small muP Gated DeltaNet on real text, and generate from it
 #   make test       the test suite (8 minutes on 2 cores, no accelerator); of one folder: make test ARGS=tests/models
 #   make emulate    Triton's kernels compiled for sm_90 and run by an emulator of their PTX, with its checks (no GPU);
-#                   for another GPU: DELTA_TRN_EMULATED=80, 89 or 120 make emulate
+#                   for another GPU: DELTA_TRN_EMULATED=80, 86, 89 or 120 make emulate
 #   make lint       ruff and pyright
 #   make bench      time the operations, after their parity
 #   make measure    on a GPU: the inverse alone, parity, then speed beside flash-linear-attention, then whole steps; writes its lines to OUT
