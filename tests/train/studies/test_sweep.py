@@ -306,7 +306,7 @@ class TestStoredEvidence:
         """One panel a parametrization on common axes, the curves' lowest at 0, the legend outside of them."""
         drawn = []
         monkeypatch.setattr(report, "save_figure", lambda figure, path, advice: drawn.append(figure) or path)
-        stored = [TUNED / x for x in ("widths", "width_512", "width_1024")]
+        stored = [TUNED / x for x in ("widths", "width_512", "width_1024", "standard_128")]
         stored += [MULTIPLIERS / x for x in ("standard", "standard_64", "standard_256")]
         folders = [shutil.copytree(folder, tmp_path / folder.name) for folder in stored]
         (folders[0] / "report.md").write_bytes(before := b"of widths alone")
