@@ -195,7 +195,7 @@ def invert_blocks(M):
 
 @gluon.jit
 def invert(own, M0, M1, M2, i_w, dtype: gl.constexpr):
-    """Returns T = (I - M)^-1 [64, 64] of a strictly lower M that is cut as by `cut`.
+    """Returns T = (I - M)^-1 [64, 64] in dtype, of a strictly lower M that is cut as by `cut`.
 
     By halves. With T_a and T_b the inverses of two blocks next to each other on the diagonal, that of both
     has T_b M_ba T_a below: first for blocks of 16, in warps 1 and 3, then for those of 32. What other warps

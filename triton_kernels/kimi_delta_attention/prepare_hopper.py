@@ -250,6 +250,6 @@ def prepare_kernel(
     own, M0, M1, M2 = cut(-b_L, i_w)
     b_T = invert(own, M0, M1, M2, i_w, dtype)
     gl.barrier()
-    s_out.store(b_T.to(dtype))
+    s_out.store(b_T)
     gl.barrier()
     gl.store(T + tile * (C * C) + o_cc, s_out.load(LOAD))
