@@ -102,7 +102,7 @@ def choose(mask, a, b):
 
 @gluon.jit
 def split_words(x, dtype: gl.constexpr):
-    """Splits float32 x into two numbers of 16 bits, as tiles._split."""
+    """Splits float32 x into two numbers of 16 bits, the first of them x rounded to nearest."""
     if dtype == gl.bfloat16:  # two elements at once, which the compiler does not find
         words: gl.constexpr = "{.reg .b32 a, b; cvt.rn.bf16x2.f32 $0, $3, $2; shl.b32 a, $0, 16; "
         rest: gl.constexpr = "and.b32 b, $0, 0xffff0000; sub.f32 a, $2, a; sub.f32 b, $3, b; "
