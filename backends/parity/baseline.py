@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 CHUNK = 64
+AT_ONCE = 1 << 18  # terms of channels that are computed together, where channels decay
 # Random samples of a short dtype scale v and states by this. Without it, beta = 1 and a single write give
 # U = v exactly, and no product would round, as it does with any other beta.
 UNIT = 1.1
@@ -323,11 +324,14 @@ def _channel_chunk(
     r = rounding
     gam = r(r(g.cumsum(-2)).exp())
     lam = r(r(pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)).exp())
-    kk = P = torch.zeros_like(q[..., :1] * k[..., :1].mT)
-    for q_c, k_c, g_c in zip(q.unbind(-1), k.unbind(-1), g.unbind(-1), strict=True):
-        decayed = r.short(r(k_c[..., None, :] * r(r(_segment_sums(g_c)).exp())))
-        kk = kk + r.short(k_c)[..., None] * decayed
-        P = P + r.short(q_c)[..., None] * decayed
+    both = torch.stack((k, q)).mT  # [2, .., K, C]
+    sums = torch.zeros_like(both[..., :1, :].mT * both[..., :1, :])
+    few = max(1, AT_ONCE // max(1, sums[0].numel()))
+    for x, g_c in zip(both.split(few, -2), g.mT.split(few, -2), strict=True):
+        decayed = r.short(r(x[0, ..., None, :] * r(r(_segment_sums(g_c)).exp())))
+        for term in (r.short(x)[..., None] * decayed).unbind(-3):
+            sums = sums + term
+    kk, P = sums
     T = r(invert(r((beta[..., None] * kk).tril(-1)), r))
     written = product(T, r(beta[..., None] * v), r)
     erased = product(product(T, r(r(beta[..., None] * gam) * k), r), S, r)

@@ -162,10 +162,8 @@ def prepare_kernel(
         b_rk = gl.rsqrt(sum_diagonal(own_K, b_below) + 1e-6)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_cc = (
-        gl.arange(0, C, gl.SliceLayout(1, OUT))[:, None] * C
-        + gl.arange(0, C, gl.SliceLayout(0, OUT))[None, :]
-    )
+    o_cc = gl.arange(0, C, gl.SliceLayout(1, OUT))[:, None] * C
+    o_cc += gl.arange(0, C, gl.SliceLayout(0, OUT))[None, :]
     s_out = gl.allocate_shared_memory(dtype, [C, C], SQUARE)
     if TOGETHER == 2:
         s_left = gl.allocate_shared_memory(gl.float32, [C, 32], HELD)

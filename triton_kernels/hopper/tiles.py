@@ -229,5 +229,4 @@ def invert(own, M0, M1, M2, i_w, dtype: gl.constexpr):
     fence_async_shared()
     b_0 = warpgroup_mma_wait(0, deps=(start_product(t_high, t_low, s_high, s_low, 32, ACC32),))
     lower = gl.convert_layout(-(i_w // 2), ACC32, assert_trivial=True)
-    zero = gl.zeros([64, 32], dtype, ACC32)
-    return beside(choose(lower, b_0.to(dtype), t_high), choose(lower, t_high, zero), ACC64)
+    return beside(choose(lower, b_0.to(dtype), t_high), choose(lower, t_high, gl.zeros_like(t_high)), ACC64)

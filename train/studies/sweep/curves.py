@@ -63,8 +63,7 @@ class Curve:
         if best is None or best in (min(finite), max(finite)):
             return set()
         order = sorted(finite, key=lambda x: abs(x - best))
-        near = OCTAVES + 0.1**DIGITS  # else rounding would decide on a rate that lies at the limit
-        return {x for i, x in enumerate(order) if i < NEAREST or abs(x - best) <= near}
+        return {x for i, x in enumerate(order) if i < NEAREST or abs(x - best) <= OCTAVES + 0.1**DIGITS}
 
     @cached_property
     def optimum(self) -> float | None:
