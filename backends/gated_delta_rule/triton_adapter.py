@@ -337,7 +337,7 @@ def _units_of_states(
 
 
 def _largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Returns the largest size of an element, in one pass over x."""
+    """Returns the largest absolute value in x, in one pass over it."""
     return torch.linalg.vector_norm(x, float("inf"), dim=dims, dtype=torch.float32)
 
 

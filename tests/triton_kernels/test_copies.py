@@ -180,7 +180,7 @@ def test_tables_of_packed_sequences_are_made_once(launches):
 
 
 def tables_follow():
-    """Requires that boundaries that someone has written to get tables of their own."""
+    """Requires new tables for boundaries whose numbers were overwritten since the last call."""
     cuts = torch.tensor([0, 20, 70], device=DEVICE)
     q = torch.zeros(1, 70, 1, 16, device=DEVICE)
     for middle in (20, 65):

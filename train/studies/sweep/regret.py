@@ -94,8 +94,9 @@ def _fit(narrow: Curve, wide: Curve) -> tuple[float, float, float, float]:
 
 
 def _draw(x, y, scatter, generator) -> tuple[np.ndarray, Callable, np.ndarray, np.ndarray]:
-    """Returns losses drawn with the runs' scatter [runs, DRAWS], and of a parabola through each draw the
-    losses at a rate, where it turns, and whether that is its lowest point and among the rates.
+    """Draws the losses of all runs DRAWS times, each with its scatter, and fits a parabola to each draw.
+
+    Returns the draws [runs, DRAWS], and of the parabolas: losses at a rate, turns, whether lowest and inside.
     """
     drawn = y[:, None] + scatter[:, None] * generator.standard_normal((len(y), DRAWS))
     a, b, c = np.polyfit(x - x.mean(), drawn, 2)
@@ -112,5 +113,4 @@ def _near_best(curve: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None
         return None
     x, y = np.array(points).T
     # runs scatter more at high rates than at low ones
-    runs = [y[x == rate] for rate in x]
-    return x, y, np.array([np.std(ys, ddof=1) if len(ys) > 1 else 0.0 for ys in runs])
+    return x, y, np.array([np.std(y[x == rate], ddof=1) if sum(x == rate) > 1 else 0.0 for rate in x])
