@@ -52,10 +52,14 @@ def test_a_left_padded_batch_generates_what_its_rows_do_alone(variant: str):
 @variants
 def test_beam_search_reorders_the_cache(variant: str):
     m, ids, options = model(**VARIANTS[variant]), tokens(2, 5), {"num_beams": 4, "num_return_sequences": 2}
-    greedy = {**GREEDY, "attention_mask": torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])}
-    cached, uncached = (m.generate(ids, **greedy, **options, use_cache=use) for use in (True, False))
+    mask = torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])
+    cached, uncached = (
+        m.generate(ids, attention_mask=mask, **GREEDY, **options, use_cache=use) for use in (True, False)
+    )
     assert torch.equal(cached, uncached)
-    assert not torch.equal(cached[: len(ids)], m.generate(ids, **greedy)), "beams never crossed"
+    assert not torch.equal(cached[: len(ids)], m.generate(ids, attention_mask=mask, **GREEDY)), (
+        "beams never crossed"
+    )
 
 
 @variants

@@ -25,7 +25,9 @@ def inputs(T: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def by_the_formula(layer: Attention, x: Tensor) -> Tensor:
     """Returns y [T, d], with pairs as complex numbers that only the distance of query and key rotates."""
     T, D = x.shape[0], layer.D
-    q, k, v = ((x @ getattr(layer, f"{p}_proj").weight.T).unflatten(1, (-1, D)).unbind(1) for p in "qkv")
+    q, k, v = (
+        (x @ p.weight.T).unflatten(1, (-1, D)).unbind(1) for p in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
     wavelengths = layer.theta ** -(torch.arange(D // 2, dtype=x.dtype) * 2 / D)
     heads = []
     for q_h, k_h, v_h in zip(q, k, v, strict=True):

@@ -1,6 +1,7 @@
 """The model as a function: identities in float64, other implementations, sizes and bad input."""
 
 import doctest
+import math
 from importlib import import_module
 from typing import Any
 
@@ -41,7 +42,9 @@ class TestLayer:
         else:
             g = -layer.A_log.exp() * F.softplus(x @ layer.a_proj.weight.T + layer.dt_bias)
             gate = F.silu(x @ layer.g_proj.weight.T)
-        o, _ = rule(q, k, v, g, beta, scale=layer.K**0.5, use_qk_l2norm_in_kernel=True, backend="recurrent")
+        o, _ = rule(
+            q, k, v, g, beta, scale=math.sqrt(layer.K), use_qk_l2norm_in_kernel=True, backend="recurrent"
+        )
         gate = gate.unflatten(-1, (-1, layer.V))
         normalized = o / torch.sqrt(o.square().mean(-1, keepdim=True) + 1e-6) * layer.o_norm.weight
         return (normalized * gate).flatten(-2) @ layer.o_proj.weight.T
@@ -158,8 +161,10 @@ class TestPadding:
         masks[2, 16] = 0  # padding where one token is decoded
         cache, parts = None, []
         with torch.no_grad():
-            for a, b in ((0, 8), (8, 16), (16, 17), (17, 25)):
-                output = m(ids[:, a:b], attention_mask=masks[:, :b], past_key_values=cache, use_cache=True)
+            for first, last in ((0, 8), (8, 16), (16, 17), (17, 25)):
+                output = m(
+                    ids[:, first:last], attention_mask=masks[:, :last], past_key_values=cache, use_cache=True
+                )
                 cache = output.past_key_values
                 parts.append(output.logits)
             logits = torch.cat(parts, dim=1)

@@ -22,7 +22,9 @@ def model(width: int, seed: int = 0, **changes: Any) -> DeltaForCausalLM:
     """Returns a model of two heads that grow with width: K = 24, 48, 96 at m = 1, 2, 4."""
     torch.manual_seed(seed)
     sizes = {"base_width": BASE, "vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_heads": 2}
-    return DeltaForCausalLM(DeltaConfig(hidden_size=width, intermediate_multiple=16, **sizes | changes))
+    return DeltaForCausalLM(
+        DeltaConfig(hidden_size=width, **{**sizes, "intermediate_multiple": 16, **changes})
+    )
 
 
 def rows(m: DeltaForCausalLM, optimizer: str = "adamw", lr: float = 1.0) -> list[ScaledParameter]:

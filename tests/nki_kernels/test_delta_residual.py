@@ -90,7 +90,9 @@ def test_an_epsilon_below_the_range_of_rsqrt_is_refused():
 def test_an_epsilon_below_the_range_of_rsqrt_is_refused_before_a_kernel_is_called(monkeypatch):
     x, k, v, beta, _ = tensors(torch.float32)
     monkeypatch.setattr(nki_adapter, "run", None)
-    with pytest.raises(BackendRefusal, match=r"need k_eps >= 1.14e-13, .*; k_eps is 1e-15: take a larger"):
+    with pytest.raises(
+        BackendRefusal, match=r"need k_eps >= 1.14e-13, .*; k_eps is 1e-15: take a larger one"
+    ):
         delta_residual(x, k, v, beta, k_eps=1e-15, backend="nki-simulator")
 
 

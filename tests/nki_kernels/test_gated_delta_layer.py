@@ -25,8 +25,12 @@ from delta_trn.nki_kernels.simulator.kernel import record
 from tests.support import tiny_models
 from tests.support.nki_judge import assert_passed
 
-F32, BF16 = torch.float32, torch.bfloat16
-RELEASES = ((F32, "0.7.0"), (BF16, "0.2.0"), (F32, "0.2.0"), (BF16, "0.7.0"))
+RELEASES = (
+    (torch.float32, "0.7.0"),
+    (torch.bfloat16, "0.2.0"),
+    (torch.float32, "0.2.0"),
+    (torch.bfloat16, "0.7.0"),
+)
 QUICK = (
     "mixer_one", "mixer_short", "mixer_ragged", "mixer_129", "mixer_groups", "mixer_odd", "mixer_k128",
     "mixer_packed_empty", "mixer_packed_resets", "mixer_near_2", "mixer_zero_keys", "mixer_reset",

@@ -31,7 +31,10 @@ BACKWARD = gated_delta_rule_bwd.gated_delta_rule_bwd
     [(32, 64, 4, 4), (64, 128, 8, 8), (128, 256, 6, 6), (128, 256, 1, 4), (256, 512, 2, 2), (256, 512, 1, 4)],
 )
 def test_every_planned_size_fits_on_chip(K, V, H, HV):
-    """A twentieth stays free. Three stretches backward: in two, late stages hold nothing of later chunks."""
+    """The simulator refuses what does not; a twentieth stays free, since compilers overlap work.
+
+    Three whole stretches backward: with two, stages that are turns late have nothing of later chunks to hold.
+    """
     how = plan.choose(1, H, HV, K, V)
     for module, stretches in ((gated_delta_rule_fwd, 2), (gated_delta_rule_bwd, 3)):
         kernel, arguments = module.example(
@@ -146,12 +149,16 @@ def test_a_reset_forgets_the_state_exactly_and_has_no_gradient(state, g):
         tensor[:, 1:40] = 0.0
     after = outcome(alone, NAME)
     assert not before["dg"][:, 40].any()
-    assert all(torch.equal(before[x][:, 40:], after[x][:, 40:]) for x in ("o", "dq", "dk", "dv", "dg"))
+    assert all(
+        torch.equal(before[name][:, 40:], after[name][:, 40:]) for name in ("o", "dq", "dk", "dv", "dg")
+    )
     assert torch.equal(before["final_state"], after["final_state"])
 
 
 def errors_of_a_fading_state():
-    """Ratios of errors to those allowed, for a state that fades alone to 1e-14: then decays decide."""
+    """Returns the largest ratio of errors to those that parity allows, for a state that hardly anything is
+    added to while it fades to 1e-14: the error of decays is then that of all results.
+    """
     case = replace(BY_NAME["carry"], B=1, T=128, K=32, V=32, H=8)
     x = inputs(case, torch.float32)
     x = replace(x, v=1e-30 * x.v, g=-0.5 * torch.rand(x.g.shape, generator=torch.Generator().manual_seed(0)))
@@ -196,12 +203,14 @@ def test_states_kept_before_every_chunk_give_the_same_gradients(monkeypatch):
     every_second = outcome(call, NAME)
     monkeypatch.setattr(plan, "EVERY", 1)
     other = outcome(call, NAME)
-    assert all(error(other[k], x) <= floor(terms(call.case), torch.float32) for k, x in every_second.items())
+    assert all(
+        error(other[name], x) <= floor(terms(call.case), torch.float32) for name, x in every_second.items()
+    )
 
 
 def test_a_stretch_that_the_order_has_no_shares_for_is_refused():
     kernel, arguments = gated_delta_rule_bwd.example(T=130, K=16, V=16, every=3, C=32)
-    with pytest.raises(AssertionError, match="every=3 exceeds the 2 chunks of a stretch"):
+    with pytest.raises(AssertionError, match="every=3 exceeds the 2 chunks of a stretch that the order has"):
         record_run(kernel, *arguments, trace=False)
 
 
@@ -255,8 +264,10 @@ def without_states(case, backend, dtype):
     """o and gradients of packed sequences as a model in training asks for them."""
     call = inputs(replace(case, state=False, loss=("o",)), torch.float32)
     leaves = [getattr(call, name).to(dtype).requires_grad_() for name in ("q", "k", "v", "g", "beta")]
-    norm = {"use_qk_l2norm_in_kernel": case.normalized_inside}
-    o, state = gated_delta_rule(*leaves, cu_seqlens=call.cu_seqlens, backend=backend, **norm)
+    norm = case.normalized_inside
+    o, state = gated_delta_rule(
+        *leaves, cu_seqlens=call.cu_seqlens, use_qk_l2norm_in_kernel=norm, backend=backend
+    )
     assert state is None
     return [o.detach(), *torch.autograd.grad(o, leaves, call.do.to(dtype))]
 
@@ -294,7 +305,9 @@ def test_bfloat16_tensors_become_arrays_and_back_unchanged():
 
 
 def test_tensors_off_the_host_reach_the_kernel_dense_and_unconverted():
-    """XLA's lazy graph has the kernel itself, numbers as constants, and one number for each absent tensor."""
+    """What XLA's lazy graph records: the kernel itself, on contiguous tensors, numbers as constants, and a
+    tensor of one number for each that is absent.
+    """
     seen = []
 
     def kernel(*args):

@@ -118,6 +118,8 @@ def test_one_channel_is_decoded_with_its_decay():
 
 def test_more_than_128_channels_are_refused_with_the_reason():
     call = Call("kimi_delta_attention", "cpu", torch.float32, {"K": 129, "V": 64})
-    with pytest.raises(BackendRefusal, match="K=129 is above 128: a partition holds the decays of one"):
+    with pytest.raises(
+        BackendRefusal, match="K=129 is above 128: a partition holds the decays of one channel"
+    ):
         choose(call, NAME)
     assert choose(replace(call, op="kimi_delta_attention_step"), NAME).name == NAME

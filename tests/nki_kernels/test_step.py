@@ -121,8 +121,12 @@ def test_decoding_token_by_token_equals_prefill():
     def stepwise():
         outs, S = [], state
         for t in range(T):
-            token = [x[:, t] for x in (q, k, v, g, beta)]
-            o, S = gated_delta_rule_step(*token, S, use_qk_l2norm_in_kernel=True, backend="nki-simulator")
+            o, S = gated_delta_rule_step(
+                *(x[:, t] for x in (q, k, v, g, beta)),
+                S,
+                use_qk_l2norm_in_kernel=True,
+                backend="nki-simulator",
+            )
             outs.append(o)
         return {"o": torch.stack(outs, dim=1), "state": S}
 

@@ -98,8 +98,10 @@ class TestScores:
         assert_same(again(ids).logits, classifier(ids).logits)
         assert torch.equal(again.score.weight, classifier.score.weight)
         for auto in (AutoModel, AutoModelForCausalLM):
-            m, missing = load(auto, tmp_path)
-            assert not missing and torch.equal(m.get_input_embeddings().weight, classifier.model.embed.weight)
+            part, missing = load(auto, tmp_path)
+            assert not missing and torch.equal(
+                part.get_input_embeddings().weight, classifier.model.embed.weight
+            )
 
     def test_its_readout_has_a_role_and_is_drawn_from_the_seed(self):
         def make():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from delta_trn import DeltaConfig, DeltaForCausalLM, patch_transformers
@@ -26,7 +26,9 @@ class TestLoRA:
     """Low-rank adapters at every linear layer, with initial values that change the logits."""
 
     def settings(self):
-        return LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
+        return LoraConfig(
+            task_type=TaskType.CAUSAL_LM, r=4, target_modules="all-linear", init_lora_weights=False
+        )
 
     @pytest.mark.parametrize("length", [9, 40])  # our layers join products of 32 inputs from 32 tokens on
     @pytest.mark.parametrize("family", ["ours", *FAMILIES])
@@ -74,7 +76,10 @@ class TestLoRA:
 
 
 def train(folder, batch, accumulation, *, packed=False, count=True, seed=None):
-    """Returns losses of four steps of eight sequences; `seed` moves every weight by one rounding."""
+    """Trains four steps of eight sequences, of which some tokens are no targets; returns the losses.
+
+    `seed` moves every initial weight by one rounding.
+    """
     model = our_model()
     if seed is not None:
         nudge(model, seed)
@@ -116,7 +121,9 @@ def allowed(whole, tmp_path_factory):
 class TestTrainer:
     @pytest.mark.parametrize("packed", [False, True], ids=["rows", "flattened"])
     @pytest.mark.parametrize(("batch", "accumulation"), [(2, 4), (1, 8)])
-    def test_accumulated_losses_are_the_batchs(self, whole, allowed, tmp_path, batch, accumulation, packed):
+    def test_accumulated_losses_are_those_of_the_whole_batch(
+        self, whole, allowed, tmp_path, batch, accumulation, packed
+    ):
         losses = train(tmp_path, batch, accumulation, packed=packed)
         assert distance(losses, whole) <= allowed
 

@@ -115,7 +115,11 @@ def shard_on_two(arguments, log):
 
 
 def train_as(family, folder, fsdp, rate):
-    """Returns losses of replicas or FSDP2 by Trainer; told of accelerators, since CPUs alone never shard."""
+    """Returns the losses of two steps by transformers' Trainer on two processes: of replicas, or FSDP2.
+
+    accelerate shards on accelerators alone: on CPUs it would take replicas without a word. What it is told
+    of the machine is all that differs here.
+    """
     AcceleratorState._reset_state()
     model = in_bfloat16(family).train()
     separate_numbers(model)

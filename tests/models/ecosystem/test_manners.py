@@ -53,7 +53,9 @@ class TestLoading:
         assert type(m.config).from_pretrained(tmp_path).auto_map == m.config.auto_map
 
     @variants
-    def test_a_model_in_shards_loads_where_it_is_told_to_in_the_dtype_saved(self, variant, tmp_path):
+    def test_a_model_in_shards_loads_where_it_is_told_to_and_in_the_dtype_that_it_was_saved_in(
+        self, variant, tmp_path
+    ):
         m = model(dtype=torch.bfloat16, **VARIANTS[variant])
         m.save_pretrained(tmp_path, max_shard_size="20KB")
         assert len(list(tmp_path.glob("model-*.safetensors"))) > 1

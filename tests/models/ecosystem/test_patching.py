@@ -96,7 +96,10 @@ def packed():
 
 
 def compare_compiled(model, compiler, how, options):
-    """Asserts that compiled, a patched model computes the same, but for what compilation rounds without."""
+    """Asserts that a compiled patched model has the loss and gradients of the same model, not compiled.
+
+    The whole model is one graph. Compiled code may round differently: as far as it does without the patch.
+    """
     experts, model.config._experts_implementation = model.config._experts_implementation, "batched_mm"
     ids, differences = tokens(2, 20), []
     for control in (False, True)[: 2 if compiler == "inductor" else 1]:
@@ -139,7 +142,9 @@ class TestFamilies:
         model.float()
         assert worst[1] < 1e-10, worst
 
-    @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
+    @pytest.mark.parametrize(
+        "how", [{"num_beams": 1}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str
+    )
     def test_generation_after_left_padding_gives_the_same_tokens(self, model, how):
         ids = tokens(2, 9)
         ids[0, :4] = 0
@@ -231,11 +236,13 @@ class TestCompile:
         assert breaks[0] == breaks[1] > 0
 
     def test_a_compiled_model_refuses_packed_sequences_with_a_cache(self):
-        ids, places, dense = tokens(2, 20), torch.arange(20)[None], make("qwen3_5")
+        ids, dense = tokens(2, 20), make("qwen3_5")
         with patch_transformers(dense, backend="chunked"), torch.no_grad():
             try:
                 compiled = torch.compile(dense, backend="eager")
-                assert compiled(ids, position_ids=places, use_cache=True)[CACHE_NAME] is not None
+                assert (
+                    compiled(ids, position_ids=torch.arange(20)[None], use_cache=True)[CACHE_NAME] is not None
+                )
                 with pytest.raises(RuntimeError, match="use_cache=False"):
                     compiled(ids, use_cache=True, position_ids=packed()["position_ids"])
             finally:
@@ -297,7 +304,9 @@ class TestPatch:
 
     def test_a_backend_that_cannot_run_is_refused_with_the_layer_and_the_reason(self, qwen):
         before = qwen.model.layers[0].linear_attn.forward
-        with pytest.raises(BackendRefusal, match=r"layers\.0\.linear_attn: left as it is: (?s:.*)are on cpu"):
+        with pytest.raises(
+            BackendRefusal, match=r"layers\.0\.linear_attn: left as it is: (?s:.*)tensors are on cpu"
+        ):
             patch_transformers(qwen, backend="nki")
         assert qwen.model.layers[0].linear_attn.forward == before
 

@@ -11,7 +11,18 @@ from safetensors.torch import load_file, save_file
 from delta_trn import DeltaConfig, DeltaForCausalLM, load_model, save_model
 from delta_trn.models.ecosystem.flash_linear_attention import from_state
 from delta_trn.models.parameters import scaled_parameters
-from tests.models.ecosystem import record_goldens as goldens
+from tests.models.ecosystem.record_goldens import (
+    AUTHORS_CASES,
+    BETAS,
+    FLA_CASES,
+    HERE,
+    KDA_CASES,
+    MOMENTUM,
+    RATE,
+    fill,
+    sketch,
+    tokens,
+)
 
 ALLOWED = 2**-42  # sums of float64 in another order
 # The paper's released code has flash-linear-attention's layers, under other names of parameters and settings.
@@ -29,16 +40,14 @@ class Golden:
 
     def __init__(self, case, folder):
         self.case, self.folder = case, folder
-        of_authors = case in goldens.AUTHORS_CASES
-        kind = "authors" if of_authors else "kda" if case in goldens.KDA_CASES else "fla"
-        with safe_open(goldens.HERE / f"{kind}.safetensors", "pt") as file:
+        of_authors = case in AUTHORS_CASES
+        kind = "authors" if of_authors else "kda" if case in KDA_CASES else "fla"
+        with safe_open(HERE / f"{kind}.safetensors", "pt") as file:
             about = json.loads(file.metadata()["about"])[case]
             names = [name for name in file.keys() if name.startswith(f"{case}/")]  # noqa: SIM118 - not a dict
             self.recorded = {name.removeprefix(f"{case}/"): file.get_tensor(name) for name in names}
         self.theirs, self.stds = about["config"], about.get("stds")
-        self.state = {
-            renamed(name): goldens.fill(name, tuple(shape)) for name, shape in about["shapes"].items()
-        }
+        self.state = {renamed(name): fill(name, tuple(shape)) for name, shape in about["shapes"].items()}
         config = dict(self.theirs)
         if of_authors:
             config |= {"model_type": "gated_deltanet", "attn": None, "tie_word_embeddings": True}
@@ -49,15 +58,18 @@ class Golden:
         self.fla = self.model.config
         if of_authors and config["mup"]:
             base = config["hidden_size_base"]
-            mup = {"parametrization": "mup_authors", "base_width": base}
-            own = {**self.fla.to_dict(), **mup, "initializer_range": 0.32 / base**0.5}
-            scaled = DeltaForCausalLM(DeltaConfig(**own)).double().eval()
+            mup = {
+                "parametrization": "mup_authors",
+                "base_width": base,
+                "initializer_range": 0.32 / base**0.5,
+            }
+            scaled = DeltaForCausalLM(DeltaConfig(**{**self.fla.to_dict(), **mup})).double().eval()
             scaled.load_state_dict(self.model.state_dict())
             self.model = scaled
 
     def backward(self):
         """Computes logits and gradients; returns the logits."""
-        ids = goldens.tokens(self.theirs["vocab_size"])
+        ids = tokens(self.theirs["vocab_size"])
         logits = self.model(ids[:, : 1 + self.recorded["logits"].shape[1]]).logits
         self.model.zero_grad()
         F.cross_entropy(logits[:, : ids.shape[1] - 1].flatten(0, 1), ids[:, 1:].flatten()).backward()
@@ -69,12 +81,12 @@ class Golden:
         recorded = {n.removeprefix(f"{of}/"): x for n, x in self.recorded.items() if n.startswith(f"{of}/")}
         assert {renamed(name) for name in recorded} <= set(theirs)
         return {
-            name: ((goldens.sketch(theirs[renamed(name)], name) - x).norm() / x.norm()).item()
+            name: ((sketch(theirs[renamed(name)], name) - x).norm() / x.norm()).item()
             for name, x in recorded.items()
         }
 
 
-@pytest.fixture(params=[*goldens.FLA_CASES, *goldens.KDA_CASES, *goldens.AUTHORS_CASES])
+@pytest.fixture(params=[*FLA_CASES, *KDA_CASES, *AUTHORS_CASES])
 def golden(request, tmp_path):
     return Golden(request.param, tmp_path)
 
@@ -92,7 +104,7 @@ def test_logits_and_gradients_are_theirs(golden):
     layer = golden.model.model.blocks[0]
     wrong_bound = {"bound": None if getattr(layer.mixer, "bound", None) else -3.0}
     for module, change in (
-        *(((layer.mixer, wrong_bound),) if golden.case in goldens.KDA_CASES else ()),
+        *(((layer.mixer, wrong_bound),) if golden.case in KDA_CASES else ()),
         (layer.mixer.o_norm, {"eps": 2 * layer.mixer.o_norm.eps}),
         (layer.mixer_norm, {"eps": 2 * layer.mixer_norm.eps}),
         (layer.mixer, {"scale": 2 * layer.mixer.scale}),
@@ -106,7 +118,7 @@ def test_logits_and_gradients_are_theirs(golden):
             setattr(module, name, value)
 
 
-@pytest.mark.parametrize("case", [*goldens.FLA_CASES, *goldens.KDA_CASES])
+@pytest.mark.parametrize("case", [*FLA_CASES, *KDA_CASES])
 def test_the_way_back_restores_their_files_bit_for_bit(case, tmp_path):
     golden = Golden(case, tmp_path)
     save_model(load_model(golden.folder), tmp_path / "back", "fla")
@@ -129,13 +141,13 @@ def test_initial_values_and_one_step_of_training_are_the_released_codes(case, op
     golden = Golden(case, tmp_path)
     golden.backward()
     start = {name: p.detach().clone() for name, p in golden.model.named_parameters()}
-    rows = scaled_parameters(golden.model, optimizer=optimizer, lr=goldens.RATE, weight_decay=0.0)
+    rows = scaled_parameters(golden.model, optimizer=optimizer, lr=RATE, weight_decay=0.0)
     groups = [{"params": [row.parameter], "lr": row.lr} for row in rows]
     stds = {row.name: row.init_std for row in rows}
     if optimizer == "sgd":
-        torch.optim.SGD(groups, lr=goldens.RATE, momentum=goldens.MOMENTUM, nesterov=True).step()
+        torch.optim.SGD(groups, lr=RATE, momentum=MOMENTUM, nesterov=True).step()
     else:
-        torch.optim.AdamW(groups, lr=goldens.RATE, betas=goldens.BETAS, eps=0.0, weight_decay=0.0).step()
+        torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=0.0, weight_decay=0.0).step()
     moved = {name: p.detach() - start[name] for name, p in golden.model.named_parameters()}
     errors = golden.errors(optimizer, moved)
     assert max(errors.values()) < 2**-30, errors

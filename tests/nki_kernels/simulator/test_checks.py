@@ -112,7 +112,7 @@ REFUSED = (
     ("ap.. pattern has invalid partition stride. Partition step 3 must equal tensor free dimension size 8",
      lambda: sbuf(4, 8).ap(pattern=[[3, 4], [1, 8]])),
     ("reaches element 8 of 8", lambda: sbuf(4, 8).ap(pattern=[[8, 4], [1, 8]], offset=1)),
-    ("tensor_copy src has dtype float4_e2m1fn_x4, which DMA alone copies",
+    ("tensor_copy src has dtype float4_e2m1fn_x4, which is copied by DMA alone",
      lambda: issue("tensor_copy", src=sbuf(4, 4, dtype=nl.float4_e2m1fn_x4))),
     ("indirect access out of bounds: element 28 of 16", gather_out_of_bounds),
     ("dma_transpose dst shape must be .8, 4., got .4, 8.",

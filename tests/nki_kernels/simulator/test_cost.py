@@ -146,7 +146,9 @@ def test_elementwise_instructions_take_their_cycles():
         nisa.reciprocal(dst=y, data=x)
         nisa.activation(dst=y, op=nl.exp, data=x)
         nisa.activation_reduce(dst=y, op=nl.exp, data=x, reduce_op=nl.add, reduce_res=column)
-        nisa.tensor_tensor_scan(ones(128, 300), data0=x, data1=x, initial=0.0, op0=nl.multiply, op1=nl.add)
+        nisa.tensor_tensor_scan(
+            dst=ones(128, 300), data0=x, data1=x, initial=0.0, op0=nl.multiply, op1=nl.add
+        )
         nisa.iota(dst=y, pattern=[[1, 300]])
         nisa.tensor_copy(dst=column, src=x[:, 0:1])
 

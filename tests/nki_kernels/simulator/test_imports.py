@@ -53,7 +53,9 @@ def test_platform_target_is_the_target_where_a_run_names_none():
     kernel = nki.jit(platform_target="trn2")(identity_of_generation)
     assert kernel().item() == 3 and kernel[1]().item() == 3
     assert nki.simulate(kernel, target="trn1")().item() == 2
-    assert nki.jit(mode="torchxla", debug_kernel=True)(identity_of_generation)().item() == 2, "not ignored"
+    assert nki.jit(mode="torchxla", debug_kernel=True)(identity_of_generation)().item() == 2, (
+        "they are ignored"
+    )
     with pytest.raises(ValueError, match="'trn9' is not one of"):
         nki.jit(platform_target="trn9")(identity_of_generation)()
 
@@ -77,8 +79,14 @@ def test_collectives_can_be_imported_and_are_refused():
 
 def run_import_site(path):
     code = "from delta_trn.nki_kernels.language import RUNTIME, nki; print(RUNTIME, nki.__name__)"
-    where = {"cwd": ROOT, "env": {"PYTHONPATH": str(path)}}
-    return subprocess.run([sys.executable, "-c", code], **where, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(path)},
+        timeout=60,
+    )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nki") is not None, reason="the real nki is installed here")
@@ -114,7 +122,7 @@ def test_examples_in_docstrings_run(module):
 
 def test_torch_tensors_are_refused_with_the_way_out():
     torch = pytest.importorskip("torch")
-    with pytest.raises(TypeError, match="argument x is a Tensor; pass arrays"):
+    with pytest.raises(TypeError, match="argument x is a Tensor; pass NumPy arrays"):
         nki.simulate(identity)(torch.ones(2))
 
 

@@ -23,7 +23,9 @@ def sum_of_squares(out, tile):
 
 
 def scaled_and_summed_activations(out, tile, bias, scale):
-    nisa.activation(out[:, 0:20], nl.exp, tile, bias=bias, scale=scale, reduce_op=nl.add, reduce_cmd=RESET)
+    nisa.activation(
+        dst=out[:, 0:20], op=nl.exp, data=tile, bias=bias, scale=scale, reduce_op=nl.add, reduce_cmd=RESET
+    )
     nisa.activation(
         dst=out[:, 20:40], op=nl.copy, data=tile, scale=2.0, reduce_op=nl.add, reduce_res=out[:, 40:41],
         reduce_cmd=GO_ON,
@@ -285,7 +287,9 @@ def test_range_select_needs_trn2_and_exponential_trn3():
             dst=out[:, 0:10], src=tile, max_value=1.0, reduce_res=out[:, 10:11],
             reduce_cmd=nisa.reduce_cmd.reset_reduce,
         )  # fmt: skip
-        nisa.activate2(out[:, 11:21], op=nl.relu, data=tile, imm0=2.0, imm1=0.5, op0=nl.multiply, op1=nl.add)
+        nisa.activate2(
+            dst=out[:, 11:21], op=nl.relu, data=tile, imm0=2.0, imm1=0.5, op0=nl.multiply, op1=nl.add
+        )
 
     result = execute(exponential, x, shape=(3, 21), target="trn3")
     near(result[:, 10], np.exp(x - 1).sum(1))

@@ -146,7 +146,9 @@ def test_positional_operands_have_the_order_of_the_release(monkeypatch):
     for release in RELEASES[1:]:
         places(lambda made: scaled(made, nl.add, [2.0, 4.0]), x, x, nki=release)
         assert (out["sum"].array == 6 * x).all()
-    with pytest.raises(StrictError, match=r"operand 3 is reduce_op in nki 0.7.0 and scales in 0.2.0: use"):
+    with pytest.raises(
+        StrictError, match=r"operand 3 is reduce_op in nki 0.7.0 and scales in 0.2.0: use key"
+    ):
         places(lambda made: scaled(made, nl.add, [2.0, 4.0]), x, x, nki=None)
     assert places(lambda made: nisa.tensor_copy(sbuf(4, 3), made[0]), x, nki=None), (
         "the same in every release"
@@ -169,11 +171,13 @@ def test_the_environment_says_how_strict_a_run_is(monkeypatch):
     with pytest.raises(StrictError, match="name yours by nki="):
         record(kernel, x)
     monkeypatch.setenv(STRICT, "0")
-    assert nki.simulate(kernel)(x).shape == (4, 2), "an empty release is none: only AWS's checks are made"
+    assert nki.simulate(kernel)(x).shape == (4, 2), (
+        "an empty release is none, and nothing but AWS's checks is made"
+    )
     with pytest.raises(StrictError, match="name yours by nki="):
         record(kernel, x, strict=True)
     monkeypatch.setenv(STRICT, "yes")
-    with pytest.raises(ValueError, match="STRICT='yes' is neither 1, all checks, nor 0"):
+    with pytest.raises(ValueError, match="STRICT='yes' is neither 1, every check, nor 0"):
         record(kernel, x)
 
 
@@ -206,5 +210,5 @@ def test_the_offset_of_a_pattern_counts_from_the_start_of_the_tile():
 
 
 def test_an_unknown_release_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"nki '0.1.0' is no release .*0.2.0, .*0.7.0"):
+    with pytest.raises(ValueError, match=r"nki '0.1.0' is not a release .*0.2.0, .*0.7.0"):
         releases_of("0.1.0")

@@ -26,9 +26,11 @@ optimizers = pytest.mark.parametrize("optimizer", RATES)
 STORED = Path(__file__).parents[3] / "results" / "2026-11-23_cpu_coordinate-check"
 
 
-def config(table: str, optimizer: str, residual: str = "additive", words: int = VOCABULARY) -> RunConfig:
+def config(
+    parametrization: str, optimizer: str, residual: str = "additive", words: int = VOCABULARY
+) -> RunConfig:
     changes = {
-        "parametrization": table, "model.residual": residual, "optimizer.name": optimizer,
+        "parametrization": parametrization, "model.residual": residual, "optimizer.name": optimizer,
         "optimizer.lr": RATES[optimizer], "optimizer.weight_decay": "0", "model.mixer_output_init": "1",
         "model.vocab_size": str(words), "precision": "float32", "device": "cpu",
     }  # fmt: skip
@@ -86,7 +88,11 @@ def test_a_wrong_rate_of_a_low_rank_gate_turns_its_row_red(part: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["gated_deltanet", "kimi_delta_attention"])
 def test_small_steps_are_flat_where_queries_read_their_own_keys(mixer: str):
-    """Drawn apart, q and k overlap by chance, as 1 / sqrt(K); the norm lifts that to 1, and steps with it."""
+    """Drawn apart, q and k overlap by chance, as 1 / sqrt(K), and the norm after the readout lifts that to 1.
+
+    What small steps change of it then grows as the root of the width, whatever the roles are. Where queries
+    begin as keys, W_q = W_k and equal taps, there is nothing small to lift.
+    """
     begin = of_recipe(
         apply(config("mup", "adamw", words=1024), {"model.mixer": mixer, "optimizer.lr": "2**-12"})
     )

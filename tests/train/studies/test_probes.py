@@ -66,8 +66,10 @@ def test_observing_a_model_leaves_outputs_unchanged_and_sees_its_tensors():
     for mixer in mixers.values():
         q, k, v = mixer.split()
         g, beta = mixer.gates()
-        x = (normalize(q), normalize(k), v, g, beta)
-        o, state = gated_delta_rule(*x, scale=mixer.mixer.scale, output_final_state=True, backend="recurrent")
+        arguments = (normalize(q), normalize(k), v, g, beta)
+        o, state = gated_delta_rule(
+            *arguments, scale=mixer.mixer.scale, output_final_state=True, backend="recurrent"
+        )
         assert torch.allclose(o, mixer.o, rtol=1e-9, atol=1e-12)
         assert torch.allclose(state, mixer.state(20), rtol=1e-9, atol=1e-12)
 

@@ -24,9 +24,12 @@ def plant(
 ) -> tuple[dict[tuple[float, int], dict[float, float]], dict[float, float]]:
     """Returns curves of three widths and their best rates; flank and wall meet at 2^-6.5 at the narrowest.
 
-    Loss rises by 0.1 nats an octave squared below the flank's end and by 0.15 beyond the wall's. Ends move
-    by `flank` and `wall` octaves per doubling. Standard deviations: `noise` of a loss, `scatter` of where a
-    curve lies, `of_seeds` of the drifts of seeds.
+    Loss rises by 0.1 nats an octave squared below the flank's end and by 0.15 beyond the wall's.
+
+    flank, wall     octaves per doubling by which each end moves
+    noise           standard deviation of a loss
+    scatter         of where a curve lies
+    of_seeds        of the drifts of seeds
     """
     curves = {}
     for seed in range(seeds):
@@ -118,5 +121,7 @@ def test_rates_that_diverge_are_left_out_and_a_side_without_rates_says_so():
 
 
 def test_losses_that_do_not_curve_determine_no_position():
-    flat = {(6.0 + i, 0): {x: 4 - 0.1 * x + 0.01 * (-1) ** n for n, x in enumerate(RATES)} for i in range(3)}
-    assert fit_drift(flat) is None
+    curves = {
+        (6.0 + i, 0): {x: 4 - 0.1 * x + 0.01 * (-1) ** n for n, x in enumerate(RATES)} for i in range(3)
+    }
+    assert fit_drift(curves) is None

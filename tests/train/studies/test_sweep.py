@@ -32,7 +32,10 @@ def sweep(**changes: str) -> Sweep:
 
 
 def pretend(study: Sweep, best: dict[tuple[str, int], float], level: dict[str, float] | None = None) -> list:
-    """Returns losses on parabolas with minima at log2 rate = best[arm or table, width]; seed 1 is worse."""
+    """Returns lines of losses on parabolas with minima at log2 rate = best[arm or parametrization, width].
+
+    The level of an arm is 3 unless given; seed 1 lies 0.01 higher.
+    """
 
     def loss(t: Trial) -> float | None:
         at = best[t.arm or t.parametrization, t.width]
@@ -105,7 +108,9 @@ class TestDefinition:
             ({"stepz": "3"}, "nearest known: steps"),
         ],
     )
-    def test_a_bad_sweep_is_refused_before_runs(self, changes: dict[str, str], message: str, tmp_path: Path):
+    def test_a_bad_sweep_is_refused_before_anything_runs(
+        self, changes: dict[str, str], message: str, tmp_path: Path
+    ):
         axes = {**AXES, **changes, "out": str(tmp_path / "sweep")}
         status, _, err = run_command("sweep", "tiny", *(f"{key}={value}" for key, value in axes.items()))
         assert status == 2 and message in err
@@ -175,7 +180,9 @@ class TestVerdict:
     def test_a_seed_that_chose_does_not_pay(self):
         """Each of two seeds is lowest at a rate of its own by chance; to pay by it would cost nothing."""
         rates = [float(x) for x in range(-9, -3)]
-        points = [(x, 3 + 0.1 * (x + 6) ** 2 - 0.2 * (x == -7 + 2 * s), s) for x in rates for s in (0, 1)]
+        points = [
+            (x, 3 + 0.1 * (x + 6) ** 2 - 0.2 * (x == -7 + 2 * seed), seed) for x in rates for seed in (0, 1)
+        ]
         (at_home, _) = regrets([Curve(64, points), Curve(128, points)])
         assert at_home.paid["best tried"][0] > 0.1
 
