@@ -9,13 +9,11 @@ _bwd call these kernels in this order in release 0.6.0, and from 0.5.1 on. That 
 FlashQLA or TileLang are installed, 0.6.0 hands some calls to those by itself.
 """
 
-import csv
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -117,24 +115,26 @@ def variant_of(
 
 @dataclass(frozen=True)
 class _Kernel:
-    """One of its kernels, a row of peer.csv; K/BK is how many blocks of BK cover K.
+    """One of its kernels. The functions get the call's sizes and the configuration's block sizes.
 
     programs    per chunk, or per sequence where the kernel is serial
-    load_bytes  what it must load: multiples of what Sizes has
-    products    turns of its loops with matrix products, in order; of its other loops: others
-    blocks      its block sizes that no configuration sets; BK<=64: the power of two from K on, 64 at most
+    blocks      its block sizes that no configuration sets
+    products    turns of its loops with matrix products, in order
+    load_bytes  what it must load
     """
 
-    rule: str
-    name: str
     module: str
     function: str
-    programs: str
-    load_bytes: str
-    products: str
-    blocks: str
-    others: str
-    serial: str
+    programs: Callable[["Sizes", dict[str, int]], int]
+    load_bytes: Callable[["Sizes"], float]
+    products: Callable[["Sizes", dict[str, int]], tuple[int, ...]]
+    blocks: Callable[["Sizes"], dict[str, int]] = lambda sizes: {}
+    others: tuple[int, ...] = ()
+    serial: bool = False
+
+
+def _cut(size: int, block: int) -> int:
+    return -(-size // block)
 
 
 class Sizes:
@@ -143,7 +143,7 @@ class Sizes:
     def __init__(self, shape: Shape):
         self.K, self.V = shape.K, shape.V
         self.tokens = shape.sequences * shape.tokens
-        self.per_sequence = -(-shape.tokens // C)
+        self.per_sequence = _cut(shape.tokens, C)
         self.chunks = shape.sequences * self.per_sequence
         rows = self.tokens * shape.HV
         self.keys = self.tokens * shape.H * shape.K * ITEM  # of q or k
@@ -154,33 +154,82 @@ class Sizes:
         self.decays = rows * shape.K * 4  # one of every channel
         self.states = self.chunks * shape.HV * shape.K * shape.V * ITEM
 
-    def count(self, text: str, blocks: dict[str, int]) -> int:
-        """Returns a number of peer.csv, such as "4*K/32"."""
-        times, _, quotient = text.rpartition("*")
-        known = vars(self) | blocks
-        size, block = (known.get(word) or int(word) for word in f"{quotient}/1".split("/")[:2])
-        return int(times or 1) * -(-size // block)
 
-    def sum_bytes(self, text: str) -> float:
-        """Returns the bytes of "2*keys A"."""
-        words = (word.rpartition("*") for word in text.split())
-        return sum(float(times or 1) * getattr(self, name) for times, _, name in words)
-
-    def find_blocks(self, text: str) -> dict[str, int]:
-        """Returns the block sizes of "BC=16 BK<=64"."""
-        words = (word.partition("=") for word in text.split())
-        return {
-            name[:2]: min(int(size), power_of_two(getattr(self, name[1]))) if name[2:] else int(size)
-            for name, _, size in words
-        }
+def _by(most: int) -> Callable[[Sizes], dict[str, int]]:
+    return lambda s: {"BK": min(power_of_two(s.K), most), "BV": min(power_of_two(s.V), most)}
 
 
-with Path(__file__).with_suffix(".csv").open(newline="") as _file:
-    _ROWS = [_Kernel(**row) for row in csv.DictReader(_file)]
-# those of chunk_kda are of its safe gate, the faster way; its backward repeats the third and the fourth
-KERNELS, CHANNELS = ({x.name: x for x in _ROWS if x.rule == rule} for rule in ("", "kimi_"))
+_DELTA_H, _O, _WY = "ops.common.chunk_delta_h", "ops.common.chunk_o", "ops.gated_delta_rule.wy_fast"
+KERNELS = {
+    "kkt, solve": _Kernel(
+        "ops.gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_kkt_solve_kernel",
+        lambda s, b: 1, lambda s: s.keys + 1.5 * s.gates, lambda s, b: (_cut(s.K, b["BK"]),),
+        # the rows 2 to 15 of each diagonal block of 16
+        lambda s: {"BC": 16}, (14, 14, 14, 14),
+    ),
+    "w, u": _Kernel(
+        _WY, "recompute_w_u_fwd_kernel",
+        lambda s, b: 1, lambda s: s.A + s.values + s.keys + 1.5 * s.gates,
+        lambda s, b: (_cut(s.V, 64), _cut(s.K, 64)), lambda s: {"BK": 64, "BV": 64},
+    ),
+    "states": _Kernel(
+        _DELTA_H, "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+        lambda s, b: _cut(s.V, b["BV"]), lambda s: s.w + s.values + s.keys + s.gates,
+        lambda s, b: (s.per_sequence,), serial=True,
+    ),
+    "outputs": _Kernel(
+        _O, "chunk_fwd_kernel_o",
+        lambda s, b: _cut(s.V, b["BV"]), lambda s: 2 * s.keys + s.values + s.states + s.gates,
+        lambda s, b: (_cut(s.K, b["BK"]),),
+    ),
+    "dv, local": _Kernel(
+        _O, "chunk_bwd_kernel_dv_local",
+        lambda s, b: 1, lambda s: 2 * s.keys + s.values,
+        lambda s, b: (_cut(s.K, b["BK"]), _cut(s.V, b["BV"])), _by(128),
+    ),
+    "reverse states": _Kernel(
+        _DELTA_H, "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64",
+        lambda s, b: _cut(s.V, b["BV"]), lambda s: 2 * s.keys + s.w + 2 * s.values + s.gates,
+        lambda s, b: (s.per_sequence,), serial=True,
+    ),
+    "dq, dk, dw, dg": _Kernel(
+        _O, "chunk_bwd_kernel_dqkwg",
+        lambda s, b: _cut(s.K, b["BK"]), lambda s: 3 * s.values + 2 * s.states + 2 * s.keys,
+        lambda s, b: (_cut(s.V, b["BV"]),), _by(128),
+    ),
+    "gradients of w, u": _Kernel(
+        _WY, "prepare_wy_repr_bwd_kernel",
+        lambda s, b: 1, lambda s: s.keys + 2 * s.values + s.w + s.A,
+        lambda s, b: (_cut(s.K, b["BK"]), _cut(s.V, b["BV"]), _cut(s.K, b["BK"])), _by(64),
+    ),
+}  # fmt: skip
 FORWARD = ("kkt, solve", "w, u", "states", "outputs")
 BACKWARD = ("w, u", "states", "dv, local", "reverse states", "dq, dk, dw, dg", "gradients of w, u")
+_INTRA, _BWD, _BLOCKS = "ops.kda.chunk_intra", "ops.kda.chunk_bwd", {"BC": 16, "NC": 4}
+# those of chunk_kda with its safe gate, the faster way; backward repeats the third and the fourth
+CHANNELS = {
+    "diagonal blocks": _Kernel(
+        _INTRA, "chunk_kda_fwd_kernel_intra_sub_chunk", lambda s, b: 4, lambda s: 2 * s.keys + s.decays,
+        lambda s, b: (), lambda s: {"BC": 16, "BK": power_of_two(s.K)}, (14,)),
+    "kkt, solve": _Kernel(
+        _INTRA, "chunk_kda_fwd_kernel_inter_solve_fused", lambda s, b: 1,
+        lambda s: 2 * s.keys + s.decays + s.A / 2, lambda s, b: (_cut(s.K, b["BK"]),), lambda s: _BLOCKS),
+    "w, u": replace(KERNELS["w, u"], module="ops.kda.wy_fast", function="recompute_w_u_fwd_kda_kernel",
+        load_bytes=lambda s: s.A + s.values + s.keys + s.decays),
+    "states": replace(KERNELS["states"], load_bytes=lambda s: 2 * s.w + s.values),
+    "outputs": replace(KERNELS["outputs"], module="ops.gla.chunk", function="chunk_gla_fwd_kernel_o",
+        load_bytes=lambda s: s.keys + s.decays + s.values + s.states + s.A),
+    "dv, dA": replace(KERNELS["dv, local"], module=_BWD, function="chunk_kda_bwd_kernel_dAv",
+        load_bytes=lambda s: s.A + 2 * s.values, products=lambda s, b: (_cut(s.V, b["BV"]),)),
+    "reverse states": replace(KERNELS["reverse states"], load_bytes=lambda s: 3 * s.w + 2 * s.values),
+    "dq, dk, dg, dA": _Kernel(
+        _BWD, "chunk_kda_bwd_kernel_wy_dqkg_fused", lambda s, b: 1,
+        lambda s: 2 * s.keys + s.decays + 4 * s.values + 2 * s.states + s.A,
+        lambda s, b: (_cut(s.K, b["BK"]), _cut(s.V, b["BV"]))),
+    "gradients of blocks": _Kernel(  # of 16 tokens: 1.5 others lie before one on average, and behind it
+        _INTRA, "chunk_kda_bwd_kernel_intra", lambda s, b: 4 * _cut(s.K, 32),
+        lambda s: 2 * s.keys + 4 * s.decays + 4 * s.A, lambda s, b: (2, 1), lambda s: _BLOCKS | {"BK": 32}),
+}  # fmt: skip
 
 
 def launches(shape: Shape) -> Iterator[tuple[Launch, ...]]:
@@ -216,7 +265,7 @@ def configurations(name: str, shape: Shape, *, backward: bool = False) -> Iterat
             del absent["g"]
         types = TYPES_OF_CHANNELS
     for choice in tuned:
-        blocks = sizes.find_blocks(kernel.blocks) | choice.kwargs
+        blocks = kernel.blocks(sizes) | choice.kwargs
         values = {n: v for n, v in (switches | fixed | absent | blocks).items() if n in function.arg_names}
         variant = variant_of(name, function, types, values, choice)
         yield Launch(name, backward, variant, work(kernel, shape, choice.kwargs))
@@ -225,14 +274,11 @@ def configurations(name: str, shape: Shape, *, backward: bool = False) -> Iterat
 def work(kernel: _Kernel, shape: Shape, blocks: dict[str, int]) -> Work:
     """Returns what a launch of `kernel` asks of the device, with the block sizes of a configuration."""
     sizes = Sizes(shape)
-    blocks = sizes.find_blocks(kernel.blocks) | blocks
+    blocks = kernel.blocks(sizes) | blocks
     units = shape.sequences if kernel.serial else sizes.chunks
-    products, others = (
-        tuple(sizes.count(word, blocks) for word in text.split()) for text in (kernel.products, kernel.others)
-    )
     return Work(
-        units * shape.HV * sizes.count(kernel.programs, blocks), sizes.sum_bytes(kernel.load_bytes),
-        products, others, shape.K / power_of_two(shape.K), bool(kernel.serial),
+        units * shape.HV * kernel.programs(sizes, blocks), kernel.load_bytes(sizes),
+        kernel.products(sizes, blocks), kernel.others, shape.K / power_of_two(shape.K), kernel.serial,
     )  # fmt: skip
 
 
