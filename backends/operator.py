@@ -96,8 +96,9 @@ class Operator:
     ) -> None:
         self.name, self.call, self.fakes, self.values, self.prefix = name, call, fakes, values, prefix
         self.empty = self._zeros if empty is None else empty
+        self.writes = writes
         self.products = contextlib.nullcontext if rounds else machine.exact_products
-        self.forward_name, self.writes = prefix + forward, writes
+        self.forward_name = prefix + forward
         types = {field.name: SCHEMA_TYPES[str(field.type)] for field in fields(call)}
         self.tensors = [word for word, type_ in types.items() if type_.startswith("Tensor")]
         self.words, self.flat = tuple(types), attrgetter(*types)
@@ -228,7 +229,8 @@ class Operator:
 
     def _define(self, types: Mapping[str, str]) -> None:
         """Defines the custom operators."""
-        inputs = [f"{'Tensor(a!)' if x == self.writes else type_} {x}" for x, type_ in types.items()]
+        marks = {self.writes: "Tensor(a!)"}
+        inputs = [f"{marks.get(word, type_)} {word}" for word, type_ in types.items()]
         returns = ["Tensor"] * len(self.outputs) + ["Tensor[]"] * bool(self.gradients)
         self.forward = torch.library.custom_op(
             f"{LIBRARY}::{self.name}{'_' * bool(self.writes)}",

@@ -29,7 +29,6 @@ from delta_trn.backends.gated_delta_rule.contract import Rule, Step
 
 CHANNELS = " K"  # the last dimension of g, for the checks
 SAFE = -5.0  # the least bound of flash-linear-attention's safe gate
-STATES = "; return_states_at gives states inside of sequences"
 NOTICE = (
     "kimi_delta_attention runs on this GPU as PyTorch operations, chunk by chunk, since Triton's kernels do "
     'not take this call (backend="triton" says why), and it is many times slower than they are; name '
@@ -98,7 +97,8 @@ def kimi_delta_attention(
     refused = {"return_intermediate_states": return_intermediate_states, "use_graph": use_graph}
     for name, value in (refused | {"max_num_seqs": max_num_seqs}).items():
         if value:
-            raise ValueError(f"{name}={value!r} is not supported; leave it out{STATES * ('states' in name)}")
+            more = "; return_states_at gives states inside of sequences" if "states" in name else ""
+            raise ValueError(f"{name}={value!r} is not supported; leave it out{more}")
     if chunk_size not in (32, 64):
         raise ValueError(f"chunk_size is {chunk_size}; pass 32 or 64, which change nothing, or leave it out")
     v_first = state_v_first or transpose_state_layout
