@@ -15,7 +15,9 @@ from delta_trn.backends import describe, machine
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a row per operation; with --all also one per operation and backend, with reasons."""
     parser = argparse.ArgumentParser(prog="delta-trn backends", description=__doc__)
-    parser.add_argument("--all", action="store_true", help="all backends of all operations, and why not")
+    parser.add_argument(
+        "--all", action="store_true", help="every backend of every operation, and why one does not run"
+    )
     options = parser.parse_args(arguments)
     devices = machine.platforms()
     models = ", ".join(f"{name} ({machine.describe(machine.pick(name))})" for name in devices)

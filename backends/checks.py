@@ -92,7 +92,9 @@ def require_one_device(x: Tensor, of: str, tensors: Mapping[str, Tensor | None])
     """Raises ValueError for tensors on another device than x, which is called `of`."""
     for name, y in tensors.items():
         if y is not None and y.device != x.device:
-            raise ValueError(f"{name} is on {y.device}, {of} is on {x.device}; move them to one device")
+            raise ValueError(
+                f"{name} is on {y.device}, {of} is on {x.device}; move all tensors to one device"
+            )
 
 
 def require_dtypes(x: Tensor, of: str, same: Mapping[str, Tensor], gates: Mapping[str, Tensor]) -> None:

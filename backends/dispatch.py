@@ -108,7 +108,9 @@ def register(backend: Backend) -> None:
         raise ValueError(f"backend {backend.name!r} is registered already; choose another name")
     unknown = sorted(set(backend.rows) - set(OPERATIONS))
     if unknown:
-        raise ValueError(f"backend {backend.name!r} declares {unknown}; operations are {list(OPERATIONS)}")
+        raise ValueError(
+            f"backend {backend.name!r} declares {unknown}; operations are {', '.join(OPERATIONS)}"
+        )
     BACKENDS[backend.name] = backend
 
 
@@ -391,7 +393,10 @@ def triton_missing(device: str) -> str | None:
 
 
 def _refuse_gpu(capability: tuple[int, int] | None) -> Iterable[str]:
-    """Yields why Triton's kernels do not run on such a GPU, None: the current one, or are wrong there."""
+    """Yields why Triton's kernels do not run on a GPU, or are wrong there with this Triton.
+
+    capability  of the GPU; None: that of the current one
+    """
     capability = capability or machine.compute_capability("cuda")
     if capability is None or find_spec("triton") is None:
         return

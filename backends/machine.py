@@ -103,7 +103,10 @@ def compilations() -> int:
 
 
 def all_reduce(x: Tensor, *, scale: float, groups: list[list[int]] | None) -> Tensor:
-    """Returns `scale` times the sum of x over this process's group, None: all. XLA's graph has it."""
+    """Returns `scale` times the sum of x over the processes of this one's group; None: over all.
+
+    It is recorded in XLA's graph. The layout is left to the compiler, as AWS's libraries leave it.
+    """
     model = import_module("torch_xla.core.xla_model")
     return model.all_reduce(model.REDUCE_SUM, x, scale=scale, groups=groups, pin_layout=False)
 
@@ -115,10 +118,17 @@ def broadcast(tensors: list[Tensor], *, root: int, groups: list[list[int]] | Non
     _xla().sync()
 
 
-def send_ahead(batches: Iterable[list[Tensor]], device: torch.device) -> Iterator[list[Tensor]]:
-    """Yields lists of tensors on an XLA device, sent by threads. Asking for the next ends the graph."""
+def send_ahead(
+    batches: Iterable[list[Tensor]], device: torch.device, ahead: int = 2
+) -> Iterator[list[Tensor]]:
+    """Yields lists of tensors on an XLA device. Threads read about twice `ahead` more, and send them.
+
+    Asking for the next ends the graph, as `synchronize` does. What `batches` raises ends the iteration.
+    """
     loader = import_module("torch_xla.distributed.parallel_loader")
-    return iter(loader.MpDeviceLoader(batches, device, loader_prefetch_size=2, device_prefetch_size=2))
+    return iter(
+        loader.MpDeviceLoader(batches, device, loader_prefetch_size=ahead, device_prefetch_size=ahead)
+    )
 
 
 def checkpoint() -> Callable[..., Any]:
@@ -174,7 +184,11 @@ def set_products(precision: str) -> None:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
-    """Measures the operations per second of a large product, at best, as `set_products` has chosen it."""
+    """Measures the operations per second of one large matrix product, in a tenth of a second or so.
+
+    A multiplication and an addition are two operations. The best of five counts, since what else the machine
+    does can only make a product slower. float32 products are those that `set_products` has chosen.
+    """
     n = 8192 if device.type == "cuda" else 1024
     a = torch.ones((n, n), dtype=dtype, device=device)
     seconds = []
@@ -275,7 +289,10 @@ def collectives(device: torch.device) -> str:
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Describes where a measurement is made, without the host's name. What is not there is None."""
+    """Describes where a measurement is made: device, versions, threads and commit, but no host's name.
+
+    The version of a package that is not installed is None; so is the commit where there is no checkout.
+    """
     commit = _git("rev-parse", "--short=12", "HEAD")
     return {
         "device": describe(device),
@@ -306,7 +323,10 @@ def _git(*command: str) -> str | None:
 
 
 def _torchneuron() -> bool:
-    """Returns whether PyTorch has torch_neuronx 2.14's device, of Trn2 and Trn3. Not run on a chip."""
+    """Returns whether PyTorch has the device that torch_neuronx 2.14 adds on Trn2 and Trn3.
+
+    Importing torch_neuronx registers it. This has not run on a chip.
+    """
     if find_spec("torch_xla") is not None or find_spec("torch_neuronx") is None:
         return False
     import_module("torch_neuronx")

@@ -69,7 +69,11 @@ def stand_in(place: int, device: torch.device) -> Tensor:
 
 
 def simulate(kernel: Any, *args: Any) -> Any:
-    """Returns the kernel's outputs on NumPy arrays, on Trn1 unless Neuron's own variable names a target."""
+    """Returns the kernel's outputs on NumPy arrays.
+
+    The target is Trn1 unless Neuron's own variable names one: without it AWS's simulator takes the rules of
+    Trn3.
+    """
     target = os.environ.get(TARGET)
     os.environ[TARGET] = target or "trn1"
     try:
@@ -84,7 +88,10 @@ def simulate(kernel: Any, *args: Any) -> Any:
 
 
 def count_instructions(work: Callable[[], object]) -> int:
-    """Returns how many instructions the kernels in `work` have. BackendRefusal where AWS's nki is."""
+    """Returns how many instructions the kernels that `work` calls on the CPU have, by our simulator.
+
+    Raises BackendRefusal where AWS's nki is installed, whose simulator counts nothing.
+    """
     if RUNTIME != "simulator":
         raise BackendRefusal("AWS's nki is installed here, and its simulator counts no instructions")
     _counts.append([])

@@ -317,7 +317,9 @@ class Operator:
         douts = tuple(None if missing else dy for dy, missing in zip(douts[:-1], ctx.missing, strict=True))
         gradients = self.backward(*douts, *kept[:n], *ctx.options, list(kept[n:]), ctx.backend)
         gradients = [gradients] if isinstance(gradients, Tensor) else gradients
-        present = [None if gone else x for x, gone in zip(self.spread(gradients), ctx.absent, strict=True)]
+        present = [
+            None if absent else x for x, absent in zip(self.spread(gradients), ctx.absent, strict=True)
+        ]
         return *present, *[None] * (len(ctx.options) + 2)
 
 

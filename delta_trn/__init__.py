@@ -51,7 +51,9 @@ def __getattr__(name: str):
     if name == "mup":
         return import_module("delta_trn.mup")
     if name not in _HOMES:
-        raise AttributeError(f"module 'delta_trn' has no attribute {name!r}; it has {', '.join(_HOMES)}, mup")
+        raise AttributeError(
+            f"module 'delta_trn' has no attribute {name!r}; public names: {', '.join(_HOMES)}, mup"
+        )
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

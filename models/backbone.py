@@ -169,7 +169,9 @@ class DeltaModel(DeltaPreTrainedModel):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         if 0 in x.shape[:2]:
-            raise ValueError(f"{x.shape[0]} rows of {x.shape[1]} tokens are nothing; pass at least one")
+            raise ValueError(
+                f"{x.shape[0]} rows of {x.shape[1]} tokens are nothing to compute; pass at least one"
+            )
         stated = packed_bounds(others, attention_mask, len(x))
         past = take_cache(past_key_values, others)
         if unknown := sorted(set(others) - IGNORED):
@@ -253,8 +255,11 @@ class DeltaModel(DeltaPreTrainedModel):
         assert self.positions is not None
         most = self.positions.weight.shape[0]
         readable = position.device.type == "cpu" and not torch.compiler.is_compiling()
-        if readable and (last := int(position.max())) >= most:
-            raise ValueError(f"position {last} has no embedding: max_position_embeddings={most}")
+        if readable and int(position.max()) >= most:
+            raise ValueError(
+                f"position {int(position.max())} has no embedding: max_position_embeddings={most}; give "
+                "shorter sequences"
+            )
         return self.positions(position)
 
     def _cache(

@@ -124,7 +124,10 @@ class DeltaCache(Cache):
 
 
 def take_cache(past_key_values: Any, options: dict[str, Any]) -> Any:
-    """Returns `past_key_values`, or a cache of another name in `options`. ValueError for two of them."""
+    """Takes a cache under its other names out of `options`; returns it, or `past_key_values`.
+
+    Raises ValueError for two different caches.
+    """
     caches = [past_key_values, options.pop("cache", None), options.pop("cache_params", None)]
     given = [cache for cache in caches if cache is not None]
     if any(cache is not given[0] for cache in given):

@@ -138,12 +138,18 @@ class DeltaConfig(PretrainedConfig):
         if any(i >= L for i in layers) or len(set(layers)) < len(layers):
             raise ValueError(f"attention_layers={layers} must be different layers of 0 to {L - 1}")
         if layers and self.head_dim_v % 2:
-            raise ValueError(f"V={self.head_dim_v} must be even in attention_layers, as RoPE takes pairs")
+            raise ValueError(
+                f"V={self.head_dim_v} must be even in attention_layers, where RoPE rotates pairs; change "
+                "head_dim_k or expand_v"
+            )
 
     def _require_residual(self) -> None:
         DV = self.ddl_value_channels
         if DV > 1 and self.ddl_compressor == "none":
-            raise ValueError(f"ddl_value_channels={DV} with ddl_compressor='none': take 'token' or 'channel'")
+            raise ValueError(
+                f"ddl_value_channels={DV} with ddl_compressor='none': sublayers need one number per feature; "
+                "choose 'token' or 'channel', or 1 channel"
+            )
         expanded = self.ddl_compressor != "none" or DV > 1 or self.input_embed_shortconv_kernel_size
         if self.residual in ("additive", "ddl_lm") and expanded:
             raise ValueError(
@@ -162,7 +168,10 @@ class DeltaConfig(PretrainedConfig):
         for name, ids in tokens.items():
             for token in ids if isinstance(ids, list) else [ids]:
                 if token is not None and not 0 <= token < self.vocab_size:
-                    raise ValueError(f"{name}={token} has no row: vocab_size={self.vocab_size}")
+                    raise ValueError(
+                        f"{name}={token} has no row: vocab_size={self.vocab_size}; give a token from 0 to "
+                        f"{self.vocab_size - 1}, or more rows"
+                    )
 
 
 def _drop_gone(arguments: dict[str, Any]) -> None:

@@ -30,7 +30,10 @@ class ShortConvolution(nn.Module):
     def forward(
         self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None, slot: str = "convolution"
     ) -> Tensor:
-        """Maps x [B, T, C] to its like, by float32; `slot` of the cache gets the last W - 1 inputs."""
+        """Maps x [B, T, C] to [B, T, C] in x's dtype, computed in float32.
+
+        The attribute `slot` of the cache holds the last W - 1 inputs; it is replaced.
+        """
         x, prefix = self.take(x, sequences, cache, slot)
         if sequences.is_packed:  # rows of several sequences are one row of more
             one, place = x.reshape(1, -1, x.shape[2]), sequences.position.flatten()

@@ -77,7 +77,9 @@ def tagged_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tag
             name = f"{prefix}.{attribute}" if prefix else attribute
             if not isinstance(tag := tags.get(attribute), Tag):
                 owner = type(module).__name__
-                raise ValueError(f"{name} {tuple(parameter.shape)} has no muP role in the tags of {owner}")
+                raise ValueError(
+                    f"{name} {tuple(parameter.shape)} has no muP role; give it one in the tags of {owner}"
+                )
             yield name, parameter, tag
 
 
@@ -160,7 +162,9 @@ def scaled_parameters(
     Raises ValueError for an optimizer without a column, a parameter without a role, or a memory not above 0.
     """
     if not memory > 0:
-        raise ValueError(f"memory={memory} must be above 0: how long heads remember, over the base's")
+        raise ValueError(
+            f"memory={memory} must be above 0: how long heads remember, relative to the base model's"
+        )
     config = cast(DeltaConfig, model.config)
     table, deep = TABLES[config.parametrization], config.depth_ratio
     rows = []

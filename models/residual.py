@@ -42,11 +42,12 @@ from delta_trn.models.layers import Linear, at_least_float32
 from delta_trn.models.mup import TABLES, Role
 from delta_trn.models.parameters import Tag
 
-Operands = tuple[Tensor, Tensor, Tensor, Tensor]
-
 
 class Whole(nn.Module):
-    """Reads, or starts, a stream of one value per feature; `rest` is `TokenConvolution`'s, here and below."""
+    """Reads, or starts, a stream of one value per feature: x itself.
+
+    `rest` is here and below what `TokenConvolution.forward` takes besides x.
+    """
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
         return x
@@ -130,7 +131,10 @@ class BiasedLinear(nn.Module):
 
 
 class Gate(nn.Module):
-    """Computes beta = 2 sigmoid(W c + b) or 2 sigmoid(W_2 tanh(W_1 c) + b), at first ddl_beta_init."""
+    """Computes beta = 2 sigmoid( W c + b ), or 2 sigmoid( W_2 tanh(W_1 c) + b ).
+
+    The bias b starts where beta is ddl_beta_init.
+    """
 
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__()
@@ -182,7 +186,9 @@ class DeepDelta(nn.Module):
         """Returns the stream after a sublayer; arguments as `Additive.forward`."""
         return self.write(*self.operands(x, read, context, y)).flatten(-2)
 
-    def operands(self, x: Tensor, read: Tensor, context: Tensor, y: Tensor) -> Operands:
+    def operands(
+        self, x: Tensor, read: Tensor, context: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns X [B, T, d, DV], k [B, T, d] before it is normalized, v [B, T, DV] and beta [B, T]."""
         beta = self.gate(context)
         v = self.value(read if self.v_input == "state" else context)
@@ -216,7 +222,9 @@ class LatentUpdate(DeepDelta):
         self.gate, self.value = Gate(config), Linear(d, 1, Role.GATE)
         self.multiplier = config.width_ratio ** TABLES[config.parametrization].value
 
-    def operands(self, x: Tensor, read: Tensor, context: Tensor, y: Tensor) -> Operands:
+    def operands(
+        self, x: Tensor, read: Tensor, context: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns what `DeepDelta.operands` does, with DV = 1."""
         k = self.up(F.silu(self.down(x)))
         v = self.multiplier * at_least_float32(self.value(y))

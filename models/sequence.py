@@ -27,7 +27,10 @@ class Padding:
             return None
         shape = tuple(attention_mask.shape)
         if shape not in ((B, offset + T), (B, T)):
-            raise ValueError(f"attention_mask is {shape}, expected {(B, offset + T)}, {T} of which are new")
+            raise ValueError(
+                f"attention_mask is {shape}, expected {(B, offset + T)}: one entry for each of {offset} "
+                f"cached and {T} new tokens"
+            )
         real = attention_mask[:, -T:].bool()
         if real.all():
             return None

@@ -305,7 +305,10 @@ def multiply_lanes(stationary, moving, factors, dtype=nl.float32):
 
 
 def multiply_lanes_at_once(stationary, moving, start, stop, dtype):
-    """Computes the same for columns start .. stop of stationary, all lanes in one bank of PSUM."""
+    """Computes the same for columns start .. stop of stationary.
+
+    The results of all lanes fill one bank of PSUM and leave it in one instruction.
+    """
     free, lanes = stop - start, stationary.shape[1]
     out_ps = psum((free, lanes, moving.shape[2]))
     for lane in range(lanes):
@@ -348,7 +351,10 @@ def compute_residual(chunk, S, bundle):
 
 
 def decay_and_add(S, carry_sb, factors, parts):
-    """Returns gamma_C S + sum of X^T Y over pairs (X [rows, lanes, K], Y [rows, lanes, V]), in new tiles."""
+    """Computes gamma_C S + sum of X^T Y over the pairs (X [rows, lanes, K], Y [rows, lanes, V]) of factors.
+
+    The result is new tiles. With (W, R) it is the next state, and backward uses it for the state's gradient.
+    """
     lanes, V = S[0].shape[1], S[0].shape[2]
     tiles = []
     for part in range(len(parts)):

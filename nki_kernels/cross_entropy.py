@@ -203,9 +203,11 @@ def store_logsumexp(lse, lows, first, rows):
 
 def silence(low_sb, goal_sb):
     """Makes the probabilities 0 in rows that do not count."""
-    add_sb = sbuf(goal_sb.shape)
-    nisa.tensor_scalar(dst=add_sb, data=goal_sb, op0=nl.less, operand0=0.0, op1=nl.multiply, operand1=NOTHING)
-    nisa.tensor_tensor(dst=low_sb, data1=low_sb, data2=add_sb, op=nl.add)
+    mask_sb = sbuf(goal_sb.shape)
+    nisa.tensor_scalar(
+        dst=mask_sb, data=goal_sb, op0=nl.less, operand0=0.0, op1=nl.multiply, operand1=NOTHING
+    )
+    nisa.tensor_tensor(dst=low_sb, data1=low_sb, data2=mask_sb, op=nl.add)
 
 
 def compute_dlogits(x_t_sb, w_t_sb, span, block, low_sb, goal_sb, places_sb, dtype):

@@ -186,7 +186,10 @@ def check_eps(eps):
 
 
 def cut_rows(M, V, width):
-    """Cuts rows into tiles of `width` numbers a partition: [(first row, partitions, rows per partition)]."""
+    """Cuts the rows into whole tiles of `width` numbers per partition, the rest, and the last rows singly.
+
+    Returns [(first row, partitions, rows per partition)].
+    """
     slots = max(1, width // V)
     cuts = []
     start = 0

@@ -153,7 +153,10 @@ def list_bundles(N, H, HV, width):
 
 
 def list_sides(bundle, H, K, V):
-    """Lists [(first channel, channels)] of a bundle's q, k and v in a layer, where all heads lie together."""
+    """Lists the channels of a bundle's q, k and v in a layer, where those of all heads lie side by side.
+
+    Returns [(first channel, channels)].
+    """
     first, heads = bundle["key_first"], bundle["key_heads"]
     return [
         (first * K, heads * K), ((H + first) * K, heads * K),

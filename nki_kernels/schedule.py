@@ -48,14 +48,18 @@ def read_order(text: str):
     (('load', 0, 0), ('L, P', 2, 2))
     """
     entries = [entry.rsplit(maxsplit=2) for entry in text.split(";")]
-    return tuple((" ".join(name.split()), BUNDLES.index(own), int(late)) for name, own, late in entries)
+    return tuple(
+        (" ".join(name.split()), BUNDLES.index(bundles), int(late)) for name, bundles, late in entries
+    )
 
 
 def rank(kernel: str, stages: tuple[Stage, ...], table):
     """Checks a table, and returns it with shares: (stage, bundles, late, share from 1 on, shares)."""
     for bundles in (EVEN, ODD):
         check_dependencies(kernel, stages, table, bundles)
-    return tuple((*entry, *find_share(table, at)) for at, entry in enumerate(table))
+    return tuple(
+        (name, bundles, late, *find_share(table, at)) for at, (name, bundles, late) in enumerate(table)
+    )
 
 
 def find_share(table, at: int) -> tuple[int, int]:
@@ -66,7 +70,10 @@ def find_share(table, at: int) -> tuple[int, int]:
 
 
 def list_waits(stages: tuple[Stage, ...], counts: dict[str, int]):
-    """Lists what counts[stage] shares each wait for: (stage, share, item, maker, its share, chunks back)."""
+    """Lists what each share of each stage waits for: (stage, share, item, maker, its share, chunks back).
+
+    counts is how many shares each stage has.
+    """
     makers = {item: stage.name for stage in stages for item in stage.makes}
     waits = []
     for stage in stages:

@@ -435,7 +435,10 @@ def uniforms(*shape):
 
 
 def rule_inputs(B, T, H, HV, K, V, dtype):
-    """Returns q, k, v, g [B, T, HV, 2], beta, do of a new layer: decays of .43 to 1, beta in [0, 1)."""
+    """Returns q, k, v, g, beta, do of a layer at initialization: decays of .43 to 1, beta in [0, 1).
+
+    g is [B, T, HV, 2], as the rule's kernels take it.
+    """
     if HV % H:
         raise ValueError(f"HV={HV} is not a multiple of H={H}; give value heads in groups of equal size")
     q, k, v, do = normals(dtype, (B, T, H, K), (B, T, H, K), (B, T, HV, V), (B, T, HV, V))

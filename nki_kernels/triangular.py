@@ -246,10 +246,12 @@ def list_odd_columns(x_sb, s):
             views.append(x_sb[:, lane, s:C])
         return views
     pairs = C // (2 * s)
-    odd_sb = sbuf((C, lanes, C // 2))
-    copy_scaled(odd_sb.reshape((C, lanes, pairs, s)), x_sb.reshape((C, lanes, pairs, 2, s))[:, :, :, 1, :])
+    compact_sb = sbuf((C, lanes, C // 2))
+    copy_scaled(
+        compact_sb.reshape((C, lanes, pairs, s)), x_sb.reshape((C, lanes, pairs, 2, s))[:, :, :, 1, :]
+    )
     for lane in range(lanes):
-        views.append(odd_sb[:, lane, :])
+        views.append(compact_sb[:, lane, :])
     return views
 
 
@@ -348,7 +350,10 @@ def multiply_and_add(dst, x, y, z, op):
 
 
 def invert_chunks(stage, share, shares, chunks, spaces, both, blocks):
-    """Runs a share of a stage for chunks of equally many rows; `both`: the transpose of T is needed later."""
+    """Runs a share of one of these stages for chunks of equally many rows, each with its own space.
+
+    Unless `both`, nobody needs the transpose of T afterwards.
+    """
     if stage == "spread columns":
         for chunk in chunks:
             spread_blocks(chunk, blocks)

@@ -99,7 +99,10 @@ def _require_torch() -> None:
     """TrainError unless torch is one that checkpoints of several processes were tested with, or newer."""
     installed = version("torch")
     if tuple(int(number) for number in re.findall(r"\d+", installed)[:2]) < OLDEST_TORCH:
-        raise TrainError(f"torch {installed} is too old: training needs 2.9 or newer; install torch>=2.9")
+        raise TrainError(
+            f"torch {installed} is too old: training is tested with 2.9 and 2.13, and needs 2.9 or newer; "
+            "install torch>=2.9"
+        )
 
 
 def _is_expected(error: Exception) -> bool:

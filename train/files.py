@@ -61,7 +61,10 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def replace_file(path: Path, advice: str = ADVICE) -> Iterator[Path]:
-    """Yields a path to write to, which becomes `path` once it is on the disk; an error changes nothing."""
+    """Yields a path to write to, and renames that file to `path` once it is on the disk.
+
+    After an error, `path` is as it was and nothing lies beside it.
+    """
     beside = path.with_name(f".{path.name}.tmp")
     with disk_errors(path, advice):
         try:

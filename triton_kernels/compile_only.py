@@ -163,7 +163,9 @@ def source(dtype: str, variant: Variant) -> ASTSource:
 def compile_variant(K: int, V: int, dtype: str, variant: Variant, architecture: int = 90) -> Row:
     """Compiles and reads what ptxas allotted. Raises RuntimeError under TRITON_INTERPRET=1."""
     if knobs.runtime.interpret:
-        raise RuntimeError("TRITON_INTERPRET is set, so kernels are Python functions: unset it to compile")
+        raise RuntimeError(
+            "TRITON_INTERPRET is set, so the kernels are Python functions; unset it to compile them"
+        )
     tile = variant.tile
     of_amd = architecture == AMD
     target = GPUTarget("hip", "gfx942", 64) if of_amd else GPUTarget("cuda", architecture, 32)
@@ -256,7 +258,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="compile a part, which takes seconds")
     parser.add_argument("--kernel", action="append", help="only this kernel; may be repeated")
-    parser.add_argument("--dtype", action="append", choices=list(ITEMSIZE), help="this type; may be repeated")
+    parser.add_argument(
+        "--dtype", action="append", choices=list(ITEMSIZE), help="only this type; may be repeated"
+    )
     parser.add_argument(
         "--architecture", type=int, nargs="+", choices=list(SHARED), default=[90], help="such as 90 for sm_90"
     )

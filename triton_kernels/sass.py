@@ -50,7 +50,10 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Code:
-    """A kernel's machine code, registers and stack bytes per thread, shared memory in bytes, and warps."""
+    """The machine code of a kernel, and what a program of it occupies.
+
+    registers and stack are per thread, stack and shared in bytes.
+    """
 
     instructions: tuple[Instruction, ...]
     registers: int

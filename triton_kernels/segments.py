@@ -114,5 +114,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row = tile("chain", V, K)
     values = {"HV": 4, "K": K, "KP": power_of_two(K), "BK": row.rows, "V": V, "BV": row.columns}
-    for way, reverse in {"forward": False, "backward": True}.items():
-        yield Variant("chain", way, chain_kernel, TYPES, row, values | {"REVERSE": reverse, "DOT": "ieee"})
+    for direction, reverse in {"forward": False, "backward": True}.items():
+        yield Variant(
+            "chain", direction, chain_kernel, TYPES, row, values | {"REVERSE": reverse, "DOT": "ieee"}
+        )

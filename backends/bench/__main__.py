@@ -228,7 +228,9 @@ def describe(row: Row) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="delta-trn bench", description="Checks parity, then times cases")
+    parser = argparse.ArgumentParser(
+        prog="delta-trn bench", description="Checks parity, then times the cases"
+    )
     parser.add_argument("action", nargs="?", choices=("run", "table"), default="run")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="of table")
     parser.add_argument("--backend", help="instead of the default one of this machine's device")

@@ -55,7 +55,10 @@ class Peer:
     load_channels: Callable[[], Rule]
 
     def absent(self, device: str, channels: bool = False) -> str | None:
-        """Returns why the peer cannot run on `device`, or with a decay per channel; None if it can."""
+        """Returns why the peer cannot run on this machine's `device`; None if it can.
+
+        channels    ask for the operation with a decay per channel
+        """
         if find_spec(self.module) is None:
             return f"{self.distribution} is not installed: pip install {self.distribution}"
         if device not in self.devices:
@@ -93,7 +96,10 @@ class Peer:
 
 
 def name_backends() -> str:
-    """Returns which backends flash-linear-attention has chosen in this process, such as 'flash_qla'."""
+    """Returns which backends flash-linear-attention has chosen in this process, such as 'flash_qla'.
+
+    From release 0.6.0 on it notes every function that it handed to another backend than Triton.
+    """
     found = sys.modules.get("fla.backends")
     registries = [
         *getattr(found, "_operation_registries", {}).values(),
@@ -104,7 +110,9 @@ def name_backends() -> str:
     return ", ".join(chosen) or "Triton"
 
 
-def _apply_gates(q: Tensor, v: Tensor, g: Tensor, beta: Tensor, options: dict) -> tuple[Tensor, Tensor]:
+def _apply_gates(
+    q: Tensor, v: Tensor, g: Tensor, beta: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     """Computes g and beta by PyTorch as `options` ask, and removes what they say about gates."""
     gates = {name: options.pop(name) for name in GATES if name in options}
     bound, bias, channels = options.pop("lower_bound", None), gates.get("dt_bias"), ""

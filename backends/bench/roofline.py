@@ -46,7 +46,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Holds a machine's best: operations per second, and by bytes that a copy moves, bytes per second."""
+    """Holds what a machine does at best.
+
+    flops_per_s     operations per second
+    copies          bytes moved by a copy -> bytes moved per second
+    """
 
     flops_per_s: float
     copies: Mapping[int, float]

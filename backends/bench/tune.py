@@ -65,7 +65,9 @@ def under(row: Config, call: Callable[[], None]) -> Callable[[], None]:
     return adjust(lambda _: row)(call)
 
 
-def tune(subject: Subject, case: Case, dtype: torch.dtype, seconds: float) -> Iterator[tuple[Config, list]]:
+def tune(
+    subject: Subject, case: Case, dtype: torch.dtype, seconds: float
+) -> Iterator[tuple[Config, list[Trial]]]:
     """Yields, after each kernel, the best row so far and what was tried."""
     device = torch.device(subject.device)
     row = launches(case, dtype)

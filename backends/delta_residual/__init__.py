@@ -63,7 +63,9 @@ def _check(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -
     require_tensors({"x": x, "k": k, "v": v, "beta": beta})
     lead = tuple(k.shape[:-1])
     if k.dim() < 1 or x.dim() not in (k.dim(), k.dim() + 1) or x.shape[: k.dim()] != k.shape:
-        raise ValueError(f"k {shape_of(k)} does not fit x {shape_of(x)}; x is [..., D, DV] or [..., D]")
+        raise ValueError(
+            f"k {shape_of(k)} does not fit x {shape_of(x)}; with x [..., D, DV] or [..., D] k is [..., D]"
+        )
     wanted = lead if x.dim() == k.dim() else (*lead, x.shape[-1])
     if tuple(v.shape) != wanted:
         raise ValueError(f"v {shape_of(v)} does not fit x {shape_of(x)}; expected {in_brackets(wanted)}")

@@ -12,7 +12,10 @@ from delta_trn.nki_kernels.delta_residual import LEAST_EPS, delta_residual_bwd, 
 
 
 def forward(call: Residual, *, save: bool) -> tuple[Tensor, list[Tensor]]:
-    """Returns X', nothing to save. BackendRefusal for a k_eps, or norms of k, that rsqrt does not take."""
+    """Returns X', and nothing to save.
+
+    Raises BackendRefusal for a k_eps, or norms of k, whose squares rsqrt does not take.
+    """
     if call.k_eps is not None:
         require_within_rsqrt("k_eps", call.k_eps, LEAST_EPS)
         require_norms_within_rsqrt({"k": call.k}, call.k_eps**2)

@@ -185,7 +185,10 @@ def gated_delta_rule_step(
 
 
 def choose_step(call: Step, operators: Sequence[Operator], backend: str | None) -> tuple[Operator, str, bool]:
-    """Returns the operator and the backend that take the call, and whether gradients are wanted."""
+    """Returns which operator takes the call, that of sequences where gradients are wanted, by which backend.
+
+    The last value says whether they are.
+    """
     tensors = (call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.state)
     wanted, pooled = gradients_wanted(*tensors), call.indices is not None
     if wanted and pooled:

@@ -122,9 +122,15 @@ def gate_arguments(
         raise ValueError("use_gate_in_kernel=True without A_log; pass A_log [HV], and dt_bias [HV] if any")
     parameters = {name: x for name, x in (("A_log", A_log), ("dt_bias", dt_bias)) if x is not None}
     if parameters and not use_gate_in_kernel:
-        raise ValueError(f"{' and '.join(parameters)} passed with use_gate_in_kernel=False; pass True")
+        raise ValueError(
+            f"{' and '.join(parameters)} passed with use_gate_in_kernel=False; "
+            "pass True, with what the layer projects as g, or leave them out"
+        )
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        raise ValueError("allow_neg_eigval=True doubles the sigmoid of use_beta_sigmoid_in_kernel: pass both")
+        raise ValueError(
+            "allow_neg_eigval=True doubles the sigmoid that use_beta_sigmoid_in_kernel=True takes here; "
+            "pass that too, or 2 sigmoid(z) as beta"
+        )
     for name, x in parameters.items():
         letters = "HV" + (channels if name == "dt_bias" else "")
         require_shapes({name: letters}, {name: x}, {"HV": HV, "K": q.shape[-1]})
@@ -134,7 +140,9 @@ def gate_arguments(
     return (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
 
 
-def positions(return_states_at: Sequence[int] | None, T: int, has_final: bool) -> tuple[int, ...] | None:
+def positions(
+    return_states_at: Sequence[int] | None, T: int, output_final_state: bool
+) -> tuple[int, ...] | None:
     """Returns the positions whose states are wanted. Raises TypeError or ValueError for what does not fit."""
     if return_states_at is None:
         return None
@@ -143,7 +151,7 @@ def positions(return_states_at: Sequence[int] | None, T: int, has_final: bool) -
             f"return_states_at is a {type(return_states_at).__name__}; pass a tuple of ints, such as "
             "tuple(x.tolist()) of a tensor x: a call is cut there, before it looks at any data"
         )
-    if has_final:
+    if output_final_state:
         raise ValueError(
             "return_states_at with output_final_state=True; these states are returned in place of the last "
             f"one: leave it out, and name {T}, or the end of each packed sequence, among the positions"
@@ -166,7 +174,9 @@ def _tensors(
     sizes = require_shapes({name: lead + words for name, words in last.items()}, tensors)
     H, HV, K, V = (sizes[letter] for letter in ("H", "HV", "K", "V"))
     if min(H, HV, K, V) == 0:
-        raise ValueError(f"H={H}, HV={HV}, K={K}, V={V} in q {shape_of(q)}, v {shape_of(v)}; none may be 0")
+        raise ValueError(
+            f"H={H}, HV={HV}, K={K}, V={V} in q {shape_of(q)}, v {shape_of(v)}; all must be at least 1"
+        )
     if HV % H:
         raise ValueError(f"HV={HV} is not a multiple of H={H}; value head j reads query head j // (HV / H)")
     require_dtypes(q, "q", {"k": k, "v": v}, {"g": g, "beta": beta})
@@ -180,9 +190,13 @@ def _packed_shapes(q: Tensor, cu_seqlens: Tensor) -> None:
     if cu_seqlens.dtype not in (int64, int32):
         raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}; pass int64 or int32, the running sum of lengths")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(f"cu_seqlens {shape_of(cu_seqlens)} is not [N + 1] with N >= 1; pass [0, ..., T]")
+        raise ValueError(
+            f"cu_seqlens {shape_of(cu_seqlens)} is not [N + 1] with N >= 1; pass [0, end of 1st, ..., T]"
+        )
     if q.shape[0] != 1:
-        raise ValueError(f"B={q.shape[0]} with cu_seqlens; packed sequences lie in one row: reshape to B=1")
+        raise ValueError(
+            f"B={q.shape[0]} with cu_seqlens; packed sequences lie end to end in one row: reshape to B=1"
+        )
     require_one_device(q, "q", {"cu_seqlens": cu_seqlens})
 
 
@@ -211,7 +225,9 @@ def values(call: Rule | Step) -> None:
         tensors["g"] = call.g.clamp(min=RESET)  # -infinity is a reset; NaN stays
     require_finite(tensors)
     g, beta = make_gates(*gates_of(call))
-    refuse_where(g > 0, "g", g, "is above 0; g is the logarithm of a decay in (0, 1]: pass log(alpha)")
+    refuse_where(
+        g > 0, "g", g, "is above 0; g is the logarithm of a decay in (0, 1]: pass log(alpha), not alpha"
+    )
     require_strengths(beta, "sigmoid(b) or 2 sigmoid(b)")
     if not call.l2norm:
         require_short_keys(call.k, "use_qk_l2norm_in_kernel=True")

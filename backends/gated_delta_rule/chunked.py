@@ -148,7 +148,10 @@ def compute_packed(call: Rule) -> tuple[Tensor, Tensor]:
 
 
 def _split(x: Tensor, C: int) -> tuple[Tensor, ...]:
-    """Returns chunks [B, HV, C, ...] of x [B, T, HV, ...], contiguous, with zeros behind the last token."""
+    """Returns the chunks [B, HV, C, ...] of x [B, T, HV, ...], with zeros behind the last token.
+
+    They are contiguous, since PyTorch's exponentials of other tensors end in other bits.
+    """
     x = pad(x, (0, 0, 0, 0, 0, -x.shape[1] % C))
     x = x.unflatten(1, (x.shape[1] // C, C))
     return x.permute(1, 0, 3, 2, 4).contiguous().unbind()

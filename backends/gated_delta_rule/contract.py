@@ -269,8 +269,10 @@ def _make_channels(a: Tensor, A_log: Tensor, dt_bias: Tensor | None, lower_bound
     for h in (slice(n, n + heads) for n in range(0, HV, heads)):
         rate = A_log[h].repeat_interleave(K)
         bias = None if dt_bias is None else dt_bias[h].reshape(-1)
-        gate = partial(log_decay, A_log=rate, dt_bias=bias, lower_bound=lower_bound)
-        parts.append(_in_whole_vectors(gate, a[..., h, :].flatten(-2)))
+        part = a[..., h, :].flatten(-2)
+        parts.append(
+            _in_whole_vectors(partial(log_decay, A_log=rate, dt_bias=bias, lower_bound=lower_bound), part)
+        )
     return torch.cat(parts, -1).view(a.shape)
 
 

@@ -84,7 +84,10 @@ def segment_tables(chunks: Chunks, HV: int, K: int, V: int, config: Config) -> S
 
 
 def _count(chunks: Chunks, length: int) -> int:
-    """Returns how many segments of `length` chunks there are, for packed sequences at most."""
+    """Returns how many segments of `length` chunks there are, for packed sequences at most.
+
+    Their lengths stay on the device.
+    """
     if chunks.packed:
         return chunks.count // length + chunks.sequences
     return chunks.sequences * -(-chunks.per_sequence // length)

@@ -181,7 +181,10 @@ def _gates(
     K = q.shape[-1]
     if use_gate and lower_bound is not None:
         if not -math.inf < lower_bound < 0:
-            raise ValueError(f"lower_bound is {lower_bound}; the gate is above it: pass a number below 0")
+            raise ValueError(
+                f"lower_bound is {lower_bound}; the gate is lower_bound sigmoid(...), the logarithm of a "
+                "decay: pass a number below 0, such as -5.0"
+            )
         A_log = torch.zeros(HV, device=q.device) if A_log is None else A_log
     if use_gate and safe_gate and not (lower_bound is not None and lower_bound >= SAFE):
         raise ValueError(

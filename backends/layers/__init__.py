@@ -67,8 +67,9 @@ def gated_rms_norm(
     `gated_delta_rule` does.
     """
     checks.norm(x, {"gate": gate}, weight, eps)
-    form = "plain" if gate is None else "gated"
-    name, save = NORM.choose((x, gate, weight), {"N": x.shape[-1]}, backend, form)
+    name, save = NORM.choose(
+        (x, gate, weight), {"N": x.shape[-1]}, backend, "plain" if gate is None else "gated"
+    )
     (y,) = NORM(GatedNorm(x, gate, weight, eps), save=save, backend=name)
     return y
 
@@ -147,7 +148,9 @@ CROSS_ENTROPY = Operator(
     "linear_cross_entropy",
     Readout,
     prefix="linear_cross_entropy_",
-    fakes=lambda x: [x.hidden.new_empty((), dtype=torch.promote_types(x.hidden.dtype, torch.float32))],
+    fakes=lambda call: [
+        call.hidden.new_empty((), dtype=torch.promote_types(call.hidden.dtype, torch.float32))
+    ],
     reads=(),
     gradients=(("hidden",), ("weight",)),
     gradient_fakes=lambda call, saved: [x.new_empty(x.shape) for x in saved[:2]],

@@ -23,7 +23,9 @@ def convolution(
     sizes = require_shapes(letters, {"x": x, "weight": weight, **others}, {"before": before})
     _require_floats(x=x, weight=weight, prefix=prefix)
     if sizes["C"] == 0 or sizes["W"] == 0:
-        raise ValueError(f"x {shape_of(x)} has C={sizes['C']}, weight has W={sizes['W']}; neither may be 0")
+        raise ValueError(
+            f"x {shape_of(x)} has C={sizes['C']}, weight has W={sizes['W']}; both are at least 1"
+        )
     if prefix is not None and prefix.dtype != x.dtype:
         raise TypeError(f"prefix is {prefix.dtype}, x is {x.dtype}; cast it to x's dtype")
     if position is not None:

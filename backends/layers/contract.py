@@ -54,7 +54,10 @@ class SumNorm:
 
 @dataclass(frozen=True)
 class Readout:
-    """One call of `linear_cross_entropy`: forward saves dhidden, dweight; backward's call has no tensors."""
+    """One call of `linear_cross_entropy`; forward saves its gradients, and backward's call has no tensors.
+
+    Backward returns dhidden, dweight.
+    """
 
     hidden: Tensor
     weight: Tensor

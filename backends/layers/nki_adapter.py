@@ -36,13 +36,18 @@ def short_convolution_backward(
 
 
 def gated_rms_norm_forward(call: GatedNorm, *, save: bool) -> tuple[Tensor, list[Tensor]]:
-    """Returns y [..., N]. Raises BackendRefusal for an eps, or norms of rows, that rsqrt does not take."""
+    """Returns y [..., N].
+
+    Raises BackendRefusal for an eps, or norms of rows, that rsqrt does not take.
+    """
     require_within_rsqrt("eps", call.eps, plan.LEAST_RSQRT)
     require_norms_within_rsqrt({"x": call.x}, call.eps)
     return run(gated_rms_norm_fwd, call.x, call.gate, call.weight, call.eps, call.gate is not None), []
 
 
-def gated_rms_norm_backward(dy: Tensor, call: GatedNorm, saved: list[Tensor]) -> tuple[Tensor | None, ...]:
+def gated_rms_norm_backward(
+    dy: Tensor, call: GatedNorm, saved: list[Tensor]
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns dx, dgate, dweight."""
     gated = call.gate is not None
     dx, *dgate, dweight = run(gated_rms_norm_bwd, dy, call.x, call.gate, call.weight, call.eps, gated)

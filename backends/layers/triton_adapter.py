@@ -52,7 +52,9 @@ def gated_rms_norm_forward(call: GatedNorm, *, save: bool) -> tuple[Tensor, list
     return y.view(call.x.shape), []
 
 
-def gated_rms_norm_backward(dy: Tensor, call: GatedNorm, saved: list[Tensor]) -> tuple[Tensor | None, ...]:
+def gated_rms_norm_backward(
+    dy: Tensor, call: GatedNorm, saved: list[Tensor]
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns dx, dgate, dweight."""
     return _norm_gradients(dy, None, call.x, call.gate, call.weight, call.eps)
 

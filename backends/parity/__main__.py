@@ -187,16 +187,22 @@ def report(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="delta-trn parity", description="Judges every backend in float64")
+    parser = argparse.ArgumentParser(
+        prog="delta-trn parity", description="Judges every backend by the float64 judge"
+    )
     parser.add_argument("action", nargs="?", choices=tuple(_ACTIONS), default="run")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--backend", action="append", help="only this one; may be repeated")
-    parser.add_argument("--case", action="append", help="only this; may be repeated; quarter: one a kernel")
+    parser.add_argument(
+        "--case", action="append", help="only this one; may be repeated; quarter: one of each kernel"
+    )
     parser.add_argument(
         "--op", action="append", choices=OPERATIONS, help="only cases of this operation; may be repeated"
     )
     parser.add_argument("--dtype", choices=tuple(map(dtype_name, DTYPES)), help="only this one")
-    parser.add_argument("--whole", action="store_true", help="emulators, too, run all cases but slow ones")
+    parser.add_argument(
+        "--whole", action="store_true", help="emulated backends, too, run every case that is not slow"
+    )
     parser.add_argument("--slow", action="store_true", help="the slow cases too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object per line")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write every case as a page")

@@ -266,7 +266,9 @@ def gated_delta_rule(
     sizes = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
     # split, not slices: the gradient of a slice is as large as the whole
     time = (-2, -2, -2, -2 if channels else -1, -1)
-    parts = zip(*(x.split(sizes, dim) for x, dim in zip((q, k, v, g, beta), time, strict=True)), strict=True)
+    parts = zip(
+        *(x.split(sizes, axis) for x, axis in zip((q, k, v, g, beta), time, strict=True)), strict=True
+    )
     step = _channel_chunk if channels else _chunk
     rows = q.shape[-4] if cu_seqlens is None else 1
     zeros = q.new_zeros((*q.shape[:-4], rows * len(lengths), q.shape[-3], q.shape[-1], v.shape[-1]))
@@ -284,7 +286,10 @@ def gated_delta_rule(
 
 
 def _reorder(x: Tensor, *orders: Tensor) -> Tensor:
-    """Returns x with the channels of its last axes in other orders, [samples, channels] or [1, channels]."""
+    """Returns x with the channels of its last axis, and of the one before, in another order.
+
+    An order is [samples, channels] or [1, channels].
+    """
     for axis, order in enumerate(orders, 1):
         shape = [1] * x.dim()
         shape[-axis], shape[0] = order.shape[1], order.shape[0]

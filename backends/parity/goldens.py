@@ -50,7 +50,10 @@ def record(path: Path, backend: str, cases: Iterable[Case], device: str) -> list
 
 
 def check(path: Path) -> list[Verdict]:
-    """Judges the outputs recorded in `path`. GoldenRefusal for other inputs, formats or claimed errors."""
+    """Judges the outputs recorded in `path` with the judge of this machine.
+
+    Raises GoldenRefusal where inputs, the file's format or the errors claimed for its outputs differ.
+    """
     verdicts = []
     with safe_open(path, framework="pt") as file:
         header = json.loads((file.metadata() or {}).get("golden", "{}"))
@@ -59,7 +62,9 @@ def check(path: Path) -> list[Verdict]:
             raise GoldenRefusal(f"{path} is {name!r}, not {FORMAT!r}; record it again")
         for row in header["rows"]:
             if row["case"] not in BY_NAME:
-                raise GoldenRefusal(f"{path} has case {row['case']!r}, which is unknown; record it again")
+                raise GoldenRefusal(
+                    f"{path} has case {row['case']!r}, which this version lacks; record it again"
+                )
             case, dtype = BY_NAME[row["case"]], getattr(torch, row["dtype"])
             here = inputs(case, dtype).digest()
             if here != row["inputs"]:

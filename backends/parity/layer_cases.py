@@ -167,7 +167,9 @@ def _full(x: Tensors, rounding: Rounding) -> dict[str, Tensor]:
     }
 
 
-def _conv_tensors(case: LayerCase, normal: Draw, rng: np.random.Generator, full: torch.dtype) -> Inputs:
+def _convolution_tensors(
+    case: LayerCase, normal: Draw, rng: np.random.Generator, full: torch.dtype
+) -> Inputs:
     B, T, C, W = case.shape
     x = {"x": normal(B, T, C), "weight": normal(C, W, size=0.5, dtype=full)}
     if case.prefix:
@@ -306,7 +308,7 @@ def _parts(case: LayerCase, name: str, y: Tensor) -> Tensor | None:
 
 # what makes the tensors of a case, and its formula
 _PARTS: Mapping[str, tuple[Callable[..., Inputs], Callable[..., dict[str, Tensor]]]] = {
-    "short_convolution": (_conv_tensors, _convolution_formula),
+    "short_convolution": (_convolution_tensors, _convolution_formula),
     "gated_rms_norm": (_norm_tensors, _gated_norm_formula),
     "add_rms_norm": (_norm_tensors, _added_norm_formula),
     "linear_cross_entropy": (_loss_tensors, _loss_formula),

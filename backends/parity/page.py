@@ -19,7 +19,10 @@ def page(
     refused: Mapping[tuple[str, torch.dtype], str],
     machine: Mapping[str, Any],
 ) -> str:
-    """Formats a machine's verdicts: each case's worst error over what is allowed, and what was refused."""
+    """Formats the verdicts of one machine: every case with why it is hard (`reasons`), and what was refused.
+
+    A number is the worst error over what is allowed, and the tensor that has it.
+    """
     failed = sum(not verdict.passed for verdict in verdicts)
     backends = list(dict.fromkeys(v.backend for v in verdicts))
     columns = [(name, dtype) for name in backends for dtype in DTYPES]

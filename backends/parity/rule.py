@@ -107,7 +107,10 @@ class _Literal(torch.autograd.Function):
 
 
 def formula(case: Case, x: Mapping[str, Tensor], rounding: Rounding, chunk: int | None) -> dict[str, Tensor]:
-    """Returns o and final_state, perhaps of samples, by the baseline in chunks; None: literally."""
+    """Returns o and final_state by the baseline, in chunks of so many tokens; None: literally.
+
+    The baseline's tensors, but cu_seqlens, may have a first axis of samples.
+    """
     if chunk is None:
         outputs: Any = _Literal.apply(case, tuple(x), *x.values())
         return dict(zip(("o", "final_state"), outputs, strict=True))
@@ -190,7 +193,9 @@ def reference_for(x: Inputs) -> Reference:
     judge = judge_outcome(x)
     # no product has g as a factor, nor q and k before they are normalized: -3.4e38 would hide any error
     none = ("g", "q", "k") if case.normalized_inside else ("g",)
-    floats = (y for n, y in x.tensors().items() if n not in none and y.is_floating_point() and y.numel())
+    floats = (
+        y for name, y in x.tensors().items() if name not in none and y.is_floating_point() and y.numel()
+    )
     largest = max(y[y.isfinite()].abs().max().item() for y in floats if y.isfinite().any())
     spreads = {}
     for name, exact in judge.items():

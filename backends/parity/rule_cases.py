@@ -249,7 +249,9 @@ class Inputs:
 
     def double(self) -> Inputs:
         """Returns the same numbers in float64, as the judge reads them."""
-        return replace(self, **{n: x.double() for n, x in self.tensors().items() if n != "cu_seqlens"})
+        return replace(
+            self, **{name: x.double() for name, x in self.tensors().items() if name != "cu_seqlens"}
+        )
 
     def rows(self, index: list[int]) -> Inputs:
         """Returns some sequences of an unpacked batch."""
@@ -274,7 +276,9 @@ def inputs(case: Case, dtype: torch.dtype) -> Inputs:
     do, dstate = _normal(rng, v.shape), _normal(rng, states)
     bounds = None if case.lengths is None else np.cumsum((0, *case.lengths))
     if bounds is not None and (case.B != 1 or bounds[-1] != case.T):
-        raise ValueError(f"case {case.name} packs {bounds[-1]} tokens into B={case.B}, T={case.T}")
+        raise ValueError(
+            f"case {case.name} packs {bounds[-1]} tokens into B={case.B}, T={case.T}; they must agree"
+        )
     full = torch.float64 if dtype == torch.float64 else torch.float32
     A_log = dt_bias = None
     if case.gates is not None:
@@ -304,7 +308,10 @@ def _tensor(x: Array, dtype: torch.dtype) -> Tensor:
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Draws nearly normal numbers, sums of four uniforms: libraries round logarithms differently."""
+    """Draws nearly normal numbers of variance 1, as sums of four uniforms.
+
+    True normals would need a logarithm, which libraries round differently.
+    """
     total = rng.random(shape)
     for _ in range(3):
         total += rng.random(shape)

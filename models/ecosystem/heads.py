@@ -84,7 +84,9 @@ def check_weights(model: nn.Module) -> WeightsReport:
                 if effect := _EFFECTS.get(f"{number:g}"):
                     dead.append(DeadHead(name, head, values[head].item(), effect))
     if heads == 0:
-        raise ValueError(f"{type(model).__name__} has no layer with A_log and dt_bias: nothing to check")
+        raise ValueError(
+            f"{type(model).__name__} has no layer with A_log and dt_bias, so there is nothing to check"
+        )
     return WeightsReport(heads, tuple(dead))
 
 

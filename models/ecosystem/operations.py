@@ -24,11 +24,6 @@ from delta_trn.backends import (
 from delta_trn.backends.gated_delta_rule.contract import state_dtype
 from delta_trn.models.sequence import places_in_sequences
 
-NO_CACHE = (
-    "packed sequences cannot fill or continue a cache: transformers' attention would mix them. "
-    "Pass use_cache=False, or one sequence per row"
-)
-
 
 def replacements(backend: str | None) -> dict[str, Callable[..., Any]]:
     """Returns our functions by transformers' names; `backend` None: the tensors' device decides."""
@@ -74,7 +69,10 @@ def chunk_rule(
     inputs = (query, key, value, g, beta)
     if cu_seqlens is not None:
         if initial_state is not None or output_final_state:
-            raise ValueError(NO_CACHE)
+            raise ValueError(
+                "packed sequences cannot fill or continue a cache; "
+                "pass use_cache=False, or one sequence per row"
+            )
         cu_seqlens = cu_seqlens.long()
         inputs = tuple(x.flatten(0, 1)[None] for x in inputs)
     q, k, v, g, beta = inputs

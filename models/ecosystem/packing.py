@@ -40,7 +40,10 @@ class Packed:
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Has what `check_packing` measured, and the ways refused: true if no sequence sees another."""
+    """Has what `check_packing` measured: true if no sequence sees another, whichever way the model is told.
+
+    refused     the ways that the model refuses, each with its words
+    """
 
     sequences: tuple[Packed, ...]
     allowed: float
@@ -100,7 +103,7 @@ def check_packing(
     device = embedding.weight.device
     generator = torch.Generator().manual_seed(seed)
     row = torch.randint(0, embedding.weight.shape[0], (sum(lengths),), generator=generator).to(device)
-    end = torch.randint(0, embedding.weight.shape[0], (64,), generator=generator).to(device)
+    tail = torch.randint(0, embedding.weight.shape[0], (64,), generator=generator).to(device)
     ways = {way: given for way, given in _ways(model, lengths, device).items() if by in (None, way)}
     was_training, found, refused = model.training, [], {}
     model.eval()
@@ -109,7 +112,9 @@ def check_packing(
             unaware = _logits(model, row, use_cache=False)
             pieces = list(pairwise(accumulate(lengths, initial=0)))
             alone = [_logits(model, row[a:b], use_cache=False) for a, b in pieces]
-            longer = [_logits(model, torch.cat([row[a:b], end]), use_cache=False)[: b - a] for a, b in pieces]
+            longer = [
+                _logits(model, torch.cat([row[a:b], tail]), use_cache=False)[: b - a] for a, b in pieces
+            ]
             for way, given in ways.items():
                 try:
                     packed = _logits(

@@ -20,7 +20,7 @@ from delta_trn.backends.checks import BackendRefusal
 from delta_trn.backends.dispatch import Call, choose, describe_choice
 from delta_trn.backends.machine import compute_capability
 from delta_trn.models.ecosystem.heads import check_weights, keep_float32, widen
-from delta_trn.models.ecosystem.operations import NO_CACHE, replacements
+from delta_trn.models.ecosystem.operations import replacements
 from delta_trn.models.sequence import packed_bounds, packed_places, places_in_sequences
 
 # the function of transformers by which a layer is known, and which rule of ours computes it
@@ -34,6 +34,10 @@ FAMILIES = dict.fromkeys(
 BY_DEVICE = "the backend of its tensors' device"
 # under which names transformers passes a cache
 CACHES = ("past_key_values", "cache", "cache_params")
+NO_CACHE = (
+    "packed sequences cannot fill or continue a cache: transformers' attention would mix them. "
+    "Pass use_cache=False, or one sequence per row"
+)
 NO_ROWS = (
     "under torch.compile, transformers' flash attention reads each of several rows as one sequence, though "
     "position_ids may tell of more. Put sequences end to end in one row, or use another attention"
@@ -193,10 +197,7 @@ def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: 
             )
         patch.rows.append(Row(name, kernels, notes=notes))
     if not patch.rows:
-        raise ValueError(
-            f"{type(model).__name__} has no Gated DeltaNet or Kimi Delta Attention layer of transformers; "
-            f"families: {', '.join(FAMILIES)}"
-        )
+        raise ValueError(_explain_no_layer(model))
     if not any(row.kernels for row in patch.rows):
         raise BackendRefusal(f"no layer of this {type(model).__name__} can be computed:\n{patch}")
     for module in model.modules():
@@ -208,6 +209,13 @@ def _describe_rule(layer: Any, rule: str, kernels: dict[str, str]) -> list[str]:
     """Returns a line that says how the rule is computed; none where its backend has one way only."""
     how = describe_choice(kernels[rule], _dtype(layer), layer.conv1d.weight.device.type)
     return [] if how == kernels[rule] else [f"{rule} by {how}"]
+
+
+def _explain_no_layer(model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} has no Gated DeltaNet or Kimi Delta Attention layer of transformers; pass a "
+        f"model of one of the families {', '.join(FAMILIES)}"
+    )
 
 
 def _choose_kernels(layer: Any, rule: str, backend: str | None) -> dict[str, str]:

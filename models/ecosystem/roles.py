@@ -127,7 +127,9 @@ def describe(base: Base, device: str) -> dict[str, Sizes]:
     if isinstance(base, Mapping):
         return {name: x if isinstance(x, Sizes) else Sizes(tuple(x), None) for name, x in base.items()}
     model = find_inside(make_model(base, device))
-    return {n: Sizes(tuple(p.shape), None if p.is_meta else rms(p)) for n, p, _ in name_parameters(model)}
+    return {
+        name: Sizes(tuple(p.shape), None if p.is_meta else rms(p)) for name, p, _ in name_parameters(model)
+    }
 
 
 def make_model(model: nn.Module | Callable[[], nn.Module], device: str) -> nn.Module:
@@ -200,7 +202,9 @@ def _find(known: Mapping[str, Sizes], name: str) -> Sizes | None:
     return found[0] if len({sizes.shape for sizes in found}) == 1 else None
 
 
-def _infer(module: nn.Module, name: str, ratios: list[float], is_readout: bool) -> tuple[Role | None, float]:
+def _infer(
+    module: nn.Module, attribute: str, ratios: list[float], is_readout: bool
+) -> tuple[Role | None, float]:
     """Returns a parameter's role, None where shapes do not tell, and the ratio that counts for it."""
     growing = [ratio for ratio in ratios if ratio > 1]
     if isinstance(module, nn.Embedding):
@@ -208,7 +212,7 @@ def _infer(module: nn.Module, name: str, ratios: list[float], is_readout: bool) 
     if is_readout:
         return (Role.READOUT, ratios[1]) if ratios[0] == 1 else (None, 1.0)
     if not growing:
-        return (Role.SCALAR if name in HEAD_NUMBERS else Role.CONSTANT), 1.0
+        return (Role.SCALAR if attribute in HEAD_NUMBERS else Role.CONSTANT), 1.0
     depthwise = isinstance(module, nn.Conv1d) and not any(ratio > 1 for ratio in ratios[1:])
     if len(ratios) == 1 or depthwise:
         return Role.VECTOR, growing[0]

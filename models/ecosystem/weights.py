@@ -82,7 +82,9 @@ def _load(folder: Path, dtype: torch.dtype | str | None) -> PreTrainedModel:
             undo()
         # transformers fills them with random numbers, and warns
         if absent := sorted(report["missing_keys"]):
-            raise ValueError(f"{folder} has no weights for {', '.join(absent[:8])}, {len(absent)} in all")
+            raise ValueError(
+                f"{folder} has no weights for {', '.join(absent[:8])}; {len(absent)} are missing"
+            )
         if rest := untouched(folder):
             warnings.warn(
                 f"{type(model).__name__} has no use for {len(rest)} tensors of {folder}: {describe(rest)}. "
@@ -153,7 +155,9 @@ def _read_weights(folder: Path) -> State:
     """Returns the tensors of a folder: safetensors, or else PyTorch's files, whole or sharded."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
-        raise ValueError(f"{folder} has no weights: neither safetensors nor pytorch_model.bin")
+        raise ValueError(
+            f"{folder} has config.json and no weights: neither safetensors nor pytorch_model.bin"
+        )
     pickled = partial(torch.load, map_location="cpu", weights_only=True)
     load = load_file if files[0].suffix == ".safetensors" else pickled
     return {name: tensor for file in files for name, tensor in load(file).items()}

@@ -189,13 +189,19 @@ def initialize(
         raise ValueError("this model is initialized for muP already; a second call would scale it twice")
     path = getattr(getattr(model, "config", None), "_name_or_path", "")
     if path and not loaded:
-        raise ValueError(f"this model was loaded from {path!r}: leave initialize() out, or pass loaded=True")
+        raise ValueError(
+            f"this model was loaded from {path!r}, and initialize() would scale its weights: leave it out, or"
+            " pass loaded=True"
+        )
     if readout_init != 1 and is_tied(find_inside(model)):
-        raise ValueError(f"readout_init={readout_init}: readout is tied, and would take the embedding along")
+        raise ValueError(
+            f"readout_init={readout_init}: the readout is tied, and would take the embedding with it"
+        )
     small = describe(base, "cpu")
     if any(sizes.rms is None for sizes in small.values()):
         raise ValueError(
-            "base is of shapes or a meta device, and has no values: pass a function that makes it"
+            "base is on the meta device or made of shapes, and has no values; pass a function that makes the "
+            "model"
         )
     rows = {scaled.parameter: scaled for scaled in scaled_parameters(model, small, roles)}
     # of every matrix, found before any is scaled

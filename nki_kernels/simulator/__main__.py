@@ -98,7 +98,9 @@ def load(module: ModuleType, kernel: str, shape: str) -> tuple[Any, tuple[Any, .
     if name:
         return getattr(module, name), tuple(_array(word) for word in shape.split(","))
     if not hasattr(module, "example"):
-        raise SystemExit(f"{module.__name__} has no function example(...); name MODULE:FUNCTION")
+        raise SystemExit(
+            f"{module.__name__} has no function example(...); name the kernel as MODULE:FUNCTION"
+        )
     return module.example(**_keywords(shape))
 
 
@@ -189,7 +191,10 @@ def table(name: str, shape: str, run: Run, readings: Sequence[Estimate]) -> str:
 
 
 def traffic(run: Run, arguments: Sequence[Any]) -> tuple[int, int]:
-    """Return the bytes moved to and from HBM, and the fewest: each input and output once."""
+    """Return the bytes moved to and from HBM, and the fewest: each input and output once.
+
+    A row that goes to all partitions counts once.
+    """
     accesses = [o for r in run.trace for o in (*r.reads, *r.writes) if o.buffer in HBM]
     moved = sum(min(o.bytes, o.region.span[1] - o.region.span[0]) for o in accesses)
     outputs = run.outputs if isinstance(run.outputs, tuple) else (run.outputs,)

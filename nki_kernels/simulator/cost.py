@@ -313,7 +313,9 @@ def list_dependencies(trace: Sequence[Record]) -> list[set[int]]:
             if operand.buffer in HBM:
                 writers[key].append((operand, i))
                 continue
-            needs.update(j for o, j in (*writers[key], *readers[key]) if j != i and _overlap(operand, o))
+            needs.update(
+                j for other, j in (*writers[key], *readers[key]) if j != i and _overlap(operand, other)
+            )
             writers[key] = [(o, j) for o, j in writers[key] if not _covers(operand, o)] + [(operand, i)]
             readers[key] = [(o, j) for o, j in readers[key] if j == i or not _covers(operand, o)]
         result.append(needs)

@@ -60,7 +60,10 @@ class Kernel:
 def jit(
     function: Callable[..., Any] | None = None, platform_target: str | None = None, **ignored: Any
 ) -> Any:
-    """Decorate a kernel; it runs on `platform_target` unless told. Other options are ignored, as in NKI."""
+    """Decorate a kernel. Other options (`mode`, ...) are ignored, as in NKI.
+
+    Runs without a target take `platform_target`.
+    """
     decorate = functools.partial(Kernel, target=platform_target)
     return decorate if function is None else decorate(function)
 
@@ -146,7 +149,9 @@ def _is_strict() -> bool:
     """Return what the environment says about checks that AWS's simulator does not make."""
     value = os.environ.get(STRICT) or "1"
     if value not in ("0", "1"):
-        raise ValueError(f"{STRICT}={value!r} is neither 1, all checks, nor 0, those of AWS's simulator")
+        raise ValueError(
+            f"{STRICT}={value!r} is neither 1, every check, nor 0, those of AWS's simulator alone"
+        )
     return value == "1"
 
 
@@ -180,11 +185,16 @@ def _argument(machine: Machine, name: str, value: Any) -> Any:
         machine.copied.append((value, tensor))
         return tensor
     if type(value).__module__.partition(".")[0] in ("torch", "jax"):
-        raise TypeError(f"argument {name} is a {type(value).__name__}; pass arrays (ml_dtypes for bfloat16)")
+        raise TypeError(
+            f"argument {name} is a {type(value).__name__}; pass NumPy arrays (ml_dtypes for bfloat16)"
+        )
     if isinstance(value, tuple):
         return tuple(_argument(machine, f"{name}[{i}]", item) for i, item in enumerate(value))
     if machine.strict and isinstance(value, (list, dict)):
-        raise StrictError(f"kernel argument {name} is a {type(value).__name__}; pass each tensor by itself")
+        raise StrictError(
+            f"kernel argument {name} is a {type(value).__name__}; pass one argument per tensor, and tuples "
+            "of numbers"
+        )
     return value
 
 
@@ -209,7 +219,9 @@ def _output(machine: Machine, i: int, tensor: Any, nan_in: bool) -> Any:
     if tensor.buffer is MemoryRegion.private_hbm:
         machine.refuse("an output in private_hbm", f"kernel output {i} `{tensor.name}`")
     elif tensor.buffer is not MemoryRegion.shared_hbm:
-        raise StrictError(f"output {i} `{tensor.name}` must be in shared_hbm, got {tensor.buffer.value}")
+        raise StrictError(
+            f"kernel output {i} `{tensor.name}` must be in shared_hbm, got {tensor.buffer.value}"
+        )
     codes = tensor.storage.writers(tensor.array)
     missing = np.broadcast_to(np.asarray(codes), tensor.shape) == UNWRITTEN
     if missing.any():

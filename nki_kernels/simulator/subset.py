@@ -135,7 +135,10 @@ def _find_outside(tree: Any, root: bool) -> Iterator[tuple[Any, str]]:
 
 
 def _identity(node: ast.Compare, *, with_none: bool) -> bool:
-    """Return whether `is` compares with None, as in AWS's own library for 0.3, or with anything else."""
+    """Return whether the comparison uses `is` with None, or with anything else.
+
+    The migration guide to 0.3 refuses every `is`; AWS's own library for 0.3 uses `is not None`.
+    """
     sides = zip(node.ops, node.comparators, strict=True)
     compared = [side for op, side in sides if isinstance(op, (ast.Is, ast.IsNot))]
     return any((isinstance(side, ast.Constant) and side.value is None) == with_none for side in compared)
@@ -144,7 +147,10 @@ def _identity(node: ast.Compare, *, with_none: bool) -> bool:
 def _find_refused(
     tree: Any, scope: dict[str, Any], outer: Mapping[str, Any], nki: str | None
 ) -> Iterator[tuple[Any, str, bool]]:
-    """Yield refused nodes, what to write instead, whether each warns. outer: outer functions' variables."""
+    """Yield each node that the rules of the release refuse, what to write instead, and whether they warn.
+
+    `outer` are the variables of enclosing functions that the source reads.
+    """
     rules = rules_of(nki)
     for node in _body(tree):
         forms = [(name, name) for name in _forms(node, scope)]

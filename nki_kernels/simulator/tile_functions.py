@@ -189,7 +189,10 @@ def where(condition: NkiTensor, x: Any, y: Any, dtype: Any = None) -> NkiTensor:
 
 
 def broadcast_to(x: NkiTensor, shape: Any, dtype: Any = None) -> NkiTensor:
-    """Broadcast free axes by a view, and one partition to many by a matmul with ones, the only way."""
+    """Broadcast free axes by a view, and one partition to many by a matmul with ones.
+
+    The chip has no other way to broadcast a partition.
+    """
     shape = tuple(shape)
     if x.shape[0] == shape[0]:
         return issue(tensor_copy, shape, dtype or x.dtype, src=stretch(x, shape))

@@ -183,7 +183,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--peer", choices=["fla"], help="flash-linear-attention's kernels beside ours")
     parser.add_argument("--device", choices=list(machine.DEVICES), default="h200", help="(default: h200)")
     parser.add_argument("--check", action="store_true", help="fail where a kernel is slower than recorded")
-    parser.add_argument("--record", action="store_true", help="record what --check compares with")
+    parser.add_argument(
+        "--record", action="store_true", help="record the estimates that --check compares with"
+    )
     parser.add_argument("--launches", choices=list(choices.KERNELS), help="try other launches of this kernel")
     parser.add_argument("--json", type=Path, help="write the rows here as well, one per line")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one per core)")

@@ -21,7 +21,11 @@ KERNELS = {
 
 
 def table(kernel: str, shape: str) -> Iterator[str]:
-    """Yields a table of a whole call's time by the launch of one of its kernels, the fastest first."""
+    """Yields the lines of a table: the time of a call by the launch of one of its kernels, the fastest first.
+
+    It is that of the whole call, since the columns of the scans decide how many programs run and whether
+    sequences are cut.
+    """
     sizes, estimator = SHAPES[shape], Estimator()
     if kernel == "gradients" and not sizes.rule and sizes.K == sizes.V == SIZE:
         yield f"\n## gradients at {shape}: the kernel has one launch, triton_kernels/hopper/gradients.py\n"

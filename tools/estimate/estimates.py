@@ -25,7 +25,10 @@ UNCERTAINTY = {False: 0.2, True: 0.3}
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a launch takes, and a program of its code occupies; None for both where only its bytes count."""
+    """What a launch takes; of its code, only what a program occupies.
+
+    code and simulation are None for a kernel of which only the bytes count.
+    """
 
     name: str
     options: str

@@ -24,5 +24,7 @@ def compare(shape: str, forward: float, backward: float) -> list[str]:
             for word, theirs, ours in zip(("forward", "backward"), times, (forward, backward), strict=True)
             if theirs is not None
         ]
-        lines.append(f"{name}, published for an H200, without norms and gates: {'; '.join(words)} (estimate)")
+        lines.append(
+            f"{name}, published for an H200, without norms and gates: {'; '.join(words)} (estimated)"
+        )
     return lines

@@ -112,7 +112,10 @@ def loop_trips(instructions: tuple[Instruction, ...], work: Work) -> dict[int, i
         ]
         if len(found) > len(expected):
             kind = "with" if products else "without"
-            raise ValueError(f"{len(found)} loops {kind} matrix products, expected at most {len(expected)}")
+            raise ValueError(
+                f"the machine code has {len(found)} loops {kind} matrix products, "
+                f"expected at most {len(expected)}"
+            )
         kept = sorted(sorted(range(len(expected)), key=lambda i: -expected[i])[: len(found)])
         turns |= {last: expected[i] for last, i in zip(found, kept, strict=True)}
     return turns

@@ -217,7 +217,10 @@ def require_same_run(saved: RunConfig, now: RunConfig, where: Path) -> None:
     differing = {k: pair for k, pair in differences(saved, now).items() if not may_change_on_resume(k)}
     if differing:
         listed = ", ".join(f"{key} was {old}, is {new}" for key, (old, new) in differing.items())
-        raise CheckpointError(f"{where} was saved with another configuration: {listed}; put that back")
+        raise CheckpointError(
+            f"{where} was saved with another configuration: {listed}; put that back in config.json, or begin "
+            "a new run"
+        )
 
 
 def restore(folder: Path, sharding: Sharding, optimizer: Optimizer) -> None:

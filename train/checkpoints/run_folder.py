@@ -28,7 +28,11 @@ _VERSIONS = ("delta-trn", "torch", "transformers", "numpy")
 
 @dataclass(frozen=True)
 class Origin:
-    """What config.json has besides: a name where names are shared, the tokens' fingerprint, versions."""
+    """What config.json has beside the configuration.
+
+    id     names the run where names are shared, as at Weights & Biases
+    data   fingerprint of the tokens
+    """
 
     id: str
     data: str
@@ -90,7 +94,10 @@ class RunFolder:
         return next((line for line in lines if line["step"] == step), None)
 
     def rewind(self, step: int, *, owes: bool = False) -> None:
-        """Removes what was reported of later steps; owes: of this one, too, its evaluation and sample."""
+        """Removes everything that was reported about later steps.
+
+        owes    the evaluation after this step is made again, and its sample
+        """
         self.metrics.truncate_after(step)
         if self.samples_path.exists():
             text = self.samples_path.read_text(encoding="utf-8", errors="replace")
@@ -112,7 +119,9 @@ class RunFolder:
         """Holds the folder against other processes. RunFolderError if another one holds it."""
         return hold_folder(
             self.path,
-            lambda p: RunFolderError(f"{self.path} is in use by another process (pid {p}); wait, or end it"),
+            lambda pid: RunFolderError(
+                f"{self.path} is in use by another process (pid {pid}); wait for it, or end it"
+            ),
         )
 
 
@@ -130,7 +139,10 @@ def place_for(config: RunConfig) -> Path:
         if path.exists() and not path.is_dir():
             raise RunFolderError(f"out={path} is a file; choose a folder that does not exist")
         if RunFolder(path).is_taken():
-            raise RunFolderError(f"out={path} is taken: `delta-trn resume {path}`, or another out=DIR")
+            raise RunFolderError(
+                f"out={path} is taken; `delta-trn resume {path}` continues the run in it, another "
+                "out=DIR begins one"
+            )
         return path
     number = 1
     while RunFolder(path := RUNS / (config.name if number == 1 else f"{config.name}-{number}")).is_taken():

@@ -77,7 +77,10 @@ class CheckpointStore:
         self._beside(step).mkdir()
 
     def finish(self, step: int, parts: Iterable[Described]) -> None:
-        """Gives the filled folder a manifest, of what `describe` returned, and its name. For one process."""
+        """Gives the filled folder its manifest and the step's name. One process calls it, after all others.
+
+        parts   what `describe` returned on each process
+        """
         beside, final = self._beside(step), self.path(step)
         files = {name: part[name] for part in parts for name in part}
         manifest = beside / MANIFEST
@@ -108,7 +111,10 @@ class CheckpointStore:
         return folder
 
     def newest_whole(self, tell: Callable[[str], None]) -> int | None:
-        """Returns the newest undamaged step, None for none; tells of others. CheckpointError: all damaged."""
+        """Returns the newest undamaged step, None where there are none; `tell` hears of each damaged one.
+
+        CheckpointError if there are some and all are damaged.
+        """
         damages = []
         for step in reversed(self.steps()):
             damage = self.damage(step)

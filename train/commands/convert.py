@@ -14,9 +14,13 @@ BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "gen
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="delta-trn convert", description=DESCRIPTION)
-    parser.add_argument("source", metavar="FROM", type=Path, help="a folder of weights, or of a run")
+    parser.add_argument(
+        "source", metavar="FROM", type=Path, help="a folder of weights, or one that `run` printed"
+    )
     parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="a new folder")
-    parser.add_argument("--format", choices=["delta", "fla"], default="delta", help="to write (%(default)s)")
+    parser.add_argument(
+        "--format", choices=["delta", "fla"], default="delta", help="what to write (%(default)s)"
+    )
     parser.add_argument("--checkpoint", default="last", help="of a run: best, last, or a step (%(default)s)")
     options = parser.parse_args(arguments)
 

@@ -112,7 +112,10 @@ def _starts_of_recipe(recipe: str, own: Mapping[str, str], changes: Mapping[str,
     require_effect_somewhere([*configs.values()], changes)
     for key in changes:
         if key != "device" and (not key.startswith(("model.", "optimizer.")) or "clip" in key):
-            raise UsageError(f"{key}={changes[key]} has no effect: coord-check trains on random tokens")
+            raise UsageError(
+                f"{key}={changes[key]} has no effect: coord-check trains on random tokens and does not "
+                "clip; give keys of the model and the optimizer"
+            )
 
     from delta_trn.train.studies.coordinates.modules import of_recipe
 

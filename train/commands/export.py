@@ -17,7 +17,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (as they are: float32)"
     )
-    parser.add_argument("--license", metavar="NAME", help="license of the weights, as the Hub names it")
+    parser.add_argument(
+        "--license", metavar="NAME", help="the weights' license, for the card, as the Hub names it"
+    )
     parser.add_argument(
         "--remote-code",
         action="store_true",

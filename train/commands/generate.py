@@ -65,7 +65,9 @@ def main(arguments: Sequence[str]) -> int:
     automatic = "cuda" if "cuda" in platforms() else "cpu"
     device = pick_device(automatic if asked.device == "auto" else asked.device)
     make_current(device)
-    model, tokenizer = read_checkpoint(folder, options.checkpoint, lambda p: load_for_generation(p, device))
+    model, tokenizer = read_checkpoint(
+        folder, options.checkpoint, lambda path: load_for_generation(path, device)
+    )
     _write(options.prompt)
     how = {"seed": asked.seed, "repetition_penalty": options.repetition_penalty, "stream": _write}
     continue_text(model, tokenizer, options.prompt, asked.sample, **how)

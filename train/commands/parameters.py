@@ -16,7 +16,9 @@ def main(arguments: Sequence[str]) -> int:
         "learning rate and weight decay. No weights are made and no data is read.",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a named run; `delta-trn` lists them")
-    parser.add_argument("changes", nargs="*", metavar="key=value", help="keys, such as model.width=512")
+    parser.add_argument(
+        "changes", nargs="*", metavar="key=value", help="keys to change, such as model.width=512"
+    )
     parser.add_argument("--json", action="store_true", help="a list of objects; init_std null: not normal")
     options = read_arguments(parser, arguments)
     config = apply(announce(options.recipe), parse(options.changes))

@@ -12,7 +12,9 @@ A sweep or a coordinate check is reported again; several sweeps are one picture,
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="delta-trn plot", description=DESCRIPTION)
-    parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="a folder that `run` made")
+    parser.add_argument(
+        "run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="the folder that `run` printed"
+    )
     folders = parser.parse_args(arguments).run_dirs
 
     from delta_trn.train.checkpoints.run_folder import RunFolder

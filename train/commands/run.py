@@ -124,7 +124,10 @@ def _wrap(line: str, width: int) -> str:
 
 
 def keys(config: RunConfig, *, every: bool) -> str:
-    """Returns keys, `every` or USUAL and changed, with value, choices and meaning; * marks changed ones."""
+    """Returns keys with their values, choices and meanings, by sections; * marks what is no default.
+
+    every   all keys; else those of USUAL, and what differs from the defaults
+    """
     usual = dict(flatten(RunConfig()))
     columns = shutil.get_terminal_size((WIDTH_IN_A_FILE, 24)).columns
     lines, section = ["* differs from the default, which is in brackets"], None

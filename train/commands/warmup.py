@@ -29,7 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("recipe", metavar="RECIPE", help="a named run, or the folder of a run")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")
     parser.add_argument("--list", action="store_true", help="print every graph with its shapes, and stop")
-    parser.add_argument("--processes", type=int, default=1, help="of how many, with --list (%(default)s)")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="with --list: of how many processes (%(default)s)"
+    )
     options = read_arguments(parser, arguments)
     config = apply(_configuration(options.recipe), parse(options.changes))
     if options.list:

@@ -128,11 +128,16 @@ class TokenDataset:
                 for start in range(0, len(tokens), 1 << 24):
                     check_ids(tokens[start : start + (1 << 24)], self.meta.vocab_size, path, start)
                 if sha256_of(path) != shard.sha256:
-                    raise ShardError(f"{path} changed since it was prepared (sha256 differs); prepare again")
+                    raise ShardError(
+                        f"{path} changed since it was prepared (sha256 differs); prepare the data again"
+                    )
 
 
 def open_dataset(path: str | Path) -> TokenDataset:
-    """Opens a prepared folder. ShardError: meta.json or a shard is missing or short, or a split is empty."""
+    """Opens a folder that `prepare` made, and checks every shard's header and size; no token is read.
+
+    Raises ShardError if meta.json or a shard is missing or cut short, or a split is empty.
+    """
     directory = Path(path).expanduser()
     meta = read_meta(directory)
     for split in ("train", "val"):

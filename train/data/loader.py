@@ -208,14 +208,21 @@ class Stream(Loader):
 
 
 def make_loader(dataset: TokenDataset, split: Split, *, kind: Kind = "random_crop", **options: Any) -> Loader:
-    """Returns a loader of that kind and fields. ShardError if the split is shorter than a sequence."""
+    """Returns the loader of that kind; `options` are fields of Loader.
+
+    Raises ShardError if the split is shorter than a sequence.
+    """
     return {"random_crop": RandomCrops, "stream": Stream}[kind](dataset, split, **options)
 
 
 def evaluation_batches(
     dataset: TokenDataset, *, batch: int, sequence: int, batches: int, seed: int = 0, boundaries: bool = False
 ) -> list[Batch]:
-    """Returns the same crops at every call, batches x batch, one in each equal part of the held-out split."""
+    """Returns the same crops at every call: batches x batch, one in each equal part of the held-out split.
+
+    The crops depend on seed, sequence and batches x batch only: another micro-batch with the same product
+    evaluates the same tokens. `boundaries` as in Loader.
+    """
     crops = _Crops(_Tokens(dataset, "val"), sequence)
     count = batch * batches
     edges = np.arange(count + 1, dtype=np.uint64) * np.uint64(crops.starts) // np.uint64(count)
@@ -281,7 +288,10 @@ class _Crops:
 
 
 def as_batch(windows: np.ndarray, bos: int | None) -> Batch:
-    """Splits int64 windows [n, T+1] into inputs and targets. Documents begin at `bos`; None: no positions."""
+    """Splits windows into inputs and targets, each contiguous so that it can be pinned. int64 [n, T+1]
+
+    A document begins at each `bos` of the inputs; None: there are no position_ids.
+    """
     import torch  # a second or more to import, and preparing data needs none of it
 
     inputs, targets = windows[:, :-1].copy(), windows[:, 1:].copy()

@@ -110,7 +110,9 @@ def _parse(lines: Iterable[str], path: Path) -> Iterator[Any]:
         try:
             yield json.loads(line)
         except ValueError as error:
-            raise SourceError(f"{path}:{number} is not JSON ({error}); expected an object a line") from error
+            raise SourceError(
+                f"{path}:{number} is not JSON ({error}); expected one object per line"
+            ) from error
 
 
 def stream(text_field: str, *names: Any, **options: Any) -> Any:

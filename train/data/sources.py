@@ -80,7 +80,9 @@ def path_source(path: Path, text_field: str) -> "FileSource":
         name = path.stem if path.suffix not in PACKED else Path(path.stem).stem
         return FileSource(_slug(name), path.parent, (path.name,), text_field, section=SECTION)
     if (path / "meta.json").exists() and any(path.glob("*.bin")):
-        raise SourceError(f"{path} holds prepared shards, not text; open it, or pass the text it was made of")
+        raise SourceError(
+            f"{path} holds prepared shards, not text; open it as it is, or pass the text it was made of"
+        )
     return FileSource(_slug(path.resolve().name), path, _walk(path, _HIDDEN), text_field)
 
 
@@ -108,7 +110,10 @@ def named_source(name: str) -> "FileSource":
 
 @dataclass(frozen=True)
 class FileSource:
-    """Text in files below `root`, in the order of `names`; `settings()` identifies it, `name` names files."""
+    """Text in files below `root`, read in the order of `names`.
+
+    `name` becomes part of file names, and `settings()` identifies the text.
+    """
 
     name: str
     root: Path

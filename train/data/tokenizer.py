@@ -203,7 +203,10 @@ def adopt(tokenizer: Tokenizer, config: dict[str, Any], vocab_size: int | None) 
     if vocab_size is None:
         vocab_size = -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if vocab_size < size:
-        raise TokenizerError(f"vocab_size={vocab_size} is smaller than the tokenizer's {size} ids: omit it")
+        raise TokenizerError(
+            f"vocab_size={vocab_size} is smaller than the tokenizer's {size} ids; leave it out, or give "
+            f"{size} or more"
+        )
     name = tokenizer.id_to_token(bos)
     # so that transformers' tokenizer(prompt) starts as a document does
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -235,7 +238,10 @@ def _tokenizer_file(name: str) -> Path:
     path = Path(name).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise TokenizerError(f"no tokenizer {name!r}: expected gpt2, bytebpe, bytes, or the path of one")
+        raise TokenizerError(
+            f"no tokenizer {name!r}: expected gpt2, bytebpe, bytes, or the path of a tokenizer.json or of "
+            "its folder"
+        )
     return file
 
 

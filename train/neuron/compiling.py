@@ -38,7 +38,10 @@ class Graph:
 
 
 def graphs(config: RunConfig, *, world: int, held_out: int | None = None) -> list[Graph]:
-    """Returns every graph in the order of a run; held_out: held-out tokens, where they are known."""
+    """Returns every graph in the order in which a run comes to it: a micro-batch is one, however many follow.
+
+    held_out    held-out tokens of the data, where they are known
+    """
     layout, e = layout_of(config, world), config.evaluation
     rows: dict[str, int | None] = {"step": layout.micro, "evaluate": crops_at_once(config, layout)}
     if e.final_tokens:

@@ -73,7 +73,9 @@ def _run_readout(config: RunConfig, rows: int, *, training: bool) -> None:
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     hidden = torch.zeros((tokens, config.model.width), dtype=dtype, requires_grad=training)
     weight = torch.zeros((rows, config.model.width), requires_grad=training)
-    loss = linear_cross_entropy(hidden, weight, torch.zeros(tokens).long(), backend="nki-simulator")
+    loss = linear_cross_entropy(
+        hidden, weight, torch.zeros(tokens, dtype=torch.int64), backend="nki-simulator"
+    )
     if training:
         loss.backward()
 

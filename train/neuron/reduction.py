@@ -58,8 +58,10 @@ def buckets(gradients: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def average(parameters: Iterable[nn.Parameter], n: int, groups: list[list[int]] | None, most: int) -> None:
-    """Replaces each gradient by its mean over the n processes of this one's group.
+def average(
+    parameters: Iterable[nn.Parameter], count: int, groups: list[list[int]] | None, most: int
+) -> None:
+    """Replaces each gradient by its mean over the `count` processes of this one's group.
 
     most    bytes of a bucket, see `buckets`
 
@@ -68,6 +70,6 @@ def average(parameters: Iterable[nn.Parameter], n: int, groups: list[list[int]] 
     gradients = [p.grad for p in parameters if p.grad is not None]
     for bucket in buckets(gradients, most):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
-        means = machine.all_reduce(flat, scale=1 / n, groups=groups)
+        means = machine.all_reduce(flat, scale=1 / count, groups=groups)
         for gradient, mean in zip(bucket, means.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(mean.view_as(gradient))

@@ -45,18 +45,26 @@ def require_divisible(config: RunConfig, world: int) -> None:
             f"processes; start a multiple of {group} with torchrun --nproc_per_node, or change them"
         )
     if config.log.probes and world > 1:
-        raise ConfigError(f"log.probes=true is for one process, and this run has {world}; leave it out")
+        raise ConfigError(
+            f"log.probes=true looks into the model of one process, and this run has {world}; leave it "
+            "out, or start one process"
+        )
     layout = layout_of(config, world)
     shares = layout.shares
     if b.sequences % shares:
-        raise ConfigError(f"batch.sequences={b.sequences} is no multiple of {shares} data-parallel processes")
+        raise ConfigError(
+            f"batch.sequences={b.sequences} cannot be shared by {shares} data-parallel processes; give a "
+            f"multiple of {shares}"
+        )
     if layout.sequences % layout.micro:
         raise ConfigError(
             f"batch.micro={b.micro} does not divide the {layout.sequences} sequences that each of {shares} "
             "data-parallel processes has in a step; give a divisor"
         )
     if b.length % d.context:
-        raise ConfigError(f"distribution.context={d.context} does not divide batch.length={b.length}")
+        raise ConfigError(
+            f"distribution.context={d.context} does not divide batch.length={b.length}; give a divisor"
+        )
     if d.context > 1 and b.length // d.context < m.conv_size:
         raise ConfigError(
             f"distribution.context={d.context} leaves {b.length // d.context} tokens to a process, and a "
@@ -69,4 +77,7 @@ def require_divisible(config: RunConfig, world: int) -> None:
         )
     for name, heads in (("model.heads", m.heads), ("model.v_heads", m.v_heads or m.heads)):
         if heads % d.tensor:
-            raise ConfigError(f"distribution.tensor={d.tensor} does not divide {name}={heads}")
+            raise ConfigError(
+                f"distribution.tensor={d.tensor} does not divide {name}={heads}: every process has whole "
+                "heads; give a divisor"
+            )

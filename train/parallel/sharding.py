@@ -108,7 +108,10 @@ class Sharding:
         names = [name for name, _ in named_parameters(optimizer)]
         odd = sorted(slots.keys() ^ set(names))
         if tensors and odd:
-            raise CheckpointError(f"{len(odd)} parameters of the saved optimizer differ, {odd[0]} first")
+            raise CheckpointError(
+                f"the saved optimizer is of another model: {len(odd)} parameters differ, {odd[0]} first; "
+                "begin a new run"
+            )
         self._load_slots(optimizer, [slots[name] for name in names] if tensors else [])
 
     def _load_slots(self, optimizer: Optimizer, slots: list[dict[str, Tensor]]) -> None:
@@ -159,4 +162,6 @@ class Sharding:
 
 def named_parameters(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
     """Returns (name, parameter) in the order of the optimizer's own numbering."""
-    return [pair for g in optimizer.param_groups for pair in zip(g["names"], g["params"], strict=True)]
+    return [
+        pair for group in optimizer.param_groups for pair in zip(group["names"], group["params"], strict=True)
+    ]

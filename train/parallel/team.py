@@ -128,7 +128,10 @@ def _picklable(error: Exception) -> Exception:
 
 
 def ask_leader(look: Callable[[], T], minutes: float) -> T:
-    """Returns what look() returns on the leader, before there is a team. Its error is raised on all."""
+    """Returns what look() returns on the leader, before there is a team. Its error is raised on all.
+
+    minutes     how long to wait for all processes
+    """
     world = machine.processes().world
     if world == 1:
         return look()
@@ -148,7 +151,10 @@ def ask_leader(look: Callable[[], T], minutes: float) -> T:
 
 @contextlib.contextmanager
 def assemble(config: RunConfig, device: torch.device) -> Iterator[Team]:
-    """Joins the run's team for the block. ProcessLost where another process has ended, or does not answer."""
+    """Joins the team of this run for as long as the block lasts. See `layout.require_divisible`.
+
+    ProcessLost where a collective fails because another process has ended, or does not answer.
+    """
     here = machine.processes()
     if here.world == 1:
         yield Team()

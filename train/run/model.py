@@ -18,7 +18,7 @@ from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import RunConfig
 
 # Rows that `train.data` gives a tokenizer whose vocab_size is not set.
-_VOCABULARIES = {"bytebpe": 4096, "gpt2": 50304, "bytes": 320}
+_KNOWN_VOCABULARIES = {"bytebpe": 4096, "gpt2": 50304, "bytes": 320}
 
 
 def pick_device(name: str) -> torch.device:
@@ -30,10 +30,17 @@ def pick_device(name: str) -> torch.device:
 
 
 def vocabulary(config: RunConfig) -> int:
-    """Returns the embedding's rows without a look at data. ConfigError where only the tokenizer knows."""
-    known = config.model.vocab_size or config.data.vocab_size or _VOCABULARIES.get(config.data.tokenizer)
+    """Returns the rows of the embedding as far as settings say, without looking at data.
+
+    Raises ConfigError where only the tokenizer knows.
+    """
+    known = (
+        config.model.vocab_size or config.data.vocab_size or _KNOWN_VOCABULARIES.get(config.data.tokenizer)
+    )
     if known is None:
-        raise ConfigError(f"only {config.data.tokenizer!r} knows its vocabulary; give model.vocab_size=N")
+        raise ConfigError(
+            f"only the tokenizer {config.data.tokenizer!r} knows its vocabulary; give model.vocab_size=N"
+        )
     return known
 
 
@@ -56,7 +63,10 @@ def model_config(
 
 
 def make_model(configuration: "DeltaConfig", *, seed: int, device: torch.device) -> "DeltaForCausalLM":
-    """Returns the model with float32 weights, drawn on the CPU; on the meta device see `materialize`."""
+    """Returns the model with initial float32 weights, drawn on the CPU and so the same on every device.
+
+    A model on the meta device has no weights: divide it first, and `materialize` it.
+    """
     with torch.random.fork_rng(devices=[]), device if device.type == "meta" else contextlib.nullcontext():
         torch.manual_seed(seed)
         model = DeltaForCausalLM(configuration)
@@ -92,7 +102,10 @@ def materialize(sharding: Sharding, *, seed: int, device: torch.device) -> None:
 def choose_backend(
     configuration: "DeltaConfig", config: RunConfig, device: torch.device, precision: str
 ) -> str:
-    """Chooses this process's backend of the delta rule, and returns its name. BackendRefusal if none can."""
+    """Chooses the backend that computes the delta rule in this process from here on, and returns its name.
+
+    Raises BackendRefusal, with every reason, if none can or if the one that was asked for cannot.
+    """
     named = None if config.backend == "auto" else config.backend
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     heads = {

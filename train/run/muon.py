@@ -30,7 +30,11 @@ MATCHES_ADAMW = 0.2
 
 
 class Muon(AdamW):
-    """AdamW, except for groups with `momentum`, `heads`, blocks of each matrix, and whether `of_columns`."""
+    """AdamW, except for groups with `momentum`.
+
+    Such a group has `heads`, the number of blocks of each matrix, and `of_columns`, whether they divide its
+    columns rather than its rows.
+    """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -77,7 +77,9 @@ def choose_checkpoint(folder: RunFolder, which: str) -> Path:
     """Returns the folder that "best", "last" or a step names. CheckpointError unless it is whole."""
     steps = folder.checkpoints.steps()
     if not steps:
-        raise CheckpointError(f"{folder.path} has no checkpoint: `delta-trn resume {folder.path}` makes one")
+        raise CheckpointError(
+            f"{folder.path} has no checkpoint yet; `delta-trn resume {folder.path}` makes one"
+        )
     if which == "last":
         return folder.checkpoints.require_whole(steps[-1])
     if which == "best":

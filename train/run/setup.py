@@ -49,7 +49,10 @@ Tell = Callable[[str], None]
 
 @dataclass
 class Run:
-    """Everything of a run while it runs. `config` has no `auto` left; feed: sends batches ahead on XLA."""
+    """Everything that a run has while it runs. `config` has no `auto` left.
+
+    feed    sends the loader's batches to an XLA device ahead of their steps; None on other devices
+    """
 
     config: RunConfig
     origin: Origin
@@ -82,7 +85,10 @@ class Run:
 
 @contextlib.contextmanager
 def start(config: RunConfig) -> Iterator[Run]:
-    """Yields a new run, whose folder it makes and holds. Under torchrun all call it; the first one writes."""
+    """Yields a new run, whose folder it makes and holds. Errors in `config` are found before that.
+
+    Under torchrun every process calls this; the first one writes.
+    """
     trackers.require(config.log)
     with _join(config) as (config, device, team):
         path = team.leader_does(lambda: place_for(config))
@@ -126,7 +132,9 @@ def resume(path: Path, changes: dict[str, str], step: int | None, tell: Tell) ->
             state, at_save = team.leader_does(lambda: _read_state(folder, where))
             checkpoint.require_same_run(at_save, config, where)
         if config.steps < state.step:
-            raise ConfigError(f"steps={config.steps} is below step {state.step}, the run's own; give more")
+            raise ConfigError(
+                f"steps={config.steps} is below step {state.step}, where the run stands; give more"
+            )
         with team.leader_first():
             dataset = _reload_dataset(config, origin)
         config = with_data(config, dataset)
@@ -167,7 +175,10 @@ def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
     run.dataset.tokenizer.save(folder.path)  # also in the folder of an earlier version
     undone = folder.checkpoints.set_aside(state.step)
     if undone:
-        tell(f"set aside as undone-step-* until the next checkpoint: {', '.join(map(str, undone))}")
+        tell(
+            f"later checkpoints are set aside as undone-step-*: {', '.join(map(str, undone))}; the first new "
+            "checkpoint removes them"
+        )
     folder.rewind(state.step, owes=state.owes)
     if state.best is not None and state.best[0] in folder.checkpoints.steps():
         folder.checkpoints.point_best(state.best[0])
@@ -288,7 +299,9 @@ def set_up_process(config: RunConfig) -> tuple[RunConfig, torch.device]:
     elif precision == "auto":
         precision = "bf16" if machine.supports_bfloat16(device) else "float32"
     if precision == "bf16_products" and device.type != "cpu":
-        raise ConfigError(f"precision=bf16_products is for CPUs; on {device} give precision=bf16")
+        raise ConfigError(
+            f"precision=bf16_products is for CPUs, and this run is on {device}; give precision=bf16"
+        )
     # high: TF32 for what autocast leaves in float32
     machine.set_products({"float32": "highest", "bf16": "high", "bf16_products": "medium"}[precision])
     if config.deterministic:
@@ -320,7 +333,10 @@ def _reload_dataset(config: RunConfig, origin: Origin) -> TokenDataset:
 
 
 def with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:
-    """Returns the configuration with what the data tells. ConfigError if the vocabulary is too small."""
+    """Returns the configuration with what only the data can tell: rows of the vocabulary, steps, the folder.
+
+    ConfigError if the model's vocabulary is too small for the data.
+    """
     rows, meta = config.model.vocab_size, dataset.meta
     ids = meta.tokenizer.size
     if rows is not None and rows < ids:
@@ -349,7 +365,9 @@ def _change(saved: RunConfig, changes: dict[str, str]) -> RunConfig:
     refused = {k: pair for k, pair in differences(saved, config).items() if not may_change_on_resume(k)}
     if refused:
         listed = ", ".join(f"{key} from {old} to {new}" for key, (old, new) in refused.items())
-        raise ConfigError(f"resuming may not change {listed}: that is another run, to start with `run`")
+        raise ConfigError(
+            f"resuming may not change {listed}: that is another run; start one with `run` and out=DIR"
+        )
     return config
 
 

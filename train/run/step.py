@@ -44,7 +44,10 @@ class TrainingStep:
         self.micro, self.clip = micro, clip
 
     def __call__(self, batch: Batch, lr: float) -> tuple[Tensor, Tensor]:
-        """Does one update by this process's share. Returns mean loss and unclipped norm, on the device."""
+        """Does one update. Returns the mean loss over all of the step and the unclipped norm, on the device.
+
+        batch   this process's share of the step, on the CPU; its rows are a multiple of `micro`
+        """
         self.optimizer.zero_grad(set_to_none=True)
         set_learning_rate(self.optimizer, lr)
         pin = self.device.type == "cuda"  # so that the copy waits for nothing

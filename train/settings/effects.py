@@ -69,9 +69,12 @@ def require_effect(config: RunConfig, keys: Collection[str]) -> None:
             raise ConfigError(
                 f"{idle[0]}={value} has no effect here: it needs {text}; leave {idle[0]} out, or change that"
             )
-    low, top = config.schedule.min_lr, config.optimizer.lr
-    if low > top and not {"schedule.min_lr", "optimizer.lr"}.isdisjoint(keys):
-        raise ConfigError(f"schedule.min_lr={low:g} is above optimizer.lr={top:g}: give schedule.min_lr less")
+    low, peak = config.schedule.min_lr, config.optimizer.lr
+    if low > peak and not {"schedule.min_lr", "optimizer.lr"}.isdisjoint(keys):
+        raise ConfigError(
+            f"schedule.min_lr={low:g} is above optimizer.lr={peak:g}, so that the rate would rise to it; "
+            f"give schedule.min_lr={peak:g} or less"
+        )
 
 
 def require_effect_somewhere(configs: Sequence[RunConfig], keys: Collection[str]) -> None:

@@ -30,7 +30,9 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 def with_environment(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:
     """Returns the configuration with the values of all variables set. ConfigError names wrong ones."""
     if environment.get("IS_RESUME", "").strip().lower() in ("1", "true", "yes", "on"):
-        raise ConfigError("IS_RESUME begins no run: take `delta-trn resume RUN_DIR`, or unset it")
+        raise ConfigError(
+            "IS_RESUME begins no new run: continue one with `delta-trn resume RUN_DIR`, or unset it"
+        )
     changes: dict[str, str] = {}
     for variable, keys in KEYS.items():
         if text := environment.get(variable, "").strip():

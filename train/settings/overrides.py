@@ -87,7 +87,9 @@ def whole_numbers(key: str, text: str, *, least: int = 1, count: int = 1) -> lis
         numbers = []
     if len(numbers) < count or min(numbers) < least or len(set(numbers)) < len(numbers):
         several = f"{count} or more " if count > 1 else ""
-        raise UsageError(f"{key}={text}: expected {several}different whole numbers >= {least}, such as 1,2")
+        raise UsageError(
+            f"{key}={text}: expected {several}different whole numbers of at least {least}, such as 1,2"
+        )
     return numbers
 
 

@@ -248,9 +248,11 @@ class RunConfig(Section):
         if size is not None and crops % size:
             raise ValueError(f"evaluation.batch={size} does not divide evaluation.sequences={crops}")
         m, d = self.model, self.distribution
-        length, most = self.batch.length, m.max_position_embeddings
-        if m.positions == "learned" and length > most:
-            raise ValueError(f"batch.length={length} is above model.max_position_embeddings={most}")
+        if m.positions == "learned" and self.batch.length > m.max_position_embeddings:
+            raise ValueError(
+                f"batch.length={self.batch.length} is above "
+                f"model.max_position_embeddings={m.max_position_embeddings}"
+            )
         if self.out is not None and "://" in self.out:
             raise ValueError(
                 f"out={self.out}: a run's folder is on this machine; give out=DIR, and copy it when it has "
@@ -258,17 +260,24 @@ class RunConfig(Section):
             )
         alone = ("use_qk_rmsnorm", "use_k_shift", "use_v_shift", "using_groupnorm", "use_output_gate")
         if d.tensor > 1 and m.attention_layers and (given := [name for name in alone if getattr(m, name)]):
-            raise ValueError(f"model.{given[0]}=true is not divided; leave distribution.tensor at 1")
+            raise ValueError(
+                f"model.{given[0]}=true is not divided among processes; leave distribution.tensor at 1"
+            )
         if self.optimizer.name == "muon" and (d.mode != "ddp" or d.tensor > 1):
             raise ValueError(
                 "optimizer.name=muon needs whole matrices on every process; give distribution.mode=ddp and "
                 "distribution.tensor=1, or optimizer.name=adamw"
             )
         if m.residual != "additive" and (d.tensor > 1 or d.context > 1):
-            raise ValueError(f"model.residual={m.residual} is not divided; leave tensor and context at 1")
-        decay, warmup = self.schedule.decay_steps, self.schedule.warmup
-        if decay is not None and decay <= warmup:
-            raise ValueError(f"schedule.decay_steps={decay} is not above schedule.warmup={warmup}")
+            raise ValueError(
+                f"model.residual={m.residual} is not divided among processes; leave distribution.tensor and "
+                "distribution.context at 1"
+            )
+        decay = self.schedule.decay_steps
+        if decay is not None and decay <= self.schedule.warmup:
+            raise ValueError(
+                f"schedule.decay_steps={decay} is not above schedule.warmup={self.schedule.warmup}"
+            )
         return self
 
     def fingerprint(self) -> str:
@@ -347,7 +356,11 @@ GONE: Mapping[str, Any] = {
 
 
 def read_saved(tree: dict[str, Any], where: str) -> RunConfig:
-    """Returns a saved run's configuration. ConfigError names wrong keys and values, and what is gone."""
+    """Returns the configuration of a saved run, of this version or an earlier one.
+
+    ConfigError names every wrong key and value, and every key of an earlier version that asked for something
+    which this one does not have.
+    """
     tree = copy.deepcopy(tree)
     for key, usual in GONE.items():
         *sections, name = key.split(".")

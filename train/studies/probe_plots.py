@@ -65,7 +65,10 @@ def load_probes(folder: RunFolder) -> Probed | None:
 
 
 def plot_probes(runs: Sequence[Probed], path: Path) -> Path:
-    """Draws a panel per probe: a line per layer, or per run. RunFolderError if there is nothing to draw."""
+    """Draws one panel per probe: a line per layer of one run, or a line per run for its middle layer.
+
+    Raises RunFolderError if there is no run, or nothing of a token mixer to draw.
+    """
     lines = [(run, run.names("layers/")) for run in sorted(runs, key=lambda run: run.width)]
     lines = [(run, layers) for run, layers in lines if layers]
     if not lines:

@@ -112,7 +112,10 @@ Writes = dict[int, tuple[Any, tuple[Tensor, ...]]]
 
 @contextlib.contextmanager
 def observe(model: DeltaForCausalLM) -> Iterator[tuple[dict[int, MixerView], Writes]]:
-    """Within `with`, a forward pass fills views, with gradients, of three mixers and of all writes."""
+    """Within `with`, a forward pass fills views of the first, middle and last mixer, and all writes.
+
+    Their tensors keep their gradients after backward.
+    """
     mixers: dict[int, MixerView] = {}
     writes: Writes = {}
     handles: list[Any] = []

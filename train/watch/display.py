@@ -18,7 +18,10 @@ B = TypeVar("B", bound="Bar")
 
 
 class _Output:
-    """A stream that may fail, as with `| head` or a full disk: the work goes on, and stderr says so."""
+    """A stream that may fail: a reader that goes, as with `| head`, a full disk, a closed terminal.
+
+    The work goes on without it, and says so on stderr.
+    """
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -141,7 +144,10 @@ class Bar:
 
 
 class Display(Bar):
-    """Shows steps, loss, speed of a run from step `at` on; peak: tokens/s of its products alone, or None."""
+    """Shows the steps, loss and speed of a run that stands at step `at`.
+
+    peak    tokens/s if the machine did nothing but the model's products, at its best; None: not known
+    """
 
     def __init__(self, steps: int, at: int, *, show: bool = True, peak: float | None = None):
         super().__init__(console(quiet=not show))

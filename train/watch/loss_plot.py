@@ -39,7 +39,10 @@ def spread(levels: Sequence[float], gap: float) -> list[float]:
 
 
 def plot_loss(folder: RunFolder) -> Path:
-    """Draws losses over steps, baselines dashed. RunFolderError if metrics.jsonl has no training step."""
+    """Draws training and validation loss over steps, and the baselines' costs as dashed lines.
+
+    Raises RunFolderError if metrics.jsonl has no training step.
+    """
     lines = list(metrics.read(folder.metrics.path))
     train = [line for line in lines if line["split"] == "train"]
     if not train:

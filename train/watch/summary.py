@@ -53,7 +53,9 @@ def opening(run: Run, asked_backend: str) -> list[str]:
     ]
     if run.team.world > 1:
         d = c.distribution
-        split = "".join(f", {way} {n}" for way, n in (("tensor", d.tensor), ("context", d.context)) if n > 1)
+        split = "".join(
+            f", {name} {n}" for name, n in (("tensor", d.tensor), ("context", d.context)) if n > 1
+        )
         lines.append(f"processes  {run.team.world}, {d.mode}{split}")
     if run.sharding.is_divided and c.sample.tokens:
         lines.append("note       no samples: no process has all weights; `generate` opens the checkpoints")
@@ -63,7 +65,10 @@ def opening(run: Run, asked_backend: str) -> list[str]:
 
 
 def measure(run: Run) -> dict[str, Any] | None:
-    """Returns summary.json's: the loss on final_tokens at the end, else the last on crops; None before."""
+    """Returns what summary.json has: the loss on final_tokens in order at the end, else the last on crops.
+
+    None before the first evaluation.
+    """
     config, state = run.config, run.state
     path = run.folder.metrics.path
     # the leader reads what it wrote: to others a shared disk may not show it yet
@@ -96,7 +101,10 @@ def _in_order(run: Run) -> Evaluation:
 
 
 def peak_tokens_per_s(run: Run) -> float | None:
-    """Returns tokens/s of the model's products alone, measured now; None in short runs or where it cannot."""
+    """Returns tokens/s if the machine did nothing but the model's products, at the rate that it shows now.
+
+    None where that is not measured: in runs of few steps, on Neuron, and where processes share a CPU.
+    """
     if run.config.steps < 100:
         return None
     if run.device.type not in ("cpu", "cuda") or (run.device.type == "cpu" and run.team.world > 1):
@@ -107,7 +115,10 @@ def peak_tokens_per_s(run: Run) -> float | None:
 
 
 def closing(run: Run, console: Console, found: dict[str, Any] | None, peak: float | None = None) -> None:
-    """Prints the result (found, or None) beside the baselines, a sample, and what to try next."""
+    """Prints the result beside the baselines, a sample, and what to try next.
+
+    found   what summary.json has; None: nothing was measured yet
+    """
     if found is not None:
         console.print(_table(run.config.name, found))
         bits, costs = found["bits_per_byte"], found["baselines"]

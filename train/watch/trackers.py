@@ -18,7 +18,11 @@ def require(log: LogSection) -> None:
 
 
 class Tracker:
-    """Sends metrics.jsonl to Weights & Biases. Once it failed it sends nothing more, and a line says so."""
+    """Sends every line of metrics.jsonl to Weights & Biases, where log.wandb asks for it.
+
+    Once it has failed it sends nothing more, and a line says so: the run goes on, and metrics.jsonl has
+    everything.
+    """
 
     def __init__(self, config: RunConfig, origin: Origin, folder: RunFolder, tell: Callable[[str], None]):
         self._tell = tell

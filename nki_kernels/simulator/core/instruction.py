@@ -133,7 +133,10 @@ class Instruction:
         return HANDLE
 
     def name_operands(self, newest: tuple[str, ...], operands: tuple[Any, ...]) -> dict[str, Any]:
-        """Return positional operands by their names in the run's release; without one, in all alike."""
+        """Return positional operands under the names that their places have in the run's release.
+
+        Without a release, places must mean the same in all of them.
+        """
         orders = orders_of(self.machine.nki, self.op, newest)
         release, order = next(iter(orders.items()))
         if len(operands) > len(order):
@@ -187,18 +190,26 @@ class Instruction:
 
     def not_both_in_psum(self, a: NkiTensor, b: NkiTensor) -> None:
         if self.strict and a.buffer is PSUM and b.buffer is PSUM:
-            raise StrictError(f"{self.op} {self._role(a)} and {self._role(b)} cannot both be in psum")
+            raise StrictError(
+                f"{self.op} {self._role(a)} and {self._role(b)} cannot both be in psum; copy one of "
+                f"`{a.name}`, `{b.name}` to sbuf"
+            )
 
     def needs_generation(self, generation: int, what: str) -> None:
         """Require a target of this generation or a later one for what the message names."""
         if self.target.generation < generation:
-            raise ConstraintError(f"{what} needs NeuronCore-v{generation}, the target is {self.target.name}")
+            raise ConstraintError(
+                f"{what} needs NeuronCore-v{generation} or newer, the target is {self.target.name} "
+                f"(NeuronCore-v{self.target.generation})"
+            )
 
     def scalar_operand(self, role: str, value: object, partitions: int, *, bitvec: bool = False) -> Any:
         """Return a number as it is, and a (P, 1) tile so that it broadcasts along the free axis."""
         if not isinstance(value, NkiTensor):
             if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-                raise TypeError(f"{self.op} {role} must be a number or a (P, 1) tile, got {value!r}")
+                raise TypeError(
+                    f"{self.op} {role} must be a number or a (P, 1) tile, got {type(value).__name__}"
+                )
             return int(value) if bitvec else np.float32(value)
         values = self.read(role, value)
         self._latched += (role,)
@@ -277,7 +288,9 @@ class Instruction:
             allowed = [r.value for r in regions]
             raise ConstraintError(f"{self.op} {role} must be in {allowed}, got {tensor.buffer.value}")
         if tensor.dtype.packed:
-            self.require(self.op == "dma_copy", f"{role} has dtype {tensor.dtype}, which DMA alone copies")
+            self.require(
+                self.op == "dma_copy", f"{role} has dtype {tensor.dtype}, which is copied by DMA alone"
+            )
         if tensor.form:
             self.machine.refuse(tensor.form, f"{self.op} {role} `{tensor.name}` {tensor.shape}")
         if tensor.on_chip:

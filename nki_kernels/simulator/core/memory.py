@@ -41,7 +41,9 @@ def region_of(buffer: object) -> MemoryRegion:
         return buffer
     if isinstance(buffer, str) and buffer in MemoryRegion.__members__:
         return MemoryRegion[buffer]
-    raise TypeError(f"buffer {buffer!r} is none of nl.sbuf, nl.psum, nl.hbm, nl.private_hbm, nl.shared_hbm")
+    raise TypeError(
+        f"buffer {buffer!r} is not one of nl.sbuf, nl.psum, nl.hbm, nl.private_hbm, nl.shared_hbm"
+    )
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,9 @@ class NkiTensor:
         return f"NkiTensor({self.name}, shape={self.shape}, dtype={self.dtype}, buffer={where})"
 
     def __bool__(self) -> bool:
-        raise TypeError("a tensor has no value while a kernel is built; compute with nisa and select on chip")
+        raise TypeError(
+            "a tensor has no value while the kernel is built; compute with nisa and select on chip"
+        )
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -403,7 +407,9 @@ class NkiTensor:
     reinterpret_cast = view
 
     def indirect(self, index: "NkiTensor", num_elem: int | None = None) -> "NkiTensor":
-        raise StrictError("tensor indirection needs NeuronCore-v4 and is not simulated; pass vector_offset")
+        raise StrictError(
+            "tensor indirection needs NeuronCore-v4 and is not simulated; use .ap(vector_offset=...)"
+        )
 
     def is_contiguous(self) -> bool:
         shape, strides, expected = self.shape, self.strides, 1
@@ -422,7 +428,9 @@ class NkiTensor:
 
 def _take_strided(tensor, flat, start, pairs, scalar_offset, vector_offset, indirect_dim):
     """Return the NumPy view of an access pattern; for a gather or scatter also the elements' indices."""
-    require(scalar_offset is None or vector_offset is None, "take scalar_offset or vector_offset, not both")
+    require(
+        scalar_offset is None or vector_offset is None, "scalar_offset and vector_offset exclude each other"
+    )
     shape = tuple(count for _, count in pairs)
     strides = [stride for stride, _ in pairs]
     unit = prod(tensor.shape[indirect_dim + 1 :])

@@ -77,7 +77,9 @@ RULES = {
         "NKI language guide; ltx2-video-audio of NxD Inference does it", warns="0.2.0",
     ),
     # seen in a kernel's source
-    "a tuple as a loop's target": Rule("0.2.0", "0.6.0", "loop over an index", LIBRARY, doubtful=True),
+    "a tuple as a loop's target": Rule(
+        "0.2.0", "0.6.0", "loop over an index, and assign", LIBRARY, doubtful=True,
+    ),
     "a starred value": Rule("0.2.0", "0.6.0", "write the values one by one", LIBRARY, doubtful=True),
     "enumerate, zip, map and their like": Rule(
         "0.2.0", "0.6.0", "loop over range(len(...))", LIBRARY, doubtful=True
@@ -153,7 +155,9 @@ def releases_of(nki: str | None) -> tuple[str, ...]:
     if nki is None:
         return RELEASES
     if nki not in RELEASES:
-        raise ValueError(f"nki {nki!r} is no release with a table of rules: {', '.join(RELEASES)}, or None")
+        raise ValueError(
+            f"nki {nki!r} is not a release with a table of rules: {', '.join(RELEASES)}, or None"
+        )
     return (nki,)
 
 

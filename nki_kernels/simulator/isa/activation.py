@@ -1,5 +1,7 @@
 """Functions of one argument, with a running sum along the free axis: on Trn1 the Scalar engine's alone."""
 
+from typing import Any
+
 import numpy as np
 
 from delta_trn.nki_kernels.simulator.core.dtypes import to_float32
@@ -45,7 +47,9 @@ def activation_reduce(
     return _activate(run, dst, op, data, bias, scale, reduce_op, reduce_res, commands.reset_reduce)
 
 
-def _activate(run: Instruction, dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd) -> dict:
+def _activate(
+    run: Instruction, dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd
+) -> dict[str, Any]:
     function = run.activation_function(op)
     values = run.rows("data", data)
     P = data.shape[0]

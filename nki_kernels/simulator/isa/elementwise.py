@@ -24,7 +24,10 @@ def tensor_tensor(
     run: Instruction, dst: NkiTensor, data1: NkiTensor, data2: NkiTensor, op: Operator,
     engine: engines = engines.unknown,
 ):  # fmt: skip
-    """Compute dst = data1 op data2 in float32, or in integers where all are int32. Nothing broadcasts."""
+    """Compute dst = data1 op data2 in float32, or in integers where all three tensors are int32.
+
+    Nothing broadcasts, and the inputs are not both in PSUM.
+    """
     alu = run.alu_operator(op)
     tensors = [t for t in (dst, data1, data2) if isinstance(t, NkiTensor)]
     exact = all(t.dtype in INT32 for t in tensors)

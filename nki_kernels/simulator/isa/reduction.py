@@ -37,7 +37,9 @@ def read_registers(run: Instruction, reduce_res: NkiTensor | None, registers: np
     return {"reduces": reduce_res is not None}
 
 
-def accumulate(run: Instruction, registers, op: Operator, result, command, reduce_res, initial=None) -> dict:
+def accumulate(
+    run: Instruction, registers, op: Operator, result, command, reduce_res, initial=None
+) -> dict[str, Any]:
     """Fold result along the free axis into the engine's registers, and read them out."""
     open_registers(registers, command, op.identity, initial)
     if command not in (commands.idle, commands.reset):
@@ -215,7 +217,10 @@ def range_select(
     reduce_res: NkiTensor | None = None, reduce_op: Operator = maximum, range_start: int = 0,
     on_false_value: float = FP32_MIN,
 ):  # fmt: skip
-    """Keep on_true_tile where i comp_op0 bound0 and i comp_op1 bound1, else on_false_value; row maximum."""
+    """Keep on_true_tile where index comp_op0 bound0 and index comp_op1 bound1; reduce to the row maximum.
+
+    Elsewhere dst = on_false_value, the least float32 unless the kernel says otherwise.
+    """
     run.needs_generation(3, "range_select")
     first = run.one_of("comp_op0", comp_op0, RANGE_COMPARISONS)
     second = run.one_of("comp_op1", comp_op1, RANGE_COMPARISONS)

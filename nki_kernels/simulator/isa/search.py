@@ -19,7 +19,9 @@ def _searchable(run: Instruction, role: str, tensor: NkiTensor) -> np.ndarray:
     """Check an input operand and its length, and return its rows in float32."""
     values = run.rows(role, tensor)
     count = values.shape[1]
-    run.require(LEAST <= count <= MOST, f"{role} must have {LEAST} to {MOST} elements, got {count}")
+    run.require(
+        LEAST <= count <= MOST, f"{role} must have {LEAST} to {MOST} elements per partition, got {count}"
+    )
     return values
 
 
@@ -129,7 +131,10 @@ def local_gather(
 
 @instruction(engines.gpsimd)
 def sequence_bounds(run: Instruction, dst: NkiTensor, segment_ids: NkiTensor):
-    """Write begin and end of the run of equal ids around each element to dst[1, 2, n]; n and -1 for id 0."""
+    """Write begin and end of the run of equal ids around each element to dst[1, 2, n].
+
+    Padding, whose id is 0, gets n and -1.
+    """
     run.require(segment_ids.shape[0] == 1, f"works on one partition, got {segment_ids.shape[0]}")
     ids = run.read("segment_ids", segment_ids, (SBUF,)).reshape(-1)
     n = len(ids)
@@ -147,7 +152,10 @@ def sequence_bounds(run: Instruction, dst: NkiTensor, segment_ids: NkiTensor):
 def nonzero_with_count(
     run: Instruction, dst: NkiTensor, src: NkiTensor, index_offset: int = 0, padding_val: int = -1
 ):
-    """Write the indices of nonzero elements, padding, and last their count, to partitions 0, 16, 32, ..."""
+    """Write the indices of nonzero elements, padding, and their count to partitions 0, 16, 32, ...
+
+    The count is the last element of a partition.
+    """
     run.needs_generation(3, "nonzero_with_count")
     values = run.read("src", src, (SBUF,)).reshape(src.shape[0], -1)
     out = run.dst("dst", dst, (SBUF,))

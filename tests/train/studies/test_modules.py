@@ -163,7 +163,7 @@ class TestCommand:
             ("nothing", "", "has no attribute 'nothing'"),
             ("HERE", "", "is a str, expected a function"),
             ("without_width", "", "without_width does not take a width"),
-            ("text", "", "text(64) returned a str, expected an nn.Module"),
+            ("text", "", "text(64) returned a str, expected a torch.nn.Module"),
             ("constant", "", "expected more at the larger width"),
             ("Regression", "roles=readout.weight:readout", "pass batch=package:make_batch"),
             ("perceptron", "parametrizations=mupp", "expected plain, sp"),

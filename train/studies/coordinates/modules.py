@@ -88,7 +88,7 @@ def readings(
                 now.update({name: [p.detach().clone()] for name, p in vectors(model)})
                 if not math.isfinite(loss.item()):
                     raise ConfigError(
-                        f"the loss is {loss.item()} at step {step}: take a lower rate, lr.adamw"
+                        f"the loss is {loss.item()} at step {step}: take a lower rate, lr.adamw=2**-10"
                     )
                 before = before or now
                 for name, parts in now.items():
@@ -155,7 +155,9 @@ class Maker:
             raise ConfigError(f"{name} does not take a width: {error}") from None
         model = self.make(width)
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"{name}({width}) returned a {type(model).__name__}, expected an nn.Module")
+            raise ConfigError(
+                f"{name}({width}) returned a {type(model).__name__}, expected a torch.nn.Module"
+            )
         return model
 
     def require_growth(self, wide: int, of_mup: bool = True) -> None:
@@ -235,7 +237,10 @@ def draw_tokens(model: nn.Module, seed: int) -> Tensor:
 
 @contextlib.contextmanager
 def watch(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Within `with`, keeps the first floating output of every module by name; the readout's are "logits"."""
+    """Within `with`, keeps what every module with weights computes: the first floating tensor of each call.
+
+    The readout's are called "logits": theory says something else about them.
+    """
     outputs: dict[str, list[Tensor]] = defaultdict(list)
     readout, handles = find_readout(model), []
 

@@ -119,7 +119,11 @@ def _fit(points: Sequence[tuple[int, float]], low: float, high: float) -> Slope:
 
 
 def table(rows: Sequence[Verdict], theory: Theory = THEORY) -> str:
-    """Formats slopes before training and after the last step, one row per module; failures are marked."""
+    """Formats slopes of sizes before training and of changes after the last step, one row per module.
+
+    A module that fails at any step is marked; the last rows count those that pass at every step, and after
+    the last.
+    """
     columns = list(dict.fromkeys((v.optimizer, v.parametrization) for v in rows))
     cells = {((v.optimizer, v.parametrization), v.tensor): v for v in rows}
     heads = [f"{' '.join(column)} {quantity}" for column in columns for quantity in ("size", "change")]
@@ -145,7 +149,10 @@ def table(rows: Sequence[Verdict], theory: Theory = THEORY) -> str:
 
 
 def draw(readings: Sequence[Reading], rows: Sequence[Verdict], path: Path) -> Path:
-    """Draws changes after the last step over width: a panel a series, a line a module, red where it fails."""
+    """Draws changes after the last step against width: a panel per series, a line per module.
+
+    muP promises flat lines. Red ones fail at some step, and the steepest of them carry their names.
+    """
     last = max(r.step for r in readings)
     verdicts = {((v.optimizer, v.parametrization), v.tensor): v for v in rows}
     changes: dict[tuple[str, str], dict[str, dict[int, list[float]]]] = defaultdict(

@@ -85,7 +85,10 @@ class Sweep:
 
 
 def define(name: str, options: Mapping[str, str]) -> Sweep:
-    """Builds a recipe's sweep from axes and keys. UsageError or ConfigError if a trial could not be made."""
+    """Builds the sweep of a recipe from `options`, which mix axes with keys of the configuration.
+
+    Raises UsageError or ConfigError, before anything runs, if some trial could not be made.
+    """
     start = recipe(name)
     optimizers = _words("optimizers", options.get("optimizers", start.optimizer.name))
     known = AXES | {f"lrs.{optimizer}" for optimizer in optimizers}

@@ -117,7 +117,10 @@ def regret_lines(rows: Sequence[Report]) -> list[str]:
 
 
 def table(rows: Sequence[Report]) -> str:
-    """Formats regrets, curves, costs and sides of every series as Markdown, each at its own best rate."""
+    """Formats regrets, curves, costs and sides of every series as Markdown.
+
+    Series may have different optima, so each is compared at its own best rate with the best of its width.
+    """
     lines = regret_lines(rows)
     lines += [
         "| series | width | parameters | best rate tried | its loss | above the best series |"

@@ -45,7 +45,10 @@ Curves = Mapping[tuple[float, int], Mapping[float, float]]  # (log2 scale, seed)
 
 @dataclass(frozen=True)
 class Side:
-    """A side's drift in octaves per doubling, NaN if unknown: mean over windows, interval over all."""
+    """The drift of one side, in octaves per doubling: the mean over windows, and an interval over all.
+
+    octaves     NaN if no window determines it
+    """
 
     name: Name
     octaves: float
@@ -132,7 +135,10 @@ def fit_drift(curves: Curves) -> tuple[float, float] | None:
 
 
 def _positions(curves: Curves) -> tuple[dict[tuple[float, int], float], float] | None:
-    """Returns curves' positions, and the relative error of their curvature; None if it is not upwards."""
+    """Returns each curve's position, and the relative standard error of the curvature they share.
+
+    None if the losses do not curve upwards.
+    """
     keys = sorted(curves)
     triples = [(i, x, y) for i, key in enumerate(keys) for x, y in curves[key].items()]
     if len(triples) <= 1 + 2 * len(keys):
