@@ -38,7 +38,10 @@ COMMANDS: dict[str, Command] = {
         "RECIPE [--peer fla] [key=value ...]",
         "tokens/s and memory of a step, beside a peer's operator",
     ),
-    "warmup": ("RECIPE|RUN_DIR [key=value ...]", "compile every graph of a run before it"),
+    "warmup": (
+        "RECIPE|RUN_DIR [key=value ...]",
+        "compile every graph of a run before it",
+    ),
     "convert": (
         "FROM --to DIR [--format fla]",
         "weights of flash-linear-attention or of the paper's code to ours, and back",

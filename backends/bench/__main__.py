@@ -160,7 +160,12 @@ def judge(subject: Subject, case: Case, dtype: torch.dtype) -> list[Verdict]:
 
 
 def bench(
-    subject: Subject, case: Case, dtype: torch.dtype, peers: Sequence[str], seconds: float, limits: Ceilings
+    subject: Subject,
+    case: Case,
+    dtype: torch.dtype,
+    peers: Sequence[str],
+    seconds: float,
+    limits: Ceilings,
 ) -> Iterator[Row]:
     """Times all passes of one case. Raises ParityError unless its parity is green."""
     device = torch.device(subject.device)

@@ -22,7 +22,13 @@ from delta_trn.backends.operator import Operator
 
 
 def delta_residual(
-    x: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, k_eps: float | None = None, backend: str | None = None
+    x: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    k_eps: float | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     r"""Corrects a residual stream, by rank 1 for each token ("Deep Delta Learning").
 
@@ -90,5 +96,8 @@ def _check_values(call: Residual) -> None:
 
 
 OPERATOR = Operator(
-    "delta_residual", Residual, fakes=lambda call: [call.x.new_empty(call.x.shape)], values=_check_values
+    "delta_residual",
+    Residual,
+    fakes=lambda call: [call.x.new_empty(call.x.shape)],
+    values=_check_values,
 )

@@ -56,8 +56,20 @@ from delta_trn.nki_kernels.plan import (
 )
 from delta_trn.nki_kernels.schedule import Stage, list_steps, list_work, rank
 from delta_trn.nki_kernels.short_convolution import check
-from delta_trn.nki_kernels.tiles import build_identity, build_norm, normals, psum, rule_inputs, take_corners
-from delta_trn.nki_kernels.triangular import INVERSE, allocate_workspace, build_block_constants, invert_chunks
+from delta_trn.nki_kernels.tiles import (
+    build_identity,
+    build_norm,
+    normals,
+    psum,
+    rule_inputs,
+    take_corners,
+)
+from delta_trn.nki_kernels.triangular import (
+    INVERSE,
+    allocate_workspace,
+    build_block_constants,
+    invert_chunks,
+)
 
 OWN_STAGES = (
     Stage("load", makes=("qk", "v", "g", "beta")),

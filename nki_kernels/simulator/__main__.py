@@ -44,7 +44,9 @@ LABEL = "ESTIMATE from the instruction trace, not a measurement"
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="delta-trn simulator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="delta-trn simulator",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     report = commands.add_parser("report", help="estimates time and memory of one kernel")

@@ -200,7 +200,10 @@ def test_a_refusal_names_a_missing_package(monkeypatch):
 
 
 def test_registering_a_used_name_or_an_unknown_operation_is_refused():
-    with pytest.raises(ValueError, match=r"'chunked' is registered already; choose another name"):
+    with pytest.raises(
+        ValueError,
+        match=r"'chunked' is registered already; choose another name",
+    ):
         register(BACKENDS["chunked"])
     with pytest.raises(ValueError, match=r"declares \['softmax'\]; operations are"):
         register(Backend("new", {"softmax": Row("backends.new", frozenset())}))

@@ -119,9 +119,18 @@ ONES = torch.ones(2, 3, 4)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: short_convolution(ONES, torch.ones(5, 4)), r"C=5, but C of x \[2, 3, 4\] is 4"),
-        (lambda: short_convolution(ONES[0], torch.ones(4, 4)), r"2 dimensions, expected \[B, T, C\]"),
-        (lambda: short_convolution(ONES, torch.ones(4, 4), prefix=ONES[:, :2]), "before=2, but before is 3"),
+        (
+            lambda: short_convolution(ONES, torch.ones(5, 4)),
+            r"C=5, but C of x \[2, 3, 4\] is 4",
+        ),
+        (
+            lambda: short_convolution(ONES[0], torch.ones(4, 4)),
+            r"2 dimensions, expected \[B, T, C\]",
+        ),
+        (
+            lambda: short_convolution(ONES, torch.ones(4, 4), prefix=ONES[:, :2]),
+            "before=2, but before is 3",
+        ),
         (lambda: short_convolution(ONES, torch.ones(4, 4), prefix=ONES.double()), "prefix is torch.float64"),
         (
             lambda: short_convolution(ONES, torch.ones(4, 4), position=torch.arange(3)),
@@ -143,7 +152,10 @@ ONES = torch.ones(2, 3, 4)
             "x is torch.int64; pass floating",
         ),
         (lambda: add_rms_norm(ONES, ONES.bfloat16(), torch.ones(4), eps=1.0), "the sum has residual's dtype"),
-        (lambda: linear_cross_entropy(ONES[0], torch.ones(9, 5), torch.zeros(3)), "d=5, but d of hidden"),
+        (
+            lambda: linear_cross_entropy(ONES[0], torch.ones(9, 5), torch.zeros(3)),
+            "d=5, but d of hidden",
+        ),
         (lambda: linear_cross_entropy(ONES[0], torch.ones(9, 4), torch.zeros(3)), "targets is torch.float32"),
     ],
 )

@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from delta_trn.models import DeltaCache, DeltaForCausalLM, DeltaForSequenceClassification, DeltaModel
+from delta_trn.models import (
+    DeltaCache,
+    DeltaForCausalLM,
+    DeltaForSequenceClassification,
+    DeltaModel,
+)
 from tests.support.tiny_models import VARIANTS, assert_same, config, model, tokens
 
 variants = pytest.mark.parametrize("variant", VARIANTS)

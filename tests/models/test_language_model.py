@@ -194,7 +194,8 @@ class TestPadding:
 
 class TestShapes:
     @pytest.mark.parametrize(
-        ("width", "millions"), [(256, 20.80), (512, 57.32), (768, 104.86), (1024, 171.27), (1536, 341.83)]
+        ("width", "millions"),
+        [(256, 20.80), (512, 57.32), (768, 104.86), (1024, 171.27), (1536, 341.83)],
     )
     def test_widths_of_the_paper_have_its_parameter_counts(self, width: int, millions: float):
         """arXiv:2606.04048 has 8 layers, 6 heads and 50,304 tied rows; it counts the embedding, too."""
@@ -316,7 +317,8 @@ class TestBadCalls:
 
 
 @pytest.mark.parametrize(
-    "module", ["", ".backbone", ".cache", ".config", ".language_model", ".parameters", ".settings"]
+    "module",
+    ["", ".backbone", ".cache", ".config", ".language_model", ".parameters", ".settings"],
 )
 def test_examples_in_docstrings_run(module: str):
     result = doctest.testmod(import_module(f"delta_trn.models{module}"))

@@ -11,7 +11,10 @@ from delta_trn.backends.delta_residual.contract import Residual
 from delta_trn.backends.parity.layer_cases import BY_NAME, OPERATIONS, inputs, verdicts
 from delta_trn.nki_kernels import delta_residual as kernels
 from delta_trn.nki_kernels import plan
-from delta_trn.nki_kernels.delta_residual import delta_residual_bwd, delta_residual_fwd
+from delta_trn.nki_kernels.delta_residual import (
+    delta_residual_bwd,
+    delta_residual_fwd,
+)
 from tests.support.nki_judge import (
     EXACT,
     ROUNDED_PRODUCTS,

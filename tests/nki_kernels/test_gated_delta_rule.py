@@ -15,7 +15,11 @@ from delta_trn.backends.gated_delta_rule.contract import Rule
 from delta_trn.backends.parity.judge import FACTOR, error, floor
 from delta_trn.backends.parity.rule import outcome, reference_for, terms, verdicts
 from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, Case, inputs
-from delta_trn.nki_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, plan
+from delta_trn.nki_kernels import (
+    gated_delta_rule_bwd,
+    gated_delta_rule_fwd,
+    plan,
+)
 from delta_trn.nki_kernels.simulator import StrictError
 from delta_trn.nki_kernels.simulator.cost import estimates
 from tests.support.nki_judge import assert_passed, record_run

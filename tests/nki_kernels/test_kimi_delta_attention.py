@@ -13,7 +13,11 @@ from delta_trn.backends.parity.channel_cases import BY_NAME
 from delta_trn.backends.parity.judge import FACTOR, error, floor
 from delta_trn.backends.parity.rule import outcome, reference_for, terms
 from delta_trn.backends.parity.rule_cases import Case, inputs
-from delta_trn.nki_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, plan
+from delta_trn.nki_kernels import (
+    gated_delta_rule_bwd,
+    gated_delta_rule_fwd,
+    plan,
+)
 from delta_trn.nki_kernels.kimi_delta_attention import bwd, fwd
 from delta_trn.nki_kernels.simulator.cost import estimates
 from tests.support.nki_judge import record_run
@@ -24,7 +28,13 @@ NAME = "nki-simulator"
 # the largest of each plan, with bundles full, and groups of heads that share a key
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("K", "V", "H", "HV"), [(128, 256, 4, 4), (128, 256, 1, 4), (128, 512, 2, 2), (128, 512, 1, 2)]
+    ("K", "V", "H", "HV"),
+    [
+        (128, 256, 4, 4),
+        (128, 256, 1, 4),
+        (128, 512, 2, 2),
+        (128, 512, 1, 2),
+    ],
 )
 def test_every_planned_size_fits_on_chip(K, V, H, HV):
     how = plan.choose(1, H, HV, K, V, channels=True)
@@ -39,7 +49,11 @@ def test_every_planned_size_fits_on_chip(K, V, H, HV):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ours", "scalar", "most"), [(fwd, gated_delta_rule_fwd, 2.2), (bwd, gated_delta_rule_bwd, 4.0)]
+    ("ours", "scalar", "most"),
+    [
+        (fwd, gated_delta_rule_fwd, 2.2),
+        (bwd, gated_delta_rule_bwd, 4.0),
+    ],
 )
 def test_a_decay_per_channel_keeps_its_price(ours, scalar, most):
     """By the estimate in program order, at the size that Kimi's heads have."""

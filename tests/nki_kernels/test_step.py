@@ -12,7 +12,14 @@ from delta_trn.backends.parity.judge import error
 from delta_trn.nki_kernels import gated_delta_rule_step as module
 from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_rule_step import example
-from tests.support.nki_judge import DTYPES, ROUNDED_PRODUCTS, assert_close, normal, record_run, run
+from tests.support.nki_judge import (
+    DTYPES,
+    ROUNDED_PRODUCTS,
+    assert_close,
+    normal,
+    record_run,
+    run,
+)
 
 # B, H, HV, K, V: one head; every size of the models; sizes that divide nothing; heads that share a tile, the
 # last one half empty; groups of rows of unequal size; key heads shared by 2, 8 and by more than a group

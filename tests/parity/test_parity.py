@@ -25,7 +25,15 @@ from delta_trn.backends.parity.rule import (
     terms,
     verdicts,
 )
-from delta_trn.backends.parity.rule_cases import BENCH, BY_NAME, CASES, SMALL, STEPS, inputs, select
+from delta_trn.backends.parity.rule_cases import (
+    BENCH,
+    BY_NAME,
+    CASES,
+    SMALL,
+    STEPS,
+    inputs,
+    select,
+)
 from tests.support import planted_bugs
 
 SMALL_ONES = [case.name for case in select(tags=SMALL)]

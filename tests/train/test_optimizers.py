@@ -15,7 +15,12 @@ from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run.model import make_model, model_config
 from delta_trn.train.run.muon import Muon
-from delta_trn.train.run.optimizer import learning_rate, make_optimizer, rows, set_learning_rate
+from delta_trn.train.run.optimizer import (
+    learning_rate,
+    make_optimizer,
+    rows,
+    set_learning_rate,
+)
 from delta_trn.train.run.step import TrainingStep, loss_function
 from delta_trn.train.settings.errors import CheckpointError, ConfigError
 from delta_trn.train.settings.overrides import apply

@@ -16,7 +16,20 @@ from triton import Config
 
 from delta_trn.triton_kernels.chunks import PROCESSORS
 from delta_trn.triton_kernels.launch import power_of_two
-from tools.estimate.layers import CHANNELS, HEADS, SEQUENCES, TARGETS, VOCABULARY, B, D, H, T, V, W, state
+from tools.estimate.layers import (
+    CHANNELS,
+    HEADS,
+    SEQUENCES,
+    TARGETS,
+    VOCABULARY,
+    B,
+    D,
+    H,
+    T,
+    V,
+    W,
+    state,
+)
 from tools.estimate.peer import load, unwrap, variant_of
 from tools.estimate.simulate import Work
 from tools.estimate.work import ITEM, Launch

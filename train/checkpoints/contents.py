@@ -137,7 +137,10 @@ def write_optimizer(folder: Path, snapshot: Snapshot, team: Team) -> None:
     with _plain_library():
         writer = HuggingFaceStorageWriter(str(parts), save_distributed=True)
         state_dict_saver.save(
-            snapshot.optimizer, storage_writer=writer, process_group=team.hosts, no_dist=team.world == 1
+            snapshot.optimizer,
+            storage_writer=writer,
+            process_group=team.hosts,
+            no_dist=team.world == 1,
         )
 
 

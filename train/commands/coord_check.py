@@ -14,7 +14,13 @@ from delta_trn.models.mup import OPTIMIZERS
 from delta_trn.train.recipes import announce
 from delta_trn.train.settings.effects import require_effect_somewhere
 from delta_trn.train.settings.errors import UsageError
-from delta_trn.train.settings.overrides import change, parse, read_arguments, whole_number, whole_numbers
+from delta_trn.train.settings.overrides import (
+    change,
+    parse,
+    read_arguments,
+    whole_number,
+    whole_numbers,
+)
 from delta_trn.train.settings.schema import RunConfig
 
 if TYPE_CHECKING:

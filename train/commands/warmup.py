@@ -24,7 +24,8 @@ COLLECTING = "NEURON_EXTRACT_GRAPHS_ONLY"
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="delta-trn warmup", description="Compile every graph of a run into the compiler's cache."
+        prog="delta-trn warmup",
+        description="Compile every graph of a run into the compiler's cache.",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a named run, or the folder of a run")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")

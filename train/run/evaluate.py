@@ -79,7 +79,11 @@ def held_out_windows(config: RunConfig, dataset: TokenDataset, *, tokens: int, b
 
 
 def held_out_crops(
-    config: RunConfig, dataset: TokenDataset, layout: Layout, *, at_most: int | None = None
+    config: RunConfig,
+    dataset: TokenDataset,
+    layout: Layout,
+    *,
+    at_most: int | None = None,
 ) -> list[Batch]:
     """Returns the fixed crops of an evaluation in batches, or the first `at_most` batches of them."""
     e, size = config.evaluation, crops_at_once(config, layout)

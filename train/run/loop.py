@@ -75,7 +75,11 @@ class _Loop:
         c = run.config
         self.loss = loss_function(run.sharding, c, run.device)
         self.step = TrainingStep(
-            self.loss, run.optimizer, run.sharding, micro=run.layout.micro, clip=c.optimizer.clip
+            self.loss,
+            run.optimizer,
+            run.sharding,
+            micro=run.layout.micro,
+            clip=c.optimizer.clip,
         )
         self.crops = held_out_crops(c, run.dataset, run.layout)
         self.tracker = Tracker(c, run.origin, run.folder, display.tell) if run.team.leads else None

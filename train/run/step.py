@@ -37,7 +37,13 @@ class TrainingStep:
     """
 
     def __init__(
-        self, loss: Loss, optimizer: Optimizer, sharding: Sharding, *, micro: int, clip: float | None
+        self,
+        loss: Loss,
+        optimizer: Optimizer,
+        sharding: Sharding,
+        *,
+        micro: int,
+        clip: float | None,
     ):
         self.loss, self.optimizer, self.sharding = loss, optimizer, sharding
         self.device = sharding.model.device

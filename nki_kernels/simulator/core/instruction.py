@@ -376,7 +376,9 @@ def instruction(
 ) -> Callable[[Callable[Concatenate[Instruction, P], dict[str, Any] | None]], Callable[P, Handle]]:
     """Decorate a function of nki.isa; `engine` runs it unless the function names another one."""
 
-    def decorate(body: Callable[Concatenate[Instruction, P], dict[str, Any] | None]) -> Callable[P, Handle]:
+    def decorate(
+        body: Callable[Concatenate[Instruction, P], dict[str, Any] | None],
+    ) -> Callable[P, Handle]:
         parameters = inspect.signature(body).parameters.values()
         order = (*(p.name for p in list(parameters)[1:] if p.kind is p.POSITIONAL_OR_KEYWORD), "name")
 

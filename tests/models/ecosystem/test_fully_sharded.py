@@ -20,7 +20,13 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
-from delta_trn import DeltaConfig, DeltaForCausalLM, check_weights, patch_transformers, separate_numbers
+from delta_trn import (
+    DeltaConfig,
+    DeltaForCausalLM,
+    check_weights,
+    patch_transformers,
+    separate_numbers,
+)
 from delta_trn.backends.parity.judge import error
 from delta_trn.models.backbone import Block
 from delta_trn.models.head_numbers import NUMBERS, HeadNumbers

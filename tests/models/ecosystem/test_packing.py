@@ -38,7 +38,12 @@ def test_indexed_attention_refuses_packed_sequences():
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_places_of_three_axes_keep_sequences_apart(family):
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    }
     model = make(family, rope_parameters={**rope, "partial_rotary_factor": 1.0})
     assert not check_packing(model, lengths=(5, 64, 1), by="three axes")
     with patch_transformers(model, backend="chunked"):

@@ -11,7 +11,11 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
-from delta_trn import BackendRefusal, check_packing, patch_transformers
+from delta_trn import (
+    BackendRefusal,
+    check_packing,
+    patch_transformers,
+)
 from delta_trn.backends.gated_delta_rule.chunked import note
 from delta_trn.backends.parity.judge import error
 from delta_trn.models.cache import CACHE_NAME

@@ -9,7 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from delta_trn import DeltaConfig, DeltaForCausalLM, check_weights, load_model, patch_transformers, save_model
+from delta_trn import (
+    DeltaConfig,
+    DeltaForCausalLM,
+    check_weights,
+    load_model,
+    patch_transformers,
+    save_model,
+)
 from delta_trn.__main__ import main
 from delta_trn.models.head_numbers import NUMBERS
 from tests.support.families import make, tokens

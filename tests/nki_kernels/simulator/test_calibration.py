@@ -9,7 +9,11 @@ from delta_trn.nki_kernels.simulator import record
 from delta_trn.nki_kernels.simulator.__main__ import main
 from delta_trn.nki_kernels.simulator.calibration import compare as comparing
 from delta_trn.nki_kernels.simulator.calibration import programs
-from delta_trn.nki_kernels.simulator.calibration.compare import Comparison, compare, verdict
+from delta_trn.nki_kernels.simulator.calibration.compare import (
+    Comparison,
+    compare,
+    verdict,
+)
 from delta_trn.nki_kernels.simulator.calibration.measurements import FITTED, MEASUREMENTS, SOURCES
 from delta_trn.nki_kernels.simulator.calibration.programs import arguments
 from delta_trn.nki_kernels.simulator.cost import READINGS, estimate

@@ -342,7 +342,10 @@ inner = nki.jit(write_output)
         (nine_live_banks, "psum capacity exceeded: 9 banks"),
         (sbuf_overflow_of_live_tiles, "sbuf capacity exceeded: 204800 bytes per partition live"),
         (output_with_a_hole, r"is unwritten at \[2, 0\] \(2 of 4 elements\)"),
-        (output_from_unwritten_memory, "is NaN at .1, 0. and memory was read before .*: .*tensor_copy src"),
+        (
+            output_from_unwritten_memory,
+            "is NaN at .1, 0. and memory was read before .*: .*tensor_copy src",
+        ),
         (lambda: ones(4, 4), "must be in shared_hbm, got sbuf"),
         (lambda: inner(), "is called inside a kernel; leave helpers undecorated"),
     ],

@@ -6,7 +6,14 @@ import pytest
 
 from delta_trn.nki_kernels.simulator import nisa, nl
 from delta_trn.nki_kernels.simulator.isa.matmul import down_the_rows
-from tests.support.simulator_harness import F32, execute, near, normal, psum, sbuf
+from tests.support.simulator_harness import (
+    F32,
+    execute,
+    near,
+    normal,
+    psum,
+    sbuf,
+)
 
 
 @pytest.mark.parametrize(

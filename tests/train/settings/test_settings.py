@@ -121,7 +121,10 @@ class TestOverrides:
             ("optimizer.lr=nan", "optimizer.lr=nan: expected"),
             ("optimizer.beta1=1", "optimizer.beta1=1: expected less than 1"),
             ("optimizer.name=adam", "optimizer.name=adam: expected 'adamw', 'sgd' or 'muon'"),
-            ("parametrization=mu", "expected 'sp', 'mup_original', 'mup' or 'mup_authors'"),
+            (
+                "parametrization=mu",
+                "expected 'sp', 'mup_original', 'mup' or 'mup_authors'",
+            ),
             ("compile=perhaps", "compile=perhaps: expected true or false"),
             ("model.attention_layers=a", "model.attention_layers=a: expected a whole number"),
             ("name=../x", "name=../x: expected letters, digits"),
