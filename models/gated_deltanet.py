@@ -179,10 +179,14 @@ class GatedDeltaNet(Float32Numbers):
     def _options(self, sequences: Sequences) -> dict[str, Any]:
         """Returns the options of the delta rule, which makes g and beta from the projections."""
         return {
-            "scale": self.scale, "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
-            "A_log": self.A_log, "dt_bias": self.dt_bias, "use_beta_sigmoid_in_kernel": True,
+            "scale": self.scale,
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "use_beta_sigmoid_in_kernel": True,
             "allow_neg_eigval": self.beta_max == 2.0,
-        }  # fmt: skip
+        }
 
 
 def _in_sequences(y: Tensor, sequences: Sequences) -> Tensor:

@@ -38,9 +38,15 @@ CHUNKS, SAMPLES = (16, 32, 64, 128), 3
 AT_ONCE = 1 << 22  # elements of q, k and v that are computed together
 
 GRADIENTS: Mapping[str, str] = {
-    "dq": "q", "dk": "k", "dv": "v", "dg": "g", "dbeta": "beta", "dh0": "initial_state", "dA_log": "A_log",
+    "dq": "q",
+    "dk": "k",
+    "dv": "v",
+    "dg": "g",
+    "dbeta": "beta",
+    "dh0": "initial_state",
+    "dA_log": "A_log",
     "ddt_bias": "dt_bias",
-}  # fmt: skip
+}
 TENSORS = ("o", "final_state", *GRADIENTS)
 
 
