@@ -6,15 +6,24 @@ from collections.abc import Sequence
 from delta_trn.train.__main__ import COMMANDS
 from delta_trn.train.__main__ import main as run_command
 
-# Commands of the packages below training, each with its package.
+# Commands of the packages below training, each with its module.
 TOOLS = {
-    package.rpartition(".")[2]: (arguments, does, f"delta_trn.{package}.__main__")
-    for package, arguments, does in (
-        ("backends", "", "which backend runs which operation here, and why not"),
-        ("backends.parity", "[--backend NAME]", "the error of every backend against a float64 judge"),
-        ("backends.bench", "[--backend NAME]", "speed, memory and floors, behind a green parity"),
-        ("nki_kernels.simulator", "report KERNEL SHAPE ...", "estimates of NKI kernels, without a chip"),
-    )
+    "backends": ("", "which backend runs which operation here, and why not", "delta_trn.backends.__main__"),
+    "parity": (
+        "[--backend NAME]",
+        "the error of every backend against a float64 judge",
+        "delta_trn.backends.parity.__main__",
+    ),
+    "bench": (
+        "[--backend NAME]",
+        "speed, memory and floors, behind a green parity",
+        "delta_trn.backends.bench.__main__",
+    ),
+    "simulator": (
+        "report KERNEL SHAPE ...",
+        "estimates of NKI kernels, without a chip",
+        "delta_trn.nki_kernels.simulator.__main__",
+    ),
 }
 
 

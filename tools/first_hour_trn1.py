@@ -109,8 +109,10 @@ def functions(x, count, in_turns):
     y_sb = load(x, nl.float32)
     for i in range(2 * count):
         out_sb = sbuf(x.shape)
-        exp = i % 2 == 0 if in_turns else i < count
-        nisa.activation(dst=out_sb, op=nl.exp if exp else nl.silu, data=y_sb, scale=-1.0 if exp else 1.0)
+        is_exp = i % 2 == 0 if in_turns else i < count
+        nisa.activation(
+            dst=out_sb, op=nl.exp if is_exp else nl.silu, data=y_sb, scale=-1.0 if is_exp else 1.0
+        )
         y_sb = out_sb
     return give(y_sb)
 
@@ -221,7 +223,10 @@ def measure_step(dry: bool, sequences: int, **changes: str) -> float:
 def layer(clock: Clock, dry: bool) -> dict[str, Any]:
     """Measures models of one and of three layers."""
     one, three = (measure_step(dry, 1, **{"model.layers": str(n)}) for n in (1, 3))
-    return {"seconds": (three - one) / 2, "decides": "beyond its kernels' times: profile what is between"}
+    return {
+        "seconds": (three - one) / 2,
+        "decides": "beyond its kernels' times: profile what lies between them",
+    }
 
 
 def step(clock: Clock, dry: bool) -> dict[str, Any]:
@@ -249,8 +254,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = stages[name](clock, options.dry)
         except Exception as error:  # the next stages may still tell something
             traceback.print_exc()
-            failed = True
-            found = {"decides": f"FAILED, look at it first: {type(error).__name__}: {error}"[:400]}
+            found, failed = (
+                {"decides": f"FAILED, look at it first: {type(error).__name__}: {error}"[:400]},
+                True,
+            )
         print(f"{name}{' (dry: by the model, or a CPU: not measured)' if options.dry else ''}")
         print(*(f"  {key}: {x}" for key, x in found.items()), sep="\n", flush=True)
         if options.json:

@@ -125,8 +125,13 @@ def pack_instructions(run: Any, lives: list[Any]) -> tuple[Any, ...]:
     sets = {name: 1 << i for i, name in enumerate(SETS)}
     costs = [instruction_cost(step, target) for step in trace]
     needs = [sorted(own) for own in list_dependencies(trace)]
-    tiles = [sorted({o.region.storage for o in (*s.reads, *s.writes) if o.buffer not in HBM}) for s in trace]
-    functions = [owners(s.flags.get("function", "copy")) if s.engine is Engine.scalar else () for s in trace]
+    tiles = [
+        sorted({o.region.storage for o in (*step.reads, *step.writes) if o.buffer not in HBM})
+        for step in trace
+    ]
+    functions = [
+        owners(step.flags.get("function", "copy")) if step.engine is Engine.scalar else () for step in trace
+    ]
     ports = [list_ports(step, target) for step in trace]
     waits = [not accumulates(trace[j], trace[i]) for i, own in enumerate(needs) for j in own]
     sbuf = [life.free_bytes if life.buffer is SBUF else 0 for life in lives]

@@ -283,14 +283,23 @@ def work(kernel: _Kernel, shape: Shape, blocks: dict[str, int]) -> Work:
 
 
 def _small(shape: Shape) -> Iterator[Launch]:
-    """Yields the kernels of which only the bytes count, those of norms, gates and sums: peer_small.csv.
-
-    Kimi Delta Attention has sums of g and dg, twice norms in float32, and zeros of o as well.
-    """
-    with Path(__file__).with_name("peer_small.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["rule"] == shape.rule]
+    """Yields the kernels of which only the bytes count: those of norms, gates and sums."""
+    s = Sizes(shape)
+    moved = [
+        ("norms of q and k", False, 4 * s.keys, 2),
+        ("gates, cumulated", False, 2 * s.gates, 1),
+        ("beta", False, s.gates, 1),
+        ("zeros of A", False, s.A, 1),
+        ("sum of dk", True, 3 * s.w, 1),
+        ("sums of dg", True, 7 * s.gates, 3),
+        ("gradients of the norms", True, 6 * s.keys, 2),
+        ("gradients of the gates", True, 3 * s.gates, 3),
+        ("gradient of beta", True, 1.5 * s.gates, 1),
+    ]
+    if shape.rule:  # sums of g and dg, twice norms in float32, and zeros of o as well
+        forward, backward = 4 * s.keys + 2 * s.decays + s.gates + s.A + s.values, 8 * s.keys + 7.1 * s.decays
+        moved = [("small kernels", False, forward, 6), ("small kernels", True, backward + 7.5 * s.gates, 10)]
     if shape.HV > shape.H:
-        rows.append({"name": "sums of grouped heads", "backward": "yes", "load_bytes": "4.5*w", "count": "3"})
-    for row in rows:
-        work = Work(0, Sizes(shape).sum_bytes(row["load_bytes"]))
-        yield Launch(row["name"], bool(row["backward"]), None, work, int(row["count"]))
+        moved.append(("sums of grouped heads", True, 4.5 * s.w, 3))
+    for name, backward, size, count in moved:
+        yield Launch(name, backward, None, Work(0, size), count)

@@ -5,14 +5,12 @@
     qwen3_5_*                   Qwen3.5's larger layers, 16 and 48 or 64, and the last on 8 GPUs: 2 and 8
     kimi_*                      Kimi Delta Attention, 32 heads, with the lower bound of g that its models have
 
-work.csv has their sizes. All are in bfloat16, with gates made in the kernels, normalized queries and keys,
-and no initial or final state, as in training.
+All are in bfloat16, with gates made in the kernels, normalized queries and keys, and no initial or final
+state, as in training.
 """
 
-import csv
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import segment_length
 from delta_trn.triton_kernels import (
@@ -47,8 +45,22 @@ class Shape:
     rule: str = ""
 
 
-with Path(__file__).with_suffix(".csv").open() as _file:
-    SHAPES = {name: Shape(*map(int, sizes), rule=rule) for name, *sizes, rule in list(csv.reader(_file))[1:]}
+SHAPES = {
+    "paper_256": Shape(30, 1024, 6, 6, 32, 64),
+    "paper_512": Shape(30, 1024, 6, 6, 64, 128),
+    "paper_768": Shape(30, 1024, 6, 6, 96, 192),
+    "paper_1024": Shape(30, 1024, 6, 6, 128, 256),
+    "paper_2048": Shape(30, 1024, 6, 6, 256, 512),
+    "qwen3_next_1x8192": Shape(1, 8192, 16, 32, 128, 128),
+    "qwen3_next_4x8192": Shape(4, 8192, 16, 32, 128, 128),
+    "qwen3_next_1x32768": Shape(1, 32768, 16, 32, 128, 128),
+    "qwen3_5_48_1x8192": Shape(1, 8192, 16, 48, 128, 128),
+    "qwen3_5_64_1x8192": Shape(1, 8192, 16, 64, 128, 128),
+    "qwen3_5_64_4x8192": Shape(4, 8192, 16, 64, 128, 128),
+    "qwen3_5_8_1x32768": Shape(1, 32768, 2, 8, 128, 128),
+    "kimi_1x8192": Shape(1, 8192, 32, 32, 128, 128, "kimi_"),
+    "kimi_4x8192": Shape(4, 8192, 32, 32, 128, 128, "kimi_"),
+}
 
 
 @dataclass(frozen=True)
@@ -215,8 +227,10 @@ class _Calls:
             variant = self._give(variant, "carry")
         loops = (3 if shape.K > 64 else 2) * (self._tiles(self.row.gradients.columns),)
         if shape.HV > shape.H:  # dq and dk of value heads that share a key are summed in float32
-            kept = {t: [x for x in of.split() if x not in ("dq", "dk")] for t, of in variant.types.items()}
-            types = {t: " ".join(names) for t, names in kept.items()}
+            types = {
+                name: " ".join(x for x in of.split() if x not in ("dq", "dk"))
+                for name, of in variant.types.items()
+            }
             variant = replace(variant, types=types | {"*fp32": types["*fp32"] + " dq dk"})
         yield Launch("gradients", True, variant, Work(programs, load_bytes, loops, mask=self.mask))
 

@@ -88,14 +88,15 @@ def model_card(
     license: str | None = None,
 ) -> str:
     """Returns the text of README.md, with figures of the run's own files."""
-    m, o, b, d = config.model, config.optimizer, config.batch, config.data
+    m, o, b = config.model, config.optimizer, config.batch
     parameters, attention = sum(p.numel() for p in model.parameters()), len(m.attention_layers)
     kinds = {"Gated DeltaNet": m.layers - attention, "attention": attention}
     layers = " and ".join(f"{count} {kind}" for kind, count in kinds.items() if count) + " layers"
     layers += "" if m.residual == "additive" else f", {m.residual}"
     rows = {
         "model": f"{layers}, width {m.width}, {parameters:,} parameters",
-        "text": f"{Path(d.source).name}, {d.tokenizer} tokenizer, {m.vocab_size or 0:,} rows",
+        "text": f"{Path(config.data.source).name}, {config.data.tokenizer} tokenizer, "
+        f"{m.vocab_size or 0:,} rows",
         "training": f"{state.step:,} steps of {b.sequences} x {b.length} tokens, {state.tokens:,} tokens",
         "optimizer": f"{o.name}, learning rate {o.lr:g} at width {m.base_width}, {config.parametrization}",
         "arithmetic": f"{config.precision}, delta rule by the backend {config.backend}",

@@ -13,7 +13,6 @@ from delta_trn.nki_kernels.simulator import nisa, nl
 P = 128  # partitions
 N = 512  # columns of a product
 WIDE = 1024  # columns of a load
-SCALAR = nisa.engine.scalar
 
 
 def tile(rows, columns, dtype=nl.float32, buffer=nl.sbuf):
@@ -168,7 +167,7 @@ def silu(x):
         for n in range(0, WIDE, N):
             part, power, below, inverse = loaded[:, n : n + N], tile(P, N), tile(P, N), tile(P, N)
             nisa.activation(dst=power, op=nl.exp, data=part, scale=-1.0)
-            nisa.tensor_scalar(dst=below, data=power, op0=nl.add, operand0=1.0, engine=SCALAR)
+            nisa.tensor_scalar(dst=below, data=power, op0=nl.add, operand0=1.0, engine=nisa.engine.scalar)
             nisa.reciprocal(dst=inverse, data=below)
             nisa.tensor_tensor(dst=done[:, n : n + N], data1=part, data2=inverse, op=nl.multiply)
         nisa.dma_copy(dst=out[:, column : column + WIDE], src=done)
@@ -190,7 +189,9 @@ def adamw(weight, gradient, first, second):
         decayed = _join(w, _scale(w, 1e-5), nl.subtract)
         root = _in_halves(nisa.activation, {"data": variance}, op=nl.sqrt, scale=1000.0)
         update = _scale(momentum, 0.01)
-        below = _in_halves(nisa.tensor_scalar, {"data": root}, op0=nl.add, operand0=1e-8, engine=SCALAR)
+        below = _in_halves(
+            nisa.tensor_scalar, {"data": root}, op0=nl.add, operand0=1e-8, engine=nisa.engine.scalar
+        )
         inverse = _in_halves(nisa.activation, {"data": below}, op=nl.reciprocal)
         done = _join(decayed, _join(update, inverse, nl.multiply), nl.subtract)
         nisa.dma_copy(dst=out[:, column : column + WIDE], src=done)
@@ -329,10 +330,12 @@ def _add_state(total, deltas, products, a, b, c, state, ones, size):
     decay = load(a[:, state : state + 1])
     for n in range(0, length, size):
         span = slice(n, n + size)
-        exps, scan = tile(P, size), tile(P, size)
-        nisa.activation(dst=exps, op=nl.exp, data=deltas[:, span], scale=decay)
-        given = _multiply(products[:, span], _to_all(b[state : state + 1, span], ones))
-        nisa.tensor_tensor_scan(dst=scan, data0=exps, data1=given, initial=carry, op0=nl.multiply, op1=nl.add)
+        powers, scan = tile(P, size), tile(P, size)
+        nisa.activation(dst=powers, op=nl.exp, data=deltas[:, span], scale=decay)
+        inputs = _multiply(products[:, span], _to_all(b[state : state + 1, span], ones))
+        nisa.tensor_tensor_scan(
+            dst=scan, data0=powers, data1=inputs, initial=carry, op0=nl.multiply, op1=nl.add
+        )
         result = _multiply(scan, _to_all(c[state : state + 1, span], ones))
         nisa.tensor_tensor(dst=total[:, span], data1=total[:, span], data2=result, op=nl.add)
         if n + size < length:
