@@ -19,9 +19,10 @@ OP = "kimi_delta_attention"
 
 def _read(row: dict[str, Any]) -> Case:
     """Returns a case; `same` names one of the gated delta rule's, whose sizes and inputs it has."""
+    row = {name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}
     if "same" in row:
         return replace(rule_cases.BY_NAME[row.pop("same")], op=OP, **row)
-    return rule_cases.read_case({**row, "op": OP})
+    return Case(**row | {"op": OP, "tags": frozenset(row.get("tags", ()))})
 
 
 CASES = tuple(map(_read, json.loads(Path(__file__).with_suffix(".json").read_text())))
