@@ -1,4 +1,4 @@
-"""The cases of `gated_delta_layer`, mixer_cases.json, judged by its formulas in float64.
+"""The cases of `gated_delta_layer`, judged by its formulas in float64.
 
     judge       the convolution and the gated norm of `layer_cases`, and between them the literal recurrence
     samples     the same convolution and norm, and the rule by `baseline`; what one part hands to the next,
@@ -10,11 +10,9 @@ each sequence and head is a part.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -90,12 +88,69 @@ class MixerCase:
         }  # fmt: skip
 
 
-def _read(row: dict[str, Any]) -> MixerCase:
-    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}
-    return MixerCase(**fields)
+BOTH: tuple[Literal["y", "final_state"], ...] = ("y", "final_state")
 
+# fmt: off
+CASES: tuple[MixerCase, ...] = (
+    #         name             B  T    H  K    V
+    MixerCase("mixer_one",     8, 1,   2, 16,  24, "one token: three taps read zeros, no product of decays"),
+    MixerCase("mixer_step",    8, 1,   2, 16,  24, "one token of decoding", before=True, loss=BOTH),
+    MixerCase("mixer_short",   8, 2,   2, 16,  24, "fewer tokens than taps", before=True, loss=BOTH),
+    MixerCase("mixer_many",    33, 3,  2, 16,  8,  "many sequences in one kernel call", loss=BOTH),
+    MixerCase("mixer_ragged",  2, 70,  2, 16,  24, "no tile fits evenly"),
+    MixerCase("mixer_127",     1, 127, 1, 16,  24, "one token less than a chunk", loss=BOTH),
+    MixerCase("mixer_128",     1, 128, 1, 16,  24, "a chunk: nothing may be read behind it", loss=BOTH),
+    MixerCase("mixer_129",     1, 129, 1, 16,  24, "one token more than a chunk", before=True, loss=BOTH),
+    MixerCase("mixer_chunks",  1, 300, 3, 16,  24, "three chunks, the last one ragged"),
+    MixerCase("mixer_groups",  1, 140, 2, 16,  24, "three value heads share a key", HV=6),
+    MixerCase("mixer_one_key", 2, 70,  1, 32,  24, "all five value heads share the one key", HV=5, loss=BOTH),
+    MixerCase("mixer_odd",     1, 131, 3, 50,  70, "no size is a power of two or a multiple of 8"),
+    MixerCase("mixer_wide_v",  1, 130, 1, 16,  128, "V = 8 K", before=True, loss=BOTH),
+    MixerCase("mixer_wide_k",  1, 130, 2, 64,  16, "K = 4 V", before=True, loss=BOTH),
+    MixerCase("mixer_k128",    1, 130, 2, 128, 64, "keys that fill every partition", before=True, loss=BOTH),
+    MixerCase("mixer_v256",    1, 66,  1, 64,  256, "the widest values of a kernel", loss=BOTH),
+    MixerCase("mixer_k136",    1, 3,   1, 136, 16, "keys that no kernel takes whole"),
+    MixerCase("mixer_taps",    1, 9,   1, 16,  24, "more taps than a kernel takes", W=5),
+    MixerCase("mixer_two_taps", 2, 70, 2, 16,  24, "the fewest taps", W=2, before=True, loss=BOTH),
+    MixerCase("mixer_packed",  1, 270, 2, 16,  24, "sequences end at seams of chunks",
+              lengths=(1, 127, 2, 140)),
+    MixerCase("mixer_packed_empty", 1, 139, 2, 16, 24, "empty sequences, some shorter than W",
+              lengths=(0, 1, 2, 0, 3, 123, 10, 0), HV=4),
+    MixerCase("mixer_packed_resets", 1, 139, 2, 16, 24, "packed by resets alone, as the models pack",
+              lengths=(1, 63, 64, 2, 9), bounds=False, loss=BOTH),
+    MixerCase("mixer_final",   2, 100, 2, 16,  24, "the gradient comes from the final state alone",
+              before=True, loss=("final_state",)),
+    MixerCase("mixer_carry",   2, 135, 2, 32,  32, "prefix and initial state, gradients of both",
+              before=True, loss=BOTH),
+    MixerCase("mixer_collide", 1, 130, 8, 16,  24, "equal keys, beta = 1: a write erases the one before",
+              keys="equal", b=20.0, decay="none", before=True, loss=BOTH),
+    MixerCase("mixer_reflect", 1, 130, 8, 16,  24, "all keys equal, beta = 2: the densest inverse",
+              keys="equal", b=20.0, reflect=True, decay="none", before=True, loss=BOTH),
+    MixerCase("mixer_near_1",  1, 130, 4, 32,  32, "keys nearly equal, beta = .998",
+              keys="near", b=6.0, before=True, loss=BOTH),
+    MixerCase("mixer_near_2",  1, 130, 4, 32,  32, "nearly equal, beta = 1.995, no decay: the worst inverse",
+              keys="near", b=6.0, reflect=True, decay="none", before=True, loss=BOTH),
+    MixerCase("mixer_reflect_random", 1, 200, 2, 32, 32, "beta up to 2, random keys",
+              reflect=True, loss=BOTH),
+    MixerCase("mixer_zero",    2, 40,  2, 16,  24, "x is 0: no key, no value, epsilons alone", size=0.0,
+              before=True, loss=BOTH),
+    MixerCase("mixer_zero_keys", 1, 140, 2, 16, 24, "stretches of keys that are 0 beside values that are not",
+              keys="zero", before=True, loss=BOTH),
+    MixerCase("mixer_forget",  1, 140, 2, 16,  24, "g = -20 for every token: exponents are masked before exp",
+              decay="strong", before=True, loss=BOTH),
+    MixerCase("mixer_reset",   1, 140, 2, 16,  24, "decays of exactly 0: the tokens around keep their digits",
+              decay="reset", before=True, loss=BOTH),
+    MixerCase("mixer_free",    1, 200, 4, 16,  24, "nothing decays, so that errors add up", decay="none",
+              loss=BOTH),
+    MixerCase("mixer_small",   1, 40,  2, 16,  24, "SiLU at 0, and the norms' epsilons decide", size=1e-3,
+              loss=BOTH),
+    MixerCase("mixer_large",   1, 40,  2, 16,  24, "SiLU far from 0", size=30.0, loss=BOTH),
+    MixerCase("mixer_scale",   1, 40,  2, 16,  24, "a scale of 1, as the models use it, and no dt_bias",
+              scale=1.0, bias=False),
+    MixerCase("mixer_gates",   1, 70,  2, 16,  24, "projections of the gates in the dtype of x", short=True),
+)
+# fmt: on
 
-CASES = tuple(map(_read, json.loads(Path(__file__).with_suffix(".json").read_text())))
 BY_NAME: Mapping[str, MixerCase] = {case.name: case for case in CASES}
 
 

@@ -238,7 +238,7 @@ def _draw_mixer(d: Draw, name: str, op: str, dtype: torch.dtype, small: bool) ->
         b=d.pick(None, None, None, 12.0, 6.0, -4.0),
         decay=d.pick("plain", "plain", "none", "strong", "reset"),
         scale=d.pick(None, 1.0), reflect=d.chance(2), bounds=d.chance(2), before=not packed and d.chance(2),
-        loss=("y", "final_state") if both else ("y",), short=d.chance(3) and not half, bias=not d.chance(3),
+        loss=mixer_cases.BOTH if both else ("y",), short=d.chance(3) and not half, bias=not d.chance(3),
     )  # fmt: skip
     x = mixer_cases.inputs(case, dtype)
     return RandomCase(case, dtype, x.tensors, x.douts, ())
