@@ -1,6 +1,6 @@
 """What the estimate knows of an H200 and an H100: rates, latencies, and what each instruction costs.
 
-Sources, by line of MACHINE and `cost`:
+Sources, by line of MACHINE, machine.csv and `cost`:
 
     clock, processors, bytes per second    NVIDIA's H200 data sheet: 1.98 GHz boost and 4.8 TB/s; 1.755 GHz is
                                            what it holds under load, 4.3 TB/s what a copy reaches
@@ -12,8 +12,10 @@ Sources, by line of MACHINE and `cost`:
 `calibration` holds the whole against measurements. None of the numbers here was fitted to them.
 """
 
+import csv
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from delta_trn.triton_kernels.sass import Code, Instruction
 
@@ -149,24 +151,14 @@ def _wgmma(instruction: Instruction) -> Cost:
     return Cost("wgmma", columns / 2, reads=8, waves=size / 128 / 4, argument=last, cause=5)
 
 
-_TABLE = (
-    ("FFMA FMUL FADD HADD2 HFMA2 HMUL2", _pipe("fma", 2, 5)),
-    ("DADD DFMA DMUL", _pipe("fp64", 2, 12, 8)),
-    ("MUFU F2F F2I I2F POPC FLO", _pipe("special", 8, 24, 8, cause=4)),
-    ("ELECT VOTEU VOTE", _pipe("uniform", 1, 8)),
-    ("ULDC UIADD3 UMOV UIMAD UISETP ULEA ULOP3 UPLOP3", _pipe("uniform", 1, 12)),
-    ("UPRMT USEL USGXT USHF R2UR", _pipe("uniform", 1, 12)),
-    ("NOP BSSY BSYNC BREAK WARPSYNC SYNCS UTMACMDFLUSH", Cost("plain")),
-    ("SHFL", Cost("shared", 2, 22, 8, waves=1, cause=1)),
-    ("LDGDEPBAR", Cost("commit", cause=3)),
-    ("BAR", Cost("barrier")),
-    ("HMMA", Cost("mma", 7, 33, cause=5)),
-    ("MEMBAR", Cost("plain", 1, 30, 30, cause=9)),
-    ("FENCE", Cost("plain", 1, 16, cause=9)),
-    ("S2R S2UR", Cost("plain", 1, 30, cause=7)),
-    ("LDC", Cost("plain", 1, 40, cause=7)),
-)
-_COSTS = {name: cost for names, cost in _TABLE for name in names.split()}
+def _read(row: dict[str, str]) -> Cost:
+    interval, latency, reads, waves = (float(row[n]) for n in ("interval", "latency", "reads", "waves"))
+    pipe, cause = _PIPES.get(row["pipe"], 0.0), CAUSES.index(row["cause"]) if row["cause"] else 0
+    return Cost(row["kind"], interval, latency, reads, waves=waves, argument=pipe, cause=cause)
+
+
+with Path(__file__).with_suffix(".csv").open() as _file:
+    _COSTS = {name: _read(row) for row in csv.DictReader(_file) for name in row["opcodes"].split()}
 
 
 def cost(instruction: Instruction, mask: float = 1.0) -> Cost:
