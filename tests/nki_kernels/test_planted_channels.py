@@ -1,9 +1,7 @@
 """Mistakes of one line in the NKI kernels of Kimi Delta Attention turn a small case of its grid red."""
 
-import json
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +11,64 @@ from delta_trn.backends.parity.channel_cases import BY_NAME, STEPS
 from tests.nki_kernels.test_kimi_delta_attention import NAME, errors_of_a_fading_state
 from tests.support.planted_bugs import Bug, planted
 
+CHUNK = "nki_kernels.kimi_delta_attention.chunk"
+GRADIENTS = f"{CHUNK}_gradients"
+FORWARD, STEP = "nki_kernels.gated_delta_rule_fwd", "nki_kernels.gated_delta_rule_step"
 GROUPS = replace(BY_NAME["kimi_gva"], norm="random", T=150)
-BUGS = [Bug(**row) for row in json.loads(Path(__file__).with_name("planted_channels.json").read_text())]
+BUGS = (
+    Bug("a right half's own decay is left out", f"{CHUNK}:build_levels",
+        'table["strict_lower"], table["upper"]', 'table["strict_lower"], table["strict_upper"]', "groups"),
+    Bug("a level keeps the pairs inside of its halves", f"{CHUNK}:build_levels",
+        "data2=own_sb", "data2=table['identity']", "groups"),
+    Bug("blocks of 16 are cut one token late", f"{CHUNK}:multiply_levels",
+        "views_ps[m - s : m, :, :, m : m + s]", "views_ps[m - s : m, :, :, m - 1 : m + s - 1]", "groups"),
+    Bug("small blocks are masked by the level before", f"{CHUNK}:multiply_levels",
+        "offset=level * rows + s", "offset=max(level - 1, 0) * rows + s", "groups"),
+    Bug("a token reads its own write decayed", f"{CHUNK}:transpose_keys",
+        "chunk.keys[:, 0, :, :], chunk.keys[:, 1, :, :]", "chunk.keys[:, 0, :, :], chunk.keys[:, 0, :, :]",
+        "groups"),
+    Bug("g is rounded to 2^-8", f"{CHUNK}:sum_channel_decays",
+        "data1=chunk.g, data2=near_sb", "data1=near_sb, data2=near_sb", "groups"),
+    Bug("g is summed in one part", f"{CHUNK}:sum_channel_decays",
+        "op0=nl.add, operand0=ROUNDING", "op0=nl.multiply, operand0=0.0", "fading"),
+    Bug("the carried state decays by one token", f"{CHUNK}:sum_channel_decays",
+        "[:, rows - 1 : rows]", "[:, 0:1]", "groups"),
+    Bug("keys are not normalized", f"{CHUNK}:spread_keys",
+        "chunk.qk[:, side, h, :], factor", "chunk.qk[:, side, h, :]", "groups"),
+    Bug("a ragged chunk has fewer rows than its levels", f"{FORWARD}:take_table",
+        'call["constants"]["rows"] if call["channels"] else pad_to_rows(tokens)', "pad_to_rows(tokens)",
+        "groups"),
+    Bug("-dV without beta", f"{GRADIENTS}:differentiate_writes",
+        "chunk.minus_strength, chunk.share", "chunk.share, chunk.share", "groups"),
+    Bug("dg counts a token's own write", f"{GRADIENTS}:begin_gradients",
+        'table["strict_upper"]', 'table["upper"]', "groups"),
+    Bug("the decay of dg's carried part is left out", f"{GRADIENTS}:begin_gradients",
+        "multiply(carried_sb, carried_sb, chunk.carry)", "pass", "groups"),
+    Bug("dg of a level goes where its sums came from", f"{GRADIENTS}:differentiate_levels",
+        'levels["sums_t"]', 'levels["sums"]', "groups"),
+    Bug("what a left half reads counts for q", f"{GRADIENTS}:compute_factors",
+        ', levels["right"][:, level : level + 1])', ")", "groups"),
+    Bug("x and y are not decayed", f"{GRADIENTS}:weigh_sums",
+        "multiply_on_gpsimd(x_sb, raw_sb, factors)", "copy_scaled(x_sb, raw_sb)", "groups"),
+    Bug("erasures are those of the level's reads", f"{GRADIENTS}:multiply_level",
+        "H_sb[:, level, lane, :]", "G_sb[:, level, lane, :]", "groups"),
+    Bug("pairs count for the token that reads alone", f"{GRADIENTS}:mask_pair_gradients",
+        "add_selected(both_ps[:, lane, :], identity, half_sb[:, lane, :])", "pass", "groups"),
+    Bug("gradients of later pairs are kept", f"{GRADIENTS}:round_pair_gradients",
+        "keep_triangle(x_sb, 1, 1)", "pass", "groups"),
+    Bug("dq and dk lack what a token wrote itself", f"{GRADIENTS}:begin_gradients",
+        "add_to_keys(chunk, own_sb, 0)", "pass", "groups"),
+    Bug("dk of a group is one head's", f"{GRADIENTS}:store_key_gradients",
+        "[1, K], [K, group]", "[1, K], [0, group]", "groups"),
+    Bug("the norms' gradients are added", f"{GRADIENTS}:sum_along_keys",
+        "chunk.keys.shape), -1.0)", "chunk.keys.shape), 1.0)", "groups"),
+    Bug("a decoded line decays as the first of its partition", f"{STEP}:decay_lines",
+        "decay_sb[:, j : j + 1]", "decay_sb[:, 0:1]", "decoding"),
+    Bug("a decoded token decays twice", f"{STEP}:load_vectors",
+        "scale=1.0 if g.shape[1] == 1 else 0.0", "scale=1.0", "decoding"),
+    Bug("decoded heads of a later tile have the first one's decays", f"{STEP}:decay_lines",
+        "first += S_sb.shape[0]", "first += 0", "decoding"),
+)  # fmt: skip
 CHECKS = {
     "groups": lambda: judged(rule.verdicts(GROUPS, torch.float32, NAME)),
     "fading": lambda: errors_of_a_fading_state() <= 1.0,
