@@ -79,7 +79,9 @@ def test_a_launch_that_the_device_refuses_is_named(stopped_clock, monkeypatch, c
     assert tune.main(["carry"]) == 2
     output, err = capsys.readouterr()
     assert "carry starts from a state" in err
-    refusal = "upright=False, gluon=False): RuntimeError: out of resource: shared memory\n"
+    refusal = (
+        "stages=2, rows=0, registers=None, upright=False): RuntimeError: out of resource: shared memory\n"
+    )
     assert refusal in output
     if not torch.cuda.is_available():
         assert "in the interpreter: these times say nothing about a GPU" in output

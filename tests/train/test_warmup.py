@@ -90,7 +90,7 @@ class TestGraphs:
     @pytest.mark.parametrize(
         ("arguments", "complaint"),
         [
-            (["--list", "--processes=3"], "batch.sequences=4 is no multiple of 3"),
+            (["--list", "--processes=3"], "batch.sequences=4 cannot be shared by 3"),
             (["batch.sequence=3"], "batch.sequence"),
         ],
     )

@@ -132,5 +132,5 @@ def test_a_run_multiplies_in_bfloat16_where_the_cpu_does_so_faster(monkeypatch, 
 
 
 def test_bf16_products_are_refused_on_a_gpu(calls):
-    with pytest.raises(ConfigError, match="bf16_products is for CPUs; on cuda:0 give prec"):
+    with pytest.raises(ConfigError, match="bf16_products is for CPUs, and this run is on cuda:0; give prec"):
         setup.set_up_process(apply(recipe("tiny"), {"device": "cuda", "precision": "bf16_products"}))

@@ -352,10 +352,10 @@ class TestDivides:
     @pytest.mark.parametrize(
         ("world", "changes", "complaint"),
         [
-            (3, {}, "batch.sequences=4 is no multiple of 3"),
+            (3, {}, "batch.sequences=4 cannot be shared by 3"),
             (2, {"batch.micro": "4"}, None),
             (2, {"batch.sequences": "12", "batch.micro": "4"}, "batch.micro=4 does not divide the 6"),
-            (2, {"log.probes": "true"}, "is for one process, and this run has 2"),
+            (2, {"log.probes": "true"}, "looks into the model of one process, and this run has 2"),
             (2, {"distribution.tensor": "4"}, "start a multiple of 4"),
             (4, {"distribution.tensor": "4"}, "does not divide model.heads=2"),
             (2, {"distribution.context": "2", "batch.length": "33"}, "does not divide batch.length=33"),
