@@ -93,18 +93,22 @@ def gated_delta_rule(
         use_gate_in_kernel          g <- -exp(A_log) softplus(g + dt_bias); A_log, dt_bias [HV], any float,
                                     dt_bias may be None
         use_beta_sigmoid_in_kernel  beta <- sigmoid(beta), with allow_neg_eigval 2 sigmoid(beta)
-    return_states_at replaces the final state by those after these numbers of tokens of each row, rising,
-    from 1 to T: [B, P, HV, K, V], of packed sequences those of the one that the token belongs to.
 
-    Names and positions are those of flash-linear-attention 0.6.0; cu_seqlens_cpu, chunk_indices, chunk_size
-    change nothing, a cp_context is refused. backend names one ("chunked", "triton", ...); None takes the
-    default (`default_backend`), else the device's. Raises BackendRefusal, with every reason, and never
-    substitutes; TypeError and ValueError for arguments that do not fit.
+    return_states_at replaces the final state by the states after these numbers of tokens of each row,
+    rising, from 1 to T: [B, P, HV, K, V]. Of packed sequences each is the state of the sequence that the
+    token belongs to.
+
+    Names and positions are those of flash-linear-attention 0.6.0. cu_seqlens_cpu, chunk_indices and
+    chunk_size change nothing here; a cp_context is refused. backend names one ("chunked", "triton", ...);
+    None takes the default backend (`default_backend`), else the one for the tensors' device. Raises
+    BackendRefusal, with every reason, and never substitutes; TypeError and ValueError for arguments that do
+    not fit.
 
         >>> import torch
         >>> from delta_trn import gated_delta_rule
-        >>> x, beta = torch.ones(1, 2, 1, 1), torch.ones(1, 2, 1)       # two tokens, one head of size 1
-        >>> o, state = gated_delta_rule(x, x, 2 * x, (beta / 2).log(), beta, output_final_state=True)
+        >>> x = torch.ones(1, 2, 1, 1)                          # two tokens, one head of size 1
+        >>> g, beta = torch.full((1, 2, 1), 0.5).log(), torch.ones(1, 2, 1)
+        >>> o, state = gated_delta_rule(x, x, 2 * x, g, beta, output_final_state=True)
         >>> o.flatten().tolist(), state.item()
         ([2.0, 2.0], 2.0)
     """
@@ -115,10 +119,16 @@ def gated_delta_rule(
     )
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     name, save = OPERATOR.choose(tensors, sizes(q, v), backend, *(() if cu_seqlens is None else ("packed",)))
-    options = {"l2norm": use_qk_l2norm_in_kernel, "output_final_state": output_final_state}
-    call = Rule(*tensors, bounds_of(cu_seqlens), scale_of(q, scale), beta_max, **options)
-    at = checks.positions(return_states_at, q.shape[1], output_final_state)
-    return run(OPERATOR, call, at, save, name, state_v_first)
+    call = Rule(
+        *tensors,
+        bounds_of(cu_seqlens),
+        scale=scale_of(q, scale),
+        beta_max=beta_max,
+        l2norm=use_qk_l2norm_in_kernel,
+        output_final_state=output_final_state,
+    )
+    positions = checks.positions(return_states_at, q.shape[1], output_final_state)
+    return run(OPERATOR, call, positions, save, name, state_v_first)
 
 
 def gated_delta_rule_step(

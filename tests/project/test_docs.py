@@ -215,10 +215,6 @@ def test_the_readme_says_how_to_reach_the_command_before_it_calls_it():
     )
 
 
-def test_the_readme_takes_five_minutes():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
 def test_the_speeds_are_those_of_the_files():
     page = (ROOT / "docs" / "operation.md").read_text()
     rows = figures.read()
