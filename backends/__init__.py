@@ -18,7 +18,12 @@ from delta_trn.backends.gated_delta_layer import find_layer_backend, gated_delta
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from delta_trn.backends.gated_delta_rule.contract import log_decay, write_strength
 from delta_trn.backends.kimi_delta_attention import kimi_delta_attention, kimi_delta_attention_step
-from delta_trn.backends.layers import add_rms_norm, gated_rms_norm, linear_cross_entropy, short_convolution
+from delta_trn.backends.layers import (
+    add_rms_norm,
+    gated_rms_norm,
+    linear_cross_entropy,
+    short_convolution,
+)
 from delta_trn.backends.machine import platforms
 
 __all__ = [

@@ -16,7 +16,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a row per operation; with --all also one per operation and backend, with reasons."""
     parser = argparse.ArgumentParser(prog="delta-trn backends", description=__doc__)
     parser.add_argument(
-        "--all", action="store_true", help="every backend of every operation, and why one does not run"
+        "--all",
+        action="store_true",
+        help="every backend of every operation, and why one does not run",
     )
     options = parser.parse_args(arguments)
     devices = machine.platforms()
@@ -27,12 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = Table("operation", *devices, "others, by name")
     for op in dict.fromkeys(row.op for row in rows):
         mine = [row for row in rows if row.op == op]
-        default = [next((row.backend for row in mine if d in row.automatic), "none") for d in devices]
+        default = [
+            next((row.backend for row in mine if d in row.automatic), "none") for d in devices
+        ]
         others = [row.backend for row in mine if row.named and row.backend not in default]
         chosen.add_row(op, *default, ", ".join(others) or "-")
     console.print(chosen)
     if not options.all:
-        console.print("`delta-trn backends --all` says why the others do not run here", highlight=False)
+        console.print(
+            "`delta-trn backends --all` says why the others do not run here", highlight=False
+        )
         return 0
     table = Table("operation", "backend", "default for", "by name on", "why not, or not elsewhere")
     for row in rows:

@@ -97,18 +97,24 @@ def require_one_device(x: Tensor, of: str, tensors: Mapping[str, Tensor | None])
             )
 
 
-def require_dtypes(x: Tensor, of: str, same: Mapping[str, Tensor], gates: Mapping[str, Tensor]) -> None:
+def require_dtypes(
+    x: Tensor, of: str, same: Mapping[str, Tensor], gates: Mapping[str, Tensor]
+) -> None:
     """Raises TypeError unless `same` have the floating dtype of x, and `gates` that dtype or float32."""
     if not x.is_floating_point():
         raise TypeError(f"{of} is {x.dtype}; pass floating point tensors")
     for name, y in same.items():
         if y.dtype != x.dtype:
-            raise TypeError(f"{name} is {y.dtype}, {of} is {x.dtype}; cast {of}, k and v to one dtype")
+            raise TypeError(
+                f"{name} is {y.dtype}, {of} is {x.dtype}; cast {of}, k and v to one dtype"
+            )
     for name, y in gates.items():
         if y.dtype != x.dtype and (y.dtype != float32 or x.dtype == float64):
             wanted = dtype_name(x.dtype)
             wanted = wanted if x.dtype in (float32, float64) else f"float32 or {wanted}"
-            raise TypeError(f"{name} is {y.dtype} beside {x.dtype} {of}; it must be {wanted}: cast it")
+            raise TypeError(
+                f"{name} is {y.dtype} beside {x.dtype} {of}; it must be {wanted}: cast it"
+            )
 
 
 def require_finite(tensors: Mapping[str, Tensor | None]) -> None:

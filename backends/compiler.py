@@ -32,7 +32,9 @@ from delta_trn.backends.machine import cpu_flags
 
 SWITCH = "DELTA_TRN_CPU_KERNEL"
 SECONDS = 120
-FLAGS = "-std=c++17 -O3 -march=native -fwrapv -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
+FLAGS = (
+    "-std=c++17 -O3 -march=native -fwrapv -fno-math-errno -fno-trapping-math -fopenmp -fPIC -shared"
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ def load(source: Path, headers: Sequence[Path] = ()) -> Library:
         return Library(ctypes.CDLL(str(path)), f"a C++ kernel, compiled by {version}")
     except (NotCompiled, OSError, subprocess.SubprocessError, Timeout) as failure:
         reason = " ".join(str(failure).split())
-        return Library(None, f"PyTorch, since the C++ kernel could not be compiled or loaded: {reason}")
+        return Library(
+            None, f"PyTorch, since the C++ kernel could not be compiled or loaded: {reason}"
+        )
 
 
 def build(source: Path, headers: Sequence[Path] = (), flags: str | None = None) -> tuple[Path, str]:
@@ -83,9 +87,15 @@ def _compiler() -> tuple[str, str]:
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
     command = next((name for name in names if shutil.which(shlex.split(name)[0])), None)
     if command is None:
-        raise NotCompiled(f"there is no {' and no '.join(names)}; install a C++ compiler, or name one in CXX")
+        raise NotCompiled(
+            f"there is no {' and no '.join(names)}; install a C++ compiler, or name one in CXX"
+        )
     answer = subprocess.run(
-        [*shlex.split(command), "--version"], capture_output=True, text=True, check=True, timeout=SECONDS
+        [*shlex.split(command), "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=SECONDS,
     )
     return command, answer.stdout.partition("\n")[0]
 
@@ -104,8 +114,13 @@ def _folder() -> Path:
 
 
 def _key(files: Sequence[Path], words: Sequence[str]) -> str:
-    parts = [*(file.read_bytes() for file in files), *map(str.encode, [*words, *sorted(cpu_flags())])]
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+    parts = [
+        *(file.read_bytes() for file in files),
+        *map(str.encode, [*words, *sorted(cpu_flags())]),
+    ]
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[
+        :16
+    ]
 
 
 def _compile_once(command: str, source: Path, path: Path, flags: str) -> None:

@@ -45,7 +45,9 @@ class Call:
 
     def __str__(self) -> str:
         sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items())
-        options = "".join(f", {word}" for word in (*self.options, *["gradients on"] * self.gradients))
+        options = "".join(
+            f", {word}" for word in (*self.options, *["gradients on"] * self.gradients)
+        )
         return f"{self.op} for {sizes} {dtype_name(self.dtype)} on {self.device}{options}"
 
 
@@ -90,7 +92,9 @@ class Backend:
             return [f"does not implement {call.op}"]
         reasons = []
         if row.devices is not None and call.device not in row.devices:
-            reasons.append(f"runs on {', '.join(sorted(row.devices))}; tensors are on {call.device}")
+            reasons.append(
+                f"runs on {', '.join(sorted(row.devices))}; tensors are on {call.device}"
+            )
         if call.dtype not in row.dtypes:
             known = ", ".join(sorted(map(dtype_name, row.dtypes)))
             reasons.append(f"computes {known}; tensors are {dtype_name(call.dtype)}")
@@ -189,7 +193,9 @@ def _candidates(call: Call, name: str | None, default: Selection) -> list[Backen
     if default.name is not None:
         return [_find(default.name), *allowed]
     rows = ((backend, backend.rows.get(call.op)) for backend in BACKENDS.values())
-    automatic = [backend for backend, row in rows if row is not None and row.is_automatic_on(call.device)]
+    automatic = [
+        backend for backend, row in rows if row is not None and row.is_automatic_on(call.device)
+    ]
     return [*automatic, *allowed]
 
 
@@ -247,7 +253,9 @@ def adapter(name: str, op: str = "gated_delta_rule") -> ModuleType:
     return import_module(_find(name).rows[op].adapter)
 
 
-def describe_choice(name: str, dtype: torch.dtype, device: str, op: str = "gated_delta_rule") -> str:
+def describe_choice(
+    name: str, dtype: torch.dtype, device: str, op: str = "gated_delta_rule"
+) -> str:
     """Returns a backend's name; behind it how it computes such calls here, where it has a slower way."""
     note = getattr(adapter(name, op), "note", None)
     return name if note is None else f"{name} ({note(dtype, device)})"
@@ -255,7 +263,9 @@ def describe_choice(name: str, dtype: torch.dtype, device: str, op: str = "gated
 
 def _find(name: str) -> Backend:
     if name not in BACKENDS:
-        raise BackendRefusal(f"no backend is named {name!r}; registered: {', '.join(BACKENDS) or 'none'}")
+        raise BackendRefusal(
+            f"no backend is named {name!r}; registered: {', '.join(BACKENDS) or 'none'}"
+        )
     return BACKENDS[name]
 
 
@@ -289,7 +299,9 @@ def describe(devices: Iterable[str]) -> list[Availability]:
                 every.append(Availability(op, backend.name, (), (), (f"does not implement {op}",)))
                 continue
             probe = Call(op, "", min(row.dtypes, key=str))
-            refused = {device: backend.refusals(replace(probe, device=device)) for device in devices}
+            refused = {
+                device: backend.refusals(replace(probe, device=device)) for device in devices
+            }
             here = tuple(device for device, reasons in refused.items() if not reasons)
             automatic = tuple(device for device in here if row.is_automatic_on(device))
             absent = sorted((row.automatic or frozenset()) - set(refused))
@@ -387,7 +399,11 @@ def triton_missing(device: str) -> str | None:
     """Returns why Triton's kernels cannot run on `device` here; None if they can."""
     if find_spec("triton") is None:
         return "needs the triton package: pip install triton"
-    if device == "cpu" and device not in TRITON_DEVICES and os.environ.get("TRITON_INTERPRET") != "1":
+    if (
+        device == "cpu"
+        and device not in TRITON_DEVICES
+        and os.environ.get("TRITON_INTERPRET") != "1"
+    ):
         return "runs on CPU tensors only in Triton's interpreter: set TRITON_INTERPRET=1 before Python starts"
     return None
 
@@ -470,4 +486,8 @@ EMULATED = {"triton": CPU, "nki-simulator": CPU}
 
 OPERATIONS += dict.fromkeys(op for rows in TABLE.values() for op in rows)
 for _name, _rows in TABLE.items():
-    register(Backend(_name, _rows, MISSING.get(_name, lambda device: None), EMULATED.get(_name, frozenset())))
+    register(
+        Backend(
+            _name, _rows, MISSING.get(_name, lambda device: None), EMULATED.get(_name, frozenset())
+        )
+    )

@@ -26,7 +26,9 @@ def _at_most(**sizes: tuple[int, str]) -> Callable[[Call], Iterator[str]]:
 _BANK = "2 K or V float32 columns must fit one bank of 2 KiB of trn1's PSUM"
 rule_triton = _at_most(K=(MOST_K, ""))
 rule_nki = _at_most(K=(MOST_K, _BANK), V=(NKI_MOST_V, _BANK))
-channels_nki = _at_most(K=(128, "a partition holds the decays of one channel"), V=(NKI_MOST_V, _BANK))
+channels_nki = _at_most(
+    K=(128, "a partition holds the decays of one channel"), V=(NKI_MOST_V, _BANK)
+)
 residual_nki = _at_most(D=(12288, "the keys of 128 tokens stay on chip whole"))
 triton_convolution = _at_most(W=(8, ""))
 triton_norm = _at_most(N=(8192, "a program holds whole rows in registers, or spills"))

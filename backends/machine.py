@@ -59,10 +59,14 @@ def pick(name: str | None = None) -> torch.device:
         if processes().world > 1 and os.environ.get("PJRT_DEVICE") == "CPU":
             # torch_xla 2.9 gives its CPU client no other addresses: each process is alone in its world, and
             # all_reduce returns its input without an error
-            raise ValueError("XLA's CPU device knows no other processes (torch_xla 2.9): leave out torchrun")
+            raise ValueError(
+                "XLA's CPU device knows no other processes (torch_xla 2.9): leave out torchrun"
+            )
         return _xla().device()
     if wanted.type == "neuron" and processes().world > 1:
-        raise ValueError("several processes on TorchNeuron are not supported yet: leave out torchrun")
+        raise ValueError(
+            "several processes on TorchNeuron are not supported yet: leave out torchrun"
+        )
     if wanted.type == "cuda" and wanted.index is None:
         wanted = torch.device("cuda", processes().local_rank % torch.cuda.device_count())
     if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
@@ -127,7 +131,9 @@ def send_ahead(
     """
     loader = import_module("torch_xla.distributed.parallel_loader")
     return iter(
-        loader.MpDeviceLoader(batches, device, loader_prefetch_size=ahead, device_prefetch_size=ahead)
+        loader.MpDeviceLoader(
+            batches, device, loader_prefetch_size=ahead, device_prefetch_size=ahead
+        )
     )
 
 
@@ -222,7 +228,10 @@ def keep_freed_memory() -> None:
     """
     if platform.libc_ver()[0] == "glibc":
         library = ctypes.CDLL(None)
-        for option, size in ((-3, 2**25), (-1, 2**30)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
+        for option, size in (
+            (-3, 2**25),
+            (-1, 2**30),
+        ):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
             library.mallopt(option, size)
 
 
@@ -301,7 +310,9 @@ def facts(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "triton", "transformers", "numpy")},
         "commit": commit,
-        "dirty": None if commit is None else bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "dirty": None
+        if commit is None
+        else bool(_git("status", "--porcelain", "--untracked-files=no")),
     }
 
 
@@ -316,7 +327,9 @@ def _version(package: str) -> str | None:
 @cache
 def _git(*command: str) -> str | None:
     try:
-        completed = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True)
+        completed = subprocess.run(
+            ["git", *command], cwd=ROOT, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return completed.stdout.strip()

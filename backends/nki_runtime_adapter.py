@@ -93,7 +93,9 @@ def count_instructions(work: Callable[[], object]) -> int:
     Raises BackendRefusal where AWS's nki is installed, whose simulator counts nothing.
     """
     if RUNTIME != "simulator":
-        raise BackendRefusal("AWS's nki is installed here, and its simulator counts no instructions")
+        raise BackendRefusal(
+            "AWS's nki is installed here, and its simulator counts no instructions"
+        )
     _counts.append([])
     try:
         work()
@@ -181,7 +183,9 @@ def make_launcher(kernel: Any, names: str) -> Callable[..., list[Tensor]]:
         return call(kernel, args)
 
     kind = Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [Parameter(name, kind, annotation=types.get(name, Tensor)) for name in names.split()]
+    parameters = [
+        Parameter(name, kind, annotation=types.get(name, Tensor)) for name in names.split()
+    ]
     launcher.__signature__ = Signature(parameters, return_annotation=list[Tensor])  # pyright: ignore
     launcher.__name__ = launcher.__qualname__ = kernel.__name__
     return launcher

@@ -94,7 +94,13 @@ class Operator:
         rounds: bool = False,
         writes: str = "",
     ) -> None:
-        self.name, self.call, self.fakes, self.values, self.prefix = name, call, fakes, values, prefix
+        self.name, self.call, self.fakes, self.values, self.prefix = (
+            name,
+            call,
+            fakes,
+            values,
+            prefix,
+        )
         self.empty = self._zeros if empty is None else empty
         self.writes = writes
         self.products = contextlib.nullcontext if rounds else machine.exact_products
@@ -173,7 +179,9 @@ class Operator:
     def _zeros(self, call: Any) -> list[Tensor | None]:
         return [None if y is None else torch.zeros_like(y) for y in self.fakes(call)]
 
-    def compute(self, call: Any, save: bool, backend: str) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
+    def compute(
+        self, call: Any, save: bool, backend: str
+    ) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
         """Returns the outputs and what the adapter saves for backward."""
         self.values(call)  # in check mode
         function = getattr(adapter(backend, self.name), self.forward_name)
@@ -214,7 +222,9 @@ class Operator:
         if self.reads_tensors:
             return [*tensors, *saved]
         read = [y for word, y in zip(self.outputs, outputs, strict=True) if word in self.reads]
-        kept = [x if word in self.reads else None for word, x in zip(self.tensors, tensors, strict=True)]
+        kept = [
+            x if word in self.reads else None for word, x in zip(self.tensors, tensors, strict=True)
+        ]
         return [*kept, *read, *saved]
 
     def spread(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -244,7 +254,9 @@ class Operator:
         self.forward.register_autograd(self._differentiate, setup_context=self._keep)
         arguments = [f"Tensor? d{word}" for word in self.outputs]
         arguments += [f"Tensor? {word}" for word in self.tensors]
-        arguments += [f"{type_} {word}" for word, type_ in types.items() if word not in self.tensors]
+        arguments += [
+            f"{type_} {word}" for word, type_ in types.items() if word not in self.tensors
+        ]
         self.backward = torch.library.custom_op(
             f"{LIBRARY}::{self.name}_backward",
             self._backward,
@@ -271,7 +283,11 @@ class Operator:
         outputs = tuple(_present(y, flat[0]) for y in self.fakes(call))
         if not self.gradients:
             return outputs
-        shapes = getattr(adapter(backend, self.name), f"{self.prefix}saved_shapes", None) if save else None
+        shapes = (
+            getattr(adapter(backend, self.name), f"{self.prefix}saved_shapes", None)
+            if save
+            else None
+        )
         saved = [] if shapes is None else shapes(call)
         return *outputs, [flat[0].new_empty(shape, dtype=dtype) for shape, dtype in saved]
 
@@ -287,7 +303,9 @@ class Operator:
         absent = next(x for x in douts if x is not None)
         return tuple(_present(x, absent) for x in self.gradient_fakes(call, saved))
 
-    def _parts(self, arguments: Sequence[Any]) -> tuple[Sequence[Tensor | None], Any, list[Tensor], str]:
+    def _parts(
+        self, arguments: Sequence[Any]
+    ) -> tuple[Sequence[Tensor | None], Any, list[Tensor], str]:
         """Returns douts, call, saved and backend."""
         *rest, saved, backend = arguments
         n = len(self.outputs)
@@ -314,11 +332,14 @@ class Operator:
                 f"call backends.{self.name}, which saves whenever an input requires grad"
             )
         kept, n = ctx.saved_tensors, len(self.tensors)
-        douts = tuple(None if missing else dy for dy, missing in zip(douts[:-1], ctx.missing, strict=True))
+        douts = tuple(
+            None if missing else dy for dy, missing in zip(douts[:-1], ctx.missing, strict=True)
+        )
         gradients = self.backward(*douts, *kept[:n], *ctx.options, list(kept[n:]), ctx.backend)
         gradients = [gradients] if isinstance(gradients, Tensor) else gradients
         present = [
-            None if absent else x for x, absent in zip(self.spread(gradients), ctx.absent, strict=True)
+            None if absent else x
+            for x, absent in zip(self.spread(gradients), ctx.absent, strict=True)
         ]
         return *present, *[None] * (len(ctx.options) + 2)
 
@@ -326,7 +347,12 @@ class Operator:
 def _autograd_again() -> contextlib.AbstractContextManager[None]:
     """Lets an adapter's backward use autograd, which dispatch leaves out inside a custom operator."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+    for key in (
+        "AutogradFunctionality",
+        "AutogradOther",
+        "AutogradNestedTensor",
+        "ADInplaceOrView",
+    ):
         excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
@@ -338,7 +364,9 @@ def _present(x: Tensor | None, like: Tensor) -> Tensor:
 
 class _Eager(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, operator: Operator, backend: str, *flat: Any) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, operator: Operator, backend: str, *flat: Any
+    ) -> tuple[Tensor | None, ...]:
         outputs, saved = operator.compute(operator.call(*flat), True, backend)
         ctx.operator, ctx.backend, ctx.options = operator, backend, flat[len(operator.tensors) :]
         # autograd may run backward in a thread of its own, where no context variable is set
@@ -355,5 +383,7 @@ class _Eager(torch.autograd.Function):
         kept = ctx.saved_tensors  # read once: under checkpointing the first look recomputes them
         n = len(operator.tensors)
         call = operator.call(*kept[:n], *ctx.options)
-        gradients = ctx.context.run(operator.differentiate, douts, call, list(kept[n:]), ctx.backend)
+        gradients = ctx.context.run(
+            operator.differentiate, douts, call, list(kept[n:]), ctx.backend
+        )
         return None, None, *operator.spread(gradients), *[None] * len(ctx.options)

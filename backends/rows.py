@@ -72,7 +72,9 @@ def empty_like_parts(parts: Sequence[Tensor]) -> list[Tensor]:
 def _is_dense(x: Tensor, leading: int) -> bool:
     """Returns whether the elements behind the leading dimensions lie together and in order."""
     expected = 1
-    for size, stride in zip(reversed(x.shape[leading:]), reversed(x.stride()[leading:]), strict=True):
+    for size, stride in zip(
+        reversed(x.shape[leading:]), reversed(x.stride()[leading:]), strict=True
+    ):
         if size > 1 and stride != expected:
             return False
         expected *= size

@@ -32,9 +32,22 @@ _BACKENDS = (
     *("gated_delta_rule", "gated_delta_rule_step", "delta_residual", "default_backend", "checking"),
     *("describe", "BackendRefusal", "kimi_delta_attention", "kimi_delta_attention_step"),
 )
-_MODELS = ("DeltaConfig", "DeltaForCausalLM", "DeltaModel", "DeltaForSequenceClassification", "DeltaCache")
+_MODELS = (
+    "DeltaConfig",
+    "DeltaForCausalLM",
+    "DeltaModel",
+    "DeltaForSequenceClassification",
+    "DeltaCache",
+)
 _ECOSYSTEM = (
-    *("patch_transformers", "check_packing", "check_weights", "separate_numbers", "load_model", "save_model"),
+    *(
+        "patch_transformers",
+        "check_packing",
+        "check_weights",
+        "separate_numbers",
+        "load_model",
+        "save_model",
+    ),
     "complete_weights",
 )
 _HOMES = (

@@ -8,7 +8,11 @@ from delta_trn.train.__main__ import main as run_command
 
 # Commands of the packages below training, each with its module.
 TOOLS = {
-    "backends": ("", "which backend runs which operation here, and why not", "delta_trn.backends.__main__"),
+    "backends": (
+        "",
+        "which backend runs which operation here, and why not",
+        "delta_trn.backends.__main__",
+    ),
     "parity": (
         "[--backend NAME]",
         "the error of every backend against a float64 judge",

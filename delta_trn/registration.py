@@ -22,14 +22,26 @@ def register() -> None:
         if not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Waiting())
         return
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+    )
 
-    from delta_trn.models import DeltaConfig, DeltaForCausalLM, DeltaForSequenceClassification, DeltaModel
+    from delta_trn.models import (
+        DeltaConfig,
+        DeltaForCausalLM,
+        DeltaForSequenceClassification,
+        DeltaModel,
+    )
 
     AutoConfig.register(DeltaConfig.model_type, DeltaConfig, exist_ok=True)
     AutoModel.register(DeltaConfig, DeltaModel, exist_ok=True)
     AutoModelForCausalLM.register(DeltaConfig, DeltaForCausalLM, exist_ok=True)
-    AutoModelForSequenceClassification.register(DeltaConfig, DeltaForSequenceClassification, exist_ok=True)
+    AutoModelForSequenceClassification.register(
+        DeltaConfig, DeltaForSequenceClassification, exist_ok=True
+    )
 
 
 class _Waiting(MetaPathFinder):
@@ -38,11 +50,15 @@ class _Waiting(MetaPathFinder):
     def __init__(self) -> None:
         self.depth = 0  # how many of these modules are half loaded
 
-    def find_spec(self, fullname: str, path=None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path=None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if not fullname.startswith(("transformers", "delta_trn.models")):
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((s for finder in others if (s := finder.find_spec(fullname, path, target))), None)
+        spec = next(
+            (s for finder in others if (s := finder.find_spec(fullname, path, target))), None
+        )
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
         return spec

@@ -31,5 +31,7 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     """Loads a public name from the module that defines it (PEP 562)."""
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public: {', '.join(_HOMES)}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; public: {', '.join(_HOMES)}"
+        )
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

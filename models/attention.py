@@ -42,7 +42,8 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(self.D, config.rms_norm_eps) for _ in range(2))
         self.q_proj, self.k_proj, self.v_proj = (Linear(d, H * self.D, heads=H) for _ in range(3))
         self.activations = tuple(
-            ACTIVATIONS[name] for name in (config.q_activation, config.k_activation, config.v_activation)
+            ACTIVATIONS[name]
+            for name in (config.q_activation, config.k_activation, config.v_activation)
         )
         if config.use_k_shift:
             self.k_shift = Shift(d, H, "last_key")
@@ -52,7 +53,9 @@ class Attention(nn.Module):
             self.o_norm = RMSNorm(self.D, config.rms_norm_eps)
         if config.use_output_gate:
             self.g_proj = Linear(d, H * self.D, heads=H)
-        self.o_proj = Linear(H * self.D, d, scale=config.mixer_output_scale, heads=H, of_columns=True)
+        self.o_proj = Linear(
+            H * self.D, d, scale=config.mixer_output_scale, heads=H, of_columns=True
+        )
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d] to [B, T, d]."""
@@ -90,7 +93,9 @@ class Attention(nn.Module):
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotates each pair (x_i, x_{i + rotated/2}) by its angle; channels from `rotated` on stay."""
-        a, b, rest = consecutive_parts(x, (self.rotated // 2, self.rotated // 2, self.D - self.rotated))
+        a, b, rest = consecutive_parts(
+            x, (self.rotated // 2, self.rotated // 2, self.D - self.rotated)
+        )
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
 
 
@@ -101,12 +106,16 @@ class Shift(nn.Module):
         super().__init__()
         self.proj, self.slot = Linear(width, heads, Role.GATE), slot
 
-    def forward(self, x: Tensor, u: Tensor, sequences: Sequences, cache: LayerCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, u: Tensor, sequences: Sequences, cache: LayerCache | None
+    ) -> Tensor:
         """Maps x [B, T, H D] and the layer's input u [B, T, d] to y; the cache's slot is replaced."""
         if sequences.real is not None:
             x = x * sequences.real
         last = None if cache is None else getattr(cache, self.slot)
-        joined = sequences.conv_input(x, x.new_zeros(x.shape[0], 1, x.shape[2]) if last is None else last)
+        joined = sequences.conv_input(
+            x, x.new_zeros(x.shape[0], 1, x.shape[2]) if last is None else last
+        )
         if cache is not None:
             setattr(cache, self.slot, joined[:, -1:].clone())
         before = joined[:, :-1]

@@ -45,10 +45,14 @@ class Block(GradientCheckpointingLayer):
         d, norm = config.hidden_size, NORMS[config.norm]
         self.read = make_read(config)
         self.mixer_norm = norm(d, config.rms_norm_eps)
-        self.mixer = (Attention if index in config.attention_layers else MIXERS[config.mixer])(config)
+        self.mixer = (Attention if index in config.attention_layers else MIXERS[config.mixer])(
+            config
+        )
         self.mixer_write = make_write(config)
         self.mlp_norm = norm(d, config.rms_norm_eps)
-        self.mlp = MLPS[config.mlp](d, config.intermediate_size, config.mlp_output_scale, config.inner_ratio)
+        self.mlp = MLPS[config.mlp](
+            d, config.intermediate_size, config.mlp_output_scale, config.inner_ratio
+        )
         self.mlp_write = make_write(config)
         self.mixer_dropout = Dropout(config.dropout, 2 * index + 1)
         self.mlp_dropout = Dropout(config.dropout, 2 * index + 2)
@@ -72,7 +76,9 @@ class Block(GradientCheckpointingLayer):
 
     def takes_rows(self) -> bool:
         """Says whether this maps rows [B T, d], too, and nobody looks: on XLA each shape of x is recorded."""
-        watched = any(m._forward_hooks or m._forward_pre_hooks for m in (self, self.mixer, self.mlp))
+        watched = any(
+            m._forward_hooks or m._forward_pre_hooks for m in (self, self.mixer, self.mlp)
+        )
         return self.sums and isinstance(self.mixer, GatedDeltaNet) and not watched
 
     def _scale(self, y: Tensor) -> Tensor:
@@ -91,7 +97,9 @@ class DeltaPreTrainedModel(PreTrainedModel):
     # In bfloat16 they would not move: one step of that dtype is 0.4% of a value, and their updates are less.
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # noqa: RUF012
     _is_stateful = True  # a state cannot be rolled back, so there is no assisted decoding
-    is_part = False  # whether this is a part of a model that draws the initial values of all its parts
+    is_part = (
+        False  # whether this is a part of a model that draws the initial values of all its parts
+    )
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -141,7 +149,9 @@ class DeltaModel(DeltaPreTrainedModel):
     def __init__(self, config: DeltaConfig, *, is_part: bool = False) -> None:
         super().__init__(config)
         d, self.is_part = config.hidden_size, is_part
-        self.embed = Embedding(config.vocab_size, d, Tag(Role.EMBEDDING, scale=config.embedding_init))
+        self.embed = Embedding(
+            config.vocab_size, d, Tag(Role.EMBEDDING, scale=config.embedding_init)
+        )
         self.positions = None
         if config.positions == "learned":
             self.positions = Embedding(config.max_position_embeddings, d, Tag(Role.VECTOR))
@@ -175,14 +185,22 @@ class DeltaModel(DeltaPreTrainedModel):
         stated = packed_bounds(others, attention_mask, len(x))
         past = take_cache(past_key_values, others)
         if unknown := sorted(set(others) - IGNORED):
-            raise TypeError(f"forward() got unknown arguments: {', '.join(unknown)}; leave them out")
+            raise TypeError(
+                f"forward() got unknown arguments: {', '.join(unknown)}; leave them out"
+            )
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if cu_seqlens is not None and len(x) != 1:
-            raise ValueError(f"cu_seqlens packs sequences into one row, not into B={len(x)}: make it one row")
+            raise ValueError(
+                f"cu_seqlens packs sequences into one row, not into B={len(x)}: make it one row"
+            )
         if cu_seqlens is None and stated is not None:
             cu_seqlens, attention_mask = stated, None  # padding is a sequence of its own there
-        places = None if cu_seqlens is None else places_in_sequences(cu_seqlens, (x.shape[0], x.shape[1]))
+        places = (
+            None
+            if cu_seqlens is None
+            else places_in_sequences(cu_seqlens, (x.shape[0], x.shape[1]))
+        )
         cache = self._cache(x.shape[0], past, use_cache, attention_mask, cu_seqlens)
         streams: list[Tensor] | None = [] if output_hidden_states else None
         hidden = self.hidden(
@@ -230,7 +248,12 @@ class DeltaModel(DeltaPreTrainedModel):
             sequences = Sequences.documents(position_ids, attention=attention)
         else:
             sequences = Sequences.rows(
-                T, x.device, offset=offset, real=real, padded=padding is not None, attention=attention
+                T,
+                x.device,
+                offset=offset,
+                real=real,
+                padded=padding is not None,
+                attention=attention,
             )
         sequences = replace(sequences, noise=noise)
         x = x if padding is None else padding.arrange(x)

@@ -12,7 +12,9 @@ from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 # The field of a model's output that has the cache: transformers renamed it in version 5.24.
-CACHE_NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+CACHE_NAME = (
+    "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+)
 
 
 @dataclass
@@ -131,5 +133,7 @@ def take_cache(past_key_values: Any, options: dict[str, Any]) -> Any:
     caches = [past_key_values, options.pop("cache", None), options.pop("cache_params", None)]
     given = [cache for cache in caches if cache is not None]
     if any(cache is not given[0] for cache in given):
-        raise ValueError("cache and past_key_values are two names of one argument: give one of them")
+        raise ValueError(
+            "cache and past_key_values are two names of one argument: give one of them"
+        )
     return given[0] if given else None

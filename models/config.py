@@ -33,7 +33,11 @@ class DeltaConfig(PretrainedConfig):
     model_type = "delta_trn"
 
     def __init__(self, **arguments: Any) -> None:
-        given = {name: arguments.pop(theirs) for name, theirs in CONFIG_NAMES.items() if theirs in arguments}
+        given = {
+            name: arguments.pop(theirs)
+            for name, theirs in CONFIG_NAMES.items()
+            if theirs in arguments
+        }
         _drop_gone(arguments)
         _refuse_near_misses(arguments)
         if isinstance(given.get("attention_layers"), list):  # as JSON has it
@@ -47,9 +51,13 @@ class DeltaConfig(PretrainedConfig):
         self._require_mixer()
         self._require_attention()
         self._require_residual()
-        tokens = {name: getattr(self, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        tokens = {
+            name: getattr(self, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        }
         self._require_rows(tokens)
-        self.auto_map: dict[str, str] = {}  # TRL reads it of every model whose class is not in transformers
+        self.auto_map: dict[
+            str, str
+        ] = {}  # TRL reads it of every model whose class is not in transformers
         super().__init__(**{**arguments, **tokens, "tie_word_embeddings": self.tie_word_embeddings})
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +126,9 @@ class DeltaConfig(PretrainedConfig):
         H, HV, K = self.num_heads, self.num_v_heads, self.head_dim_k
         if HV % H:
             near = " or ".join(str(n) for n in (HV // H * H, HV // H * H + H) if n)
-            raise ValueError(f"num_v_heads={HV} is not a multiple of num_heads={H}; nearest: {near}")
+            raise ValueError(
+                f"num_v_heads={HV} is not a multiple of num_heads={H}; nearest: {near}"
+            )
         V = K * self.expand_v
         if round(V) < 1 or abs(V - round(V)) > 1e-9 * V:
             near = " or ".join(f"{n / K:.6g}" for n in sorted({max(int(V), 1), int(V) + 1}))
@@ -127,7 +137,10 @@ class DeltaConfig(PretrainedConfig):
             )
 
     def _require_mixer(self) -> None:
-        if self.decay_bound is not None and (self.mixer, self.forgetting) != ("kimi_delta_attention", 1.0):
+        if self.decay_bound is not None and (self.mixer, self.forgetting) != (
+            "kimi_delta_attention",
+            1.0,
+        ):
             raise ValueError(
                 f"decay_bound={self.decay_bound} with mixer={self.mixer!r}, forgetting={self.forgetting}: it "
                 "bounds the decays of mixer='kimi_delta_attention', whose rates start at 1: forgetting=1"
@@ -162,7 +175,9 @@ class DeltaConfig(PretrainedConfig):
                 "leave it out"
             )
         if self.residual == "ddl_lm" and self.hidden_size < 4:
-            raise ValueError(f"hidden_size={self.hidden_size} must be at least 4 for residual='ddl_lm'")
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be at least 4 for residual='ddl_lm'"
+            )
 
     def _require_rows(self, tokens: dict[str, int | list[int] | None]) -> None:
         for name, ids in tokens.items():

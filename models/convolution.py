@@ -28,7 +28,11 @@ class ShortConvolution(nn.Module):
         self.tags = {"weight": tag}
 
     def forward(
-        self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None, slot: str = "convolution"
+        self,
+        x: Tensor,
+        sequences: Sequences,
+        cache: LayerCache | None = None,
+        slot: str = "convolution",
     ) -> Tensor:
         """Maps x [B, T, C] to [B, T, C] in x's dtype, computed in float32.
 
@@ -37,7 +41,9 @@ class ShortConvolution(nn.Module):
         x, prefix = self.take(x, sequences, cache, slot)
         if sequences.is_packed:  # rows of several sequences are one row of more
             one, place = x.reshape(1, -1, x.shape[2]), sequences.position.flatten()
-            return short_convolution(one, self.weight, position=place, activation=self.activation).view_as(x)
+            return short_convolution(
+                one, self.weight, position=place, activation=self.activation
+            ).view_as(x)
         return short_convolution(x, self.weight, prefix=prefix, activation=self.activation)
 
     def take(

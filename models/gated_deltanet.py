@@ -32,7 +32,9 @@ CLOSED = -1e4
 # What the decay's projection is set to at a sequence's first token: exp(g) is 0 for any A_log from -40 to 40,
 # which erases the state.
 FORGET = 1e20
-Projected = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k and v side by side, the output's gate, a, b
+Projected = tuple[
+    Tensor, Tensor, Tensor, Tensor
+]  # q, k and v side by side, the output's gate, a, b
 
 
 class GatedDeltaNet(Float32Numbers):
@@ -78,14 +80,19 @@ class GatedDeltaNet(Float32Numbers):
         rates = partial(decay_rates, factor=config.forgetting)
         self.tags = {
             "A_log": Tag(Role.SCALAR, law=rates, stored=True),
-            "dt_bias": Tag(Role.SCALAR if self.decays == 1 else Role.VECTOR, law=time_steps, stored=True),
+            "dt_bias": Tag(
+                Role.SCALAR if self.decays == 1 else Role.VECTOR, law=time_steps, stored=True
+            ),
         }
         self.o_norm = RMSNorm(V, config.rms_norm_eps)
 
     def _make_gates(self, config: DeltaConfig) -> None:
         """Makes the projections of the decays and of the output's gate."""
         d, HV = config.hidden_size, config.num_v_heads
-        self.a_proj, self.g_proj = Linear(d, HV, Role.GATE, stored=True), Linear(d, HV * self.V, heads=HV)
+        self.a_proj, self.g_proj = (
+            Linear(d, HV, Role.GATE, stored=True),
+            Linear(d, HV * self.V, heads=HV),
+        )
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d], zero at padding, or on XLA [B T, d], to the same shape."""
@@ -103,7 +110,9 @@ class GatedDeltaNet(Float32Numbers):
         """Returns q, k and v side by side, and the output's gate."""
         return project(x, (self.q_proj, self.k_proj, self.v_proj), (self.g_proj,))
 
-    def _find_kernel(self, qkv: Tensor, sequences: Sequences, cache: LayerCache | None) -> str | None:
+    def _find_kernel(
+        self, qkv: Tensor, sequences: Sequences, cache: LayerCache | None
+    ) -> str | None:
         """Returns the backend that computes all between the projections in one kernel; None: `_mix` does."""
         changed = self.scan is not gated_delta_rule
         watched = self.conv._forward_hooks or self.o_norm._forward_pre_hooks  # by a study
@@ -111,7 +120,9 @@ class GatedDeltaNet(Float32Numbers):
         if changed or watched or token or (sequences.is_packed and qkv.shape[0] > 1):
             return None
         HV = self.sizes[2] // self.V
-        return find_layer_backend(qkv, self.conv.weight, HV, self.K, self.V, packed=sequences.is_packed)
+        return find_layer_backend(
+            qkv, self.conv.weight, HV, self.K, self.V, packed=sequences.is_packed
+        )
 
     def _mix_in_one_kernel(
         self, parts: Projected, sequences: Sequences, cache: LayerCache | None, backend: str

@@ -74,7 +74,9 @@ def separate_numbers(model: nn.Module) -> list[HeadNumbers]:
     """
     found = [layer for _, layer in head_layers(model)]
     if not found:
-        raise ValueError(f"{type(model).__name__} has no layer with A_log and dt_bias: nothing to separate")
+        raise ValueError(
+            f"{type(model).__name__} has no layer with A_log and dt_bias: nothing to separate"
+        )
     for layer in [layer for layer in found if not isinstance(layer, HeadNumbers)]:
         layer.add_module(PLACE, HeadNumbers(layer))
         layer.register_forward_pre_hook(_lend)
@@ -140,5 +142,7 @@ for _module, _owner, _check in (
     ("_fully_shard._fsdp_param_group", "FSDPParamGroup", "_init_mp_dtypes"),
     ("_flat_param", "FlatParamHandle", "_validate_tensors_to_flatten"),
 ):
-    with contextlib.suppress(ImportError, AttributeError):  # in another torch its own words have to do
+    with contextlib.suppress(
+        ImportError, AttributeError
+    ):  # in another torch its own words have to do
         _explain(getattr(import_module(f"torch.distributed.fsdp.{_module}"), _owner), _check)

@@ -43,5 +43,9 @@ def decay_rates(x: Tensor, generator: torch.Generator, *, factor: float = 1.0) -
 
 def time_steps(x: Tensor, generator: torch.Generator) -> Tensor:
     """Fills x with softplus^-1(dt), dt log-uniform in [0.001, 0.1]."""
-    dt = x.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_().clamp_(min=SMALLEST_DT)
+    dt = (
+        x.uniform_(math.log(1e-3), math.log(1e-1), generator=generator)
+        .exp_()
+        .clamp_(min=SMALLEST_DT)
+    )
     return dt + torch.log(-torch.expm1(-dt))

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from delta_trn.backends import kimi_delta_attention, kimi_delta_attention_step, log_decay, write_strength
+from delta_trn.backends import (
+    kimi_delta_attention,
+    kimi_delta_attention_step,
+    log_decay,
+    write_strength,
+)
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.initialization import constant
@@ -37,12 +42,16 @@ class KimiDeltaAttention(GatedDeltaNet):
     def __init__(self, config: DeltaConfig) -> None:
         self.decays, self.bound = config.head_dim_k, config.decay_bound
         super().__init__(config)
-        if self.bound is not None:  # a rate of 10 would start a bounded decay where it has no gradient
+        if (
+            self.bound is not None
+        ):  # a rate of 10 would start a bounded decay where it has no gradient
             self.tags["A_log"] = Tag(Role.SCALAR, law=partial(constant, value=0.0), stored=True)
 
     def _make_gates(self, config: DeltaConfig) -> None:
         d, HV, K, V = config.hidden_size, config.num_v_heads, self.K, self.V
-        self.f_proj = nn.Sequential(Linear(d, V, stored=True), Linear(V, HV * K, stored=True, heads=HV))
+        self.f_proj = nn.Sequential(
+            Linear(d, V, stored=True), Linear(V, HV * K, stored=True, heads=HV)
+        )
         self.g_proj = nn.Sequential(Linear(d, V), Linear(V, HV * V, heads=HV, bias=True))
 
     def _project(self, x: Tensor) -> Sequence[Tensor]:

@@ -38,7 +38,9 @@ class Linear(nn.Linear):
         bias: bool = False,
     ) -> None:
         super().__init__(inputs, outputs, bias)
-        tag = Tag(role, scale=scale, stored=stored, heads=heads, of_columns=of_columns, inputs=ratio)
+        tag = Tag(
+            role, scale=scale, stored=stored, heads=heads, of_columns=of_columns, inputs=ratio
+        )
         self.tags = {"weight": tag, "bias": Tag(Role.VECTOR, law=partial(constant, value=0.0))}
 
     def forward(self, input: Tensor) -> Tensor:
@@ -70,7 +72,9 @@ def project(x: Tensor, *groups: Sequence[Linear]) -> Sequence[Tensor]:
     weight says, and one that has hooks must be called.
     """
     if not all(_can_join(x, maps) for maps in groups):
-        return [torch.cat([m(x) for m in maps], dim=-1) if maps[1:] else maps[0](x) for maps in groups]
+        return [
+            torch.cat([m(x) for m in maps], dim=-1) if maps[1:] else maps[0](x) for maps in groups
+        ]
     return multiply(x, *([m.weight for m in maps] for maps in groups))
 
 
@@ -84,7 +88,9 @@ def multiply(x: Tensor, *groups: Sequence[Tensor]) -> Sequence[Tensor]:
     if x.device.type != "xla":
         return [F.linear(x, _join(own)) for own in groups]
     dtype = torch.get_autocast_dtype("xla") if torch.is_autocast_enabled("xla") else x.dtype
-    ys = LazyProducts.apply(x.flatten(0, -2), dtype, [*map(len, groups)], *chain.from_iterable(groups))
+    ys = LazyProducts.apply(
+        x.flatten(0, -2), dtype, [*map(len, groups)], *chain.from_iterable(groups)
+    )
     return ys if x.dim() == 2 else [y.view(*x.shape[:-1], -1) for y in ys]  # type: ignore[union-attr]
 
 
@@ -96,7 +102,9 @@ def _cut(joined: Tensor, own: Sequence[Tensor]) -> Sequence[Tensor]:
     return consecutive_parts(joined, [len(W) for W in own], 0) if own[1:] else [joined]
 
 
-Shared = tuple[dict[tuple[Any, ...], Tensor], dict[tuple[int, ...], tuple[Sequence[Tensor], Tensor]]]
+Shared = tuple[
+    dict[tuple[Any, ...], Tensor], dict[tuple[int, ...], tuple[Sequence[Tensor], Tensor]]
+]
 _shared: Shared | None = None  # weights, side by side and cast; and the sums of their gradients
 
 
@@ -123,7 +131,9 @@ class LazyProducts(torch.autograd.Function):
     """Computes y = W x of rows x in a dtype, for each W of so many weights side by side as `sizes` say."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, sizes: Sequence[int], *weights: Tensor) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, dtype: torch.dtype, sizes: Sequence[int], *weights: Tensor
+    ) -> Any:
         ctx.shared = _shared if all(W.is_leaf for W in weights) else None
         casts, rest = {} if ctx.shared is None else ctx.shared[0], iter(weights)
         ctx.dtype, ctx.owns, joined = x.dtype, [tuple(islice(rest, n)) for n in sizes], []
@@ -140,7 +150,10 @@ class LazyProducts(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> Any:  # type: ignore[override]
         rows, *joined = ctx.saved_tensors
         dx, *others = (torch.mm(dy, W) for dy, W in zip(dys, joined, strict=True))
-        sums, dweights = ctx.shared[1] if ctx.shared is not None and ctx.shared is _shared else None, []
+        sums, dweights = (
+            ctx.shared[1] if ctx.shared is not None and ctx.shared is _shared else None,
+            [],
+        )
         for dy, own in zip(dys, ctx.owns, strict=True):
             dW, key = torch.mm(dy.t(), rows), tuple(map(id, own))
             if sums is None:
@@ -223,7 +236,9 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns y of x [..., size], in x's dtype."""
         full = at_least_float32(x)
-        return F.layer_norm(full, self.weight.shape, self.weight.to(full.dtype), None, self.eps).to(x.dtype)
+        return F.layer_norm(full, self.weight.shape, self.weight.to(full.dtype), None, self.eps).to(
+            x.dtype
+        )
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the norm of residual + x, and that sum, as `RMSNorm.of_sum` does."""
@@ -240,7 +255,9 @@ class SwiGLU(nn.Module):
     scale multiplies the initial std of W_down; ratio is inner over the base model's, if not the width's.
     """
 
-    def __init__(self, width: int, inner: int, scale: float = 1.0, ratio: float | None = None) -> None:
+    def __init__(
+        self, width: int, inner: int, scale: float = 1.0, ratio: float | None = None
+    ) -> None:
         super().__init__()
         self.gate_proj, self.up_proj = Linear(width, inner), Linear(width, inner)
         self.down_proj = Linear(inner, width, scale=scale, ratio=ratio)
@@ -254,9 +271,14 @@ class SwiGLU(nn.Module):
 class GeluMLP(nn.Module):
     """Computes y = W_down GELU(W_up x); arguments as those of `SwiGLU`."""
 
-    def __init__(self, width: int, inner: int, scale: float = 1.0, ratio: float | None = None) -> None:
+    def __init__(
+        self, width: int, inner: int, scale: float = 1.0, ratio: float | None = None
+    ) -> None:
         super().__init__()
-        self.up_proj, self.down_proj = Linear(width, inner), Linear(inner, width, scale=scale, ratio=ratio)
+        self.up_proj, self.down_proj = (
+            Linear(width, inner),
+            Linear(inner, width, scale=scale, ratio=ratio),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., width] to the same shape."""

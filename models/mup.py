@@ -82,7 +82,9 @@ class Rule:
         """Returns the power for a learning rate. Raises ValueError for an optimizer without a column."""
         if optimizer not in OPTIMIZERS:
             known = ", ".join(OPTIMIZERS)
-            raise ValueError(f"optimizer={optimizer!r} has no column in the muP table; choose one of {known}")
+            raise ValueError(
+                f"optimizer={optimizer!r} has no column in the muP table; choose one of {known}"
+            )
         if optimizer == "muon" and self.lr_muon is not None:
             return self.lr_muon
         return self.lr_sgd if optimizer == "sgd" else self.lr_adamw

@@ -84,7 +84,9 @@ def tagged_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tag
 
 
 @torch.no_grad()
-def initialize(model: PreTrainedModel, part: Callable[[str, Tensor], Tensor] = lambda name, x: x) -> None:
+def initialize(
+    model: PreTrainedModel, part: Callable[[str, Tensor], Tensor] = lambda name, x: x
+) -> None:
     """Draws initial values for every parameter that no checkpoint has filled; skips meta parameters.
 
     `part` maps a parameter's name and its values to those that this model has, for a model divided among
@@ -192,5 +194,7 @@ def scaled_parameters(
                 parameter=parameter,
             )
         )
-    assert [id(row.parameter) for row in rows] == [id(p) for p in model.parameters()], "not a partition"
+    assert [id(row.parameter) for row in rows] == [id(p) for p in model.parameters()], (
+        "not a partition"
+    )
     return rows

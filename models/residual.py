@@ -118,16 +118,22 @@ class Additive(nn.Module):
 class BiasedLinear(nn.Module):
     """Computes y = W x + b in float32, under autocast too: a rounded logit would round the gate."""
 
-    def __init__(self, inputs: int, outputs: int, bias: float | None = None, role: Role = Role.GATE) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, bias: float | None = None, role: Role = Role.GATE
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs))
-        law = partial(uniform, bound=inputs**-0.5) if bias is None else partial(constant, value=bias)
+        law = (
+            partial(uniform, bound=inputs**-0.5) if bias is None else partial(constant, value=bias)
+        )
         self.tags = {"weight": Tag(role), "bias": Tag(Role.SCALAR, law=law)}
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(at_least_float32(x), at_least_float32(self.weight), at_least_float32(self.bias))
+            return F.linear(
+                at_least_float32(x), at_least_float32(self.weight), at_least_float32(self.bias)
+            )
 
 
 class Gate(nn.Module):
@@ -144,7 +150,10 @@ class Gate(nn.Module):
         if config.ddl_beta_single_linear:
             self.inner, self.proj = None, BiasedLinear(d, 1, bias)
         else:
-            self.inner, self.proj = Linear(d, inner, Role.GATE), BiasedLinear(inner, 1, bias, Role.SCALAR)
+            self.inner, self.proj = (
+                Linear(d, inner, Role.GATE),
+                BiasedLinear(inner, 1, bias, Role.SCALAR),
+            )
 
     def forward(self, c: Tensor) -> Tensor:
         """Maps c [..., d] to beta [...] float32 in (0, 2)."""
@@ -165,7 +174,9 @@ class Value(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., d] to v [..., DV] float32."""
         if self.proj is None:
-            return x.new_full((*x.shape[:-1], self.DV), self.constant * self.multiplier, dtype=torch.float32)
+            return x.new_full(
+                (*x.shape[:-1], self.DV), self.constant * self.multiplier, dtype=torch.float32
+            )
         z = self.proj(x)
         return self.multiplier * (z if self.scale is None else self.scale * z.sigmoid())
 
@@ -179,7 +190,11 @@ class DeepDelta(nn.Module):
 
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__()
-        self.DV, self.k_eps, self.v_input = config.ddl_value_channels, config.ddl_k_eps, config.ddl_v_input
+        self.DV, self.k_eps, self.v_input = (
+            config.ddl_value_channels,
+            config.ddl_k_eps,
+            config.ddl_v_input,
+        )
         self.gate, self.value = Gate(config), Value(config)
 
     def forward(self, x: Tensor, read: Tensor, context: Tensor, y: Tensor) -> Tensor:
@@ -196,7 +211,9 @@ class DeepDelta(nn.Module):
 
     def write(self, X: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
         """Returns X' [B, T, d, DV] from what `operands` returns."""
-        return delta_residual(X, k, v, beta.to(torch.promote_types(X.dtype, beta.dtype)), k_eps=self.k_eps)
+        return delta_residual(
+            X, k, v, beta.to(torch.promote_types(X.dtype, beta.dtype)), k_eps=self.k_eps
+        )
 
 
 class WriteOnly(DeepDelta):

@@ -137,11 +137,15 @@ def _told(
     bounds, places, seq_idx = (options.pop(name, None) for name in names)
     if bounds is not None:
         return bounds.long(), None, None
-    mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
+    mask = (
+        attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
+    )
     if mask is not None and _numbers_sequences(mask):
         places, seq_idx = None, mask
     if places is None and seq_idx is not None:
-        places = seq_idx.diff(dim=1, prepend=seq_idx[:, :1] - 1) == 0  # 0 where another number begins
+        places = (
+            seq_idx.diff(dim=1, prepend=seq_idx[:, :1] - 1) == 0
+        )  # 0 where another number begins
     if places is None:
         return None, None, None
     if places.shape[-2] != rows:

@@ -102,7 +102,9 @@ def compute_gates(chunk, bundle, scale):
     chunk.gamma, chunk.lambda_ = sbuf((rows, lanes)), sbuf((rows, lanes))
     chunk.carry = sbuf((chunk.carry_factors.shape[0], lanes))
     for i in range(2):
-        multiply((chunk.gamma, chunk.lambda_)[i], chunk.factors[:, i, :, 0], chunk.factors[:, i, :, 1])
+        multiply(
+            (chunk.gamma, chunk.lambda_)[i], chunk.factors[:, i, :, 0], chunk.factors[:, i, :, 1]
+        )
     read_scale_sb = sbuf((rows, lanes))
     value_scale_sb, minus_strength_sb = chunk.beta, sbuf((rows, lanes))
     if len(chunk.inverse_norms) == 0:
@@ -116,10 +118,13 @@ def compute_gates(chunk, bundle, scale):
         for side in range(2):
             own.append(
                 inverse_norms_sb.ap(
-                    pattern=[[2 * heads, rows], [1, heads], [0, lanes // heads]], offset=side * heads
+                    pattern=[[2 * heads, rows], [1, heads], [0, lanes // heads]],
+                    offset=side * heads,
                 )
             )
-        nisa.tensor_scalar(dst=read_scale_sb.reshape(per_head), data=own[0], op0=nl.multiply, operand0=scale)
+        nisa.tensor_scalar(
+            dst=read_scale_sb.reshape(per_head), data=own[0], op0=nl.multiply, operand0=scale
+        )
         multiply(value_scale_sb.reshape(per_head), chunk.beta.reshape(per_head), own[1])
         nisa.scalar_tensor_tensor(
             dst=minus_strength_sb.reshape(per_head), data=value_scale_sb.reshape(per_head), op0=nl.multiply,
@@ -187,7 +192,9 @@ def transpose_side(qk_sb, side, parts, table):
         start, stop = span
         out_ps = psum((stop - start, heads, rows))
         for h in range(heads):
-            add_transposed(out_ps[:, h, :], qk_sb[:, side, h, start:stop], table["rounded_identity"])
+            add_transposed(
+                out_ps[:, h, :], qk_sb[:, side, h, start:stop], table["rounded_identity"]
+            )
         out_sb = sbuf((stop - start, heads, rows), qk_sb.dtype)
         copy_scaled(out_sb, out_ps)
         tiles.append(out_sb)
@@ -265,7 +272,9 @@ def weight_decays(D_t_sb, diagonals_sb, table):
     rows, lanes, _ = D_t_sb.shape
     out_sb = sbuf((rows, lanes, rows))
     columns_ps = psum((rows, lanes * rows))
-    add_selected(columns_ps, table["ones"][0:rows, 0:rows], diagonals_sb.reshape((rows, lanes * rows)))
+    add_selected(
+        columns_ps, table["ones"][0:rows, 0:rows], diagonals_sb.reshape((rows, lanes * rows))
+    )
     multiply(out_sb, columns_ps.reshape((rows, lanes, rows)), D_t_sb)
     return out_sb
 
@@ -345,7 +354,10 @@ def compute_residual(chunk, S, bundle):
         own = lane if chunk.k_t[0].shape[1] == lanes else find_key_head(bundle, lane)
         multiply_parts(KS_ps, chunk.k_t, S, own, lane)
         scale_and_add(
-            out_sb[:, lane, :], KS_ps, chunk.minus_strength_gamma[:, lane : lane + 1], beta_v_sb[:, lane, :]
+            out_sb[:, lane, :],
+            KS_ps,
+            chunk.minus_strength_gamma[:, lane : lane + 1],
+            beta_v_sb[:, lane, :],
         )
     return out_sb
 
@@ -366,7 +378,10 @@ def decay_and_add(S, carry_sb, factors, parts):
                 x_sb, y_sb = factor
                 add_product(sum_ps, x_sb[:, lane, start:stop], y_sb[:, lane, :])
             scale_and_add(
-                out_sb[:, lane, :], S[part][:, lane, :], carry_sb[0 : stop - start, lane : lane + 1], sum_ps
+                out_sb[:, lane, :],
+                S[part][:, lane, :],
+                carry_sb[0 : stop - start, lane : lane + 1],
+                sum_ps,
             )
         tiles.append(out_sb)
     return tiles
@@ -394,6 +409,8 @@ def transpose_keys(chunk, parts, table):
 def multiply_keys(chunk, bundle, blocks, table):
     """Adds to a chunk what is left that does not depend on the state: products of keys, and blocks of L."""
     chunk.weighted_D_t = weight_decays(chunk.D_t, chunk.diagonals, table)
-    chunk.minus_L_t = multiply_elements(multiply_pairs(chunk.k_t, chunk.k_t, bundle), chunk.weighted_D_t)
+    chunk.minus_L_t = multiply_elements(
+        multiply_pairs(chunk.k_t, chunk.k_t, bundle), chunk.weighted_D_t
+    )
     chunk.P_t = multiply_elements(multiply_pairs(chunk.k_t, chunk.q_t, bundle), chunk.D_t)
     chunk.block_columns = list_block_columns(chunk.minus_L_t, blocks)

@@ -180,7 +180,9 @@ def compute_residual_gradient(chunk, dS, bundle):
         for lane in range(lanes):
             KdS_ps = psum((rows, V))
             multiply_parts(KdS_ps, chunk.k_t, dS, find_key_head(bundle, lane), lane)
-            scale_and_add(dU_sb[:, lane, :], KdS_ps, chunk.lambda_[:, lane : lane + 1], dU_sb[:, lane, :])
+            scale_and_add(
+                dU_sb[:, lane, :], KdS_ps, chunk.lambda_[:, lane : lane + 1], dU_sb[:, lane, :]
+            )
         return multiply_lanes(chunk.T, dU_sb, ())
     out_sb = sbuf((rows, lanes, V))
     for lane in range(lanes):
@@ -256,7 +258,9 @@ def read_states(chunk, bundle, table):
         multiply_parts(written_ps, chunk.U_t, chunk.dS_t, lane, lane)
         read_sb, written_sb = sbuf((rows, 2, K), products), sbuf((rows, K), products)
         copy_scaled(read_sb[:, 0, :], state_ps[:, 0, :], chunk.gamma[:, lane : lane + 1])
-        copy_scaled(read_sb[:, 1, :], state_ps[:, 1, :], chunk.minus_strength_gamma[:, lane : lane + 1])
+        copy_scaled(
+            read_sb[:, 1, :], state_ps[:, 1, :], chunk.minus_strength_gamma[:, lane : lane + 1]
+        )
         copy_scaled(written_sb, written_ps, chunk.lambda_[:, lane : lane + 1])
         chunk.read.append(read_sb)
         chunk.written.append(written_sb)
@@ -310,7 +314,10 @@ def sum_along(chunk, bundle):
     reads_sb = sbuf((rows, lanes))
     nisa.tensor_tensor(dst=reads_sb, data1=chunk.dots[:, :, 0], data2=chunk.read_sums, op=nl.add)
     nisa.tensor_reduce(
-        dst=along_sb[:, 0, :], op=nl.add, data=reads_sb.reshape((rows, heads, lanes // heads)), axis=2
+        dst=along_sb[:, 0, :],
+        op=nl.add,
+        data=reads_sb.reshape((rows, heads, lanes // heads)),
+        axis=2,
     )
     for _ in range(2):
         multiply(along_sb, along_sb, inverse_norms_sb)

@@ -124,4 +124,6 @@ class Stream(nl.NKIObject):
     chunks: Any = None  # a list of `Chunk`
     S: Any = None  # the state, a tile [f, lanes, V] per part of K
     dS: Any = None  # backward: the state's gradient
-    spaces: Any = None  # of `triangular.allocate_workspace`, for each chunk that is inverted at the same time
+    spaces: Any = (
+        None  # of `triangular.allocate_workspace`, for each chunk that is inverted at the same time
+    )

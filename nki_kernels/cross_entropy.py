@@ -101,7 +101,9 @@ def differentiate_tokens(x_t, x, w_t, w, goal, lse, dx, dw, span, identity_sb, p
                 if b + 1 < len(blocks):
                     ahead_t = load_tiles(w_t, (0, d), blocks[b + 1])
                     ahead = load_tiles(w, blocks[b + 1], (0, d))
-            dz_sb = compute_dlogits(x_t_sb, w_t_sb, rows[i], blocks[b], lows[i], goals[i], places_sb, x.dtype)
+            dz_sb = compute_dlogits(
+                x_t_sb, w_t_sb, rows[i], blocks[b], lows[i], goals[i], places_sb, x.dtype
+            )
         if step > 0:  # GRADIENTS of the step before
             c, j = (step - 1) // len(rows), (step - 1) % len(rows)
             words = blocks[c][1] - blocks[c][0]
@@ -166,7 +168,9 @@ def compute_logsumexp(x_t_sb, w_t, rows):
         for i in range(len(rows)):
             low_sb, sum_sb = lows[i], sums[i]
             z_ps = multiply_parts(x_t_sb, w_t_sb, rows[i])
-            nisa.tensor_reduce(dst=low_sb[:, b : b + 1], op=nl.maximum, data=z_ps, axis=1, negate=True)
+            nisa.tensor_reduce(
+                dst=low_sb[:, b : b + 1], op=nl.maximum, data=z_ps, axis=1, negate=True
+            )
             passed_sb = sbuf(z_ps.shape)
             nisa.activation(
                 dst=passed_sb, op=nl.exp, data=z_ps, bias=low_sb[:, b : b + 1], reduce_op=nl.add,
@@ -181,7 +185,12 @@ def compute_logsumexp(x_t_sb, w_t, rows):
 def join_blocks(low_sb, sum_sb):
     """Computes -l [tokens, 1] from minus the largest logit and the sum of each block."""
     P, count = low_sb.shape
-    least_sb, share_sb, total_sb, out_sb = sbuf((P, 1)), sbuf((P, count)), sbuf((P, 1)), sbuf((P, 1))
+    least_sb, share_sb, total_sb, out_sb = (
+        sbuf((P, 1)),
+        sbuf((P, count)),
+        sbuf((P, 1)),
+        sbuf((P, 1)),
+    )
     nisa.tensor_scalar(dst=share_sb, data=low_sb, op0=nl.multiply, operand0=-1.0)
     nisa.tensor_reduce(dst=least_sb, op=nl.maximum, data=share_sb, axis=1, negate=True)
     nisa.activation(dst=share_sb, op=nl.exp, data=share_sb, bias=least_sb)
@@ -229,7 +238,10 @@ def transpose_dlogits(dz_sb, identity_sb):
     """Transposes dz [tokens, words]: [128, parts, tokens], a part per 128 words."""
     P, words = dz_sb.shape
     parts = split(words, PARTITIONS)
-    out_ps, out_sb = psum((PARTITIONS, len(parts), P)), sbuf((PARTITIONS, len(parts), P), dz_sb.dtype)
+    out_ps, out_sb = (
+        psum((PARTITIONS, len(parts), P)),
+        sbuf((PARTITIONS, len(parts), P), dz_sb.dtype),
+    )
     for j in range(len(parts)):
         low, high = parts[j]
         add_transposed(out_ps[0 : high - low, j, :], dz_sb[:, low:high], identity_sb[0:P, 0:P])
@@ -261,7 +273,9 @@ def add_dx(dx_sb, dz_t_sb, w_sb, columns, first):
         if first:
             nisa.tensor_copy(dst=dx_sb[:, left:right], src=sum_ps)
         else:
-            nisa.tensor_tensor(dst=dx_sb[:, left:right], data1=sum_ps, data2=dx_sb[:, left:right], op=nl.add)
+            nisa.tensor_tensor(
+                dst=dx_sb[:, left:right], data1=sum_ps, data2=dx_sb[:, left:right], op=nl.add
+            )
 
 
 def store_dweight(dw, dw_ps, start, words, columns, first):
@@ -279,7 +293,10 @@ def store_dweight(dw, dw_ps, start, words, columns, first):
                 copy_scaled(out_sb[:, left:right], sum_ps)
             else:
                 nisa.tensor_tensor(
-                    dst=out_sb[:, left:right], data1=sum_ps, data2=before_sb[:, left:right], op=nl.add
+                    dst=out_sb[:, left:right],
+                    data1=sum_ps,
+                    data2=before_sb[:, left:right],
+                    op=nl.add,
                 )
         nisa.dma_copy(dst=dw[start + low : start + high, :], src=out_sb)
 

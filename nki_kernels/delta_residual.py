@@ -72,7 +72,13 @@ def delta_residual_fwd(x, k, v, beta, k_eps):
         # w = beta r (v - r p), so that X' = X + k w^T
         r_sb = invert_key_norms(k_sb, k_eps)
         nisa.scalar_tensor_tensor(
-            dst=w_sb, data=p_sb, op0=nl.multiply, operand0=r_sb, op1=nl.subtract, operand1=v_sb, reverse1=True
+            dst=w_sb,
+            data=p_sb,
+            op0=nl.multiply,
+            operand0=r_sb,
+            op1=nl.subtract,
+            operand1=v_sb,
+            reverse1=True,
         )
         scale_twice(w_sb, w_sb, beta_sb, r_sb)
         for block in blocks:
@@ -104,7 +110,12 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
         v_sb = load(v[start:stop, :], v.dtype)
         beta_sb = load(beta[start:stop, :], nl.float32)
         resident = []
-        p_sb, s_sb, e_sb, w_sb = sbuf((count, DV)), sbuf((count, DV)), sbuf((count, DV)), sbuf((count, DV))
+        p_sb, s_sb, e_sb, w_sb = (
+            sbuf((count, DV)),
+            sbuf((count, DV)),
+            sbuf((count, DV)),
+            sbuf((count, DV)),
+        )
         for block in blocks:
             d0, d1 = block
             x_sb = load_float32(x[start:stop, d0:d1, :])
@@ -120,7 +131,9 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
         nisa.tensor_tensor(dst=e_sb, data1=v_sb, data2=p_sb, op=nl.subtract)
         dbeta_sb = multiply_rows(s_sb, e_sb)
         along_sb = sbuf((count, 1))  # -r^2 beta (s . e - p . s): what dk has along k
-        nisa.tensor_tensor(dst=along_sb, data1=multiply_rows(p_sb, s_sb), data2=dbeta_sb, op=nl.subtract)
+        nisa.tensor_tensor(
+            dst=along_sb, data1=multiply_rows(p_sb, s_sb), data2=dbeta_sb, op=nl.subtract
+        )
         scale_twice(along_sb, along_sb, beta_r_sb, r_sb)
         if k_eps == 0:
             nisa.memset(dst=along_sb, value=0.0)
@@ -156,7 +169,10 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
                 low, high, a_ps = entry
                 dk_sb, k_part_sb = sbuf((count, high - low), k.dtype), sbuf((count, high - low))
                 nisa.tensor_scalar(
-                    dst=k_part_sb, data=k_sb[:, d0 + low : d0 + high], op0=nl.multiply, operand0=along_sb
+                    dst=k_part_sb,
+                    data=k_sb[:, d0 + low : d0 + high],
+                    op0=nl.multiply,
+                    operand0=along_sb,
                 )
                 scale_and_add(dk_sb, a_ps, beta_r_sb, k_part_sb)
                 nisa.dma_copy(dst=dk[start:stop, d0 + low : d0 + high], src=dk_sb)
@@ -167,7 +183,9 @@ def check(D, k_eps):
     """Refuses keys that fill SBUF, and an epsilon that rsqrt would get wrong."""
     assert D <= MOST_D, f"D={D} exceeds {MOST_D}: keys stay on chip whole"
     if k_eps != 0:
-        assert k_eps >= LEAST_EPS, f"k_eps={k_eps} is below {LEAST_EPS}, where rsqrt of its square is wrong"
+        assert k_eps >= LEAST_EPS, (
+            f"k_eps={k_eps} is below {LEAST_EPS}, where rsqrt of its square is wrong"
+        )
 
 
 def invert_key_norms(k_sb, k_eps):

@@ -325,7 +325,13 @@ def run_stage(stage, share, shares, stream, stretch, call):
         for run in list_runs(chunks):
             first, stop = run
             invert_chunks(
-                stage, share, shares, chunks[first:stop], stream.spaces[first:stop], True, call["blocks"]
+                stage,
+                share,
+                shares,
+                chunks[first:stop],
+                stream.spaces[first:stop],
+                True,
+                call["blocks"],
             )
         return
     first, stop = list_steps(count, share, shares)
@@ -340,7 +346,9 @@ def run_stage(stage, share, shares, stream, stretch, call):
             solve_residual(chunk, stream.S[stretch], stream.bundle)
         elif stage == "U":
             if goes_on:
-                stream.S[stretch] = decay_and_add(chunk.S, chunk.carry, [(chunk.W, chunk.R)], call["parts"])
+                stream.S[stretch] = decay_and_add(
+                    chunk.S, chunk.carry, [(chunk.W, chunk.R)], call["parts"]
+                )
             compute_writes(chunk, call["constants"])
         else:
             if stage == "strengths":

@@ -214,7 +214,9 @@ def keep_state(stream, index, call):
         kept = index // every - 1
         for part in range(len(parts)):
             low, high = parts[part]
-            nisa.dma_copy(dst=call["states"][n, kept, low:high, first : first + lanes, :], src=stream.S[part])
+            nisa.dma_copy(
+                dst=call["states"][n, kept, low:high, first : first + lanes, :], src=stream.S[part]
+            )
 
 
 def advance(stage, chunk, stream, index, call):
@@ -260,7 +262,9 @@ def run_stage(stage, share, shares, streams, index, call):
 
 
 @nki.jit
-def gated_delta_rule_fwd(q, k, v, g, beta, initial_state, scale, l2norm, has_state, every, C, lanes, width):
+def gated_delta_rule_fwd(
+    q, k, v, g, beta, initial_state, scale, l2norm, has_state, every, C, lanes, width
+):
     """Computes the gated delta rule over whole sequences.
 
     Dimensions:
@@ -330,7 +334,9 @@ def run_forward(inputs, initial_state, options, work, channels):
     for wave in list_waves(N, H, HV, width, lanes):
         groups = [[], [], []]  # streams: EVEN, ODD, ALL
         for b in range(len(wave)):
-            stream = Stream(bundle=wave[b], chunks=[], spaces=allocate_workspace(largest, wave[b]["lanes"]))
+            stream = Stream(
+                bundle=wave[b], chunks=[], spaces=allocate_workspace(largest, wave[b]["lanes"])
+            )
             stream.S = load_state(initial_state, wave[b], parts, V, has_state)
             groups[b % 2].append(stream)
             groups[ALL].append(stream)
@@ -350,4 +356,18 @@ def example(
 ):  # fmt: skip
     """Returns the kernel and arguments as in training: no initial state, l2norm; every=0: as in inference."""
     q, k, v, g, beta, _ = rule_inputs(B, T, H, HV or H, K, V, dtype)
-    return gated_delta_rule_fwd, (q, k, v, g, beta, beta, K**-0.5, True, False, every, C, lanes, width)
+    return gated_delta_rule_fwd, (
+        q,
+        k,
+        v,
+        g,
+        beta,
+        beta,
+        K**-0.5,
+        True,
+        False,
+        every,
+        C,
+        lanes,
+        width,
+    )

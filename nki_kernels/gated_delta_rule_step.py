@@ -105,7 +105,10 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
                 states.append(load(lines, nl.float32).reshape((lines.shape[0], m, V)))
             if g.shape[1] > 1:
                 decay_lines(states, g.reshape((rows * parts, m)), first * parts)
-            k_blocks_sb, q_blocks_sb = build_block_diagonal(vectors["k"]), build_block_diagonal(vectors["q"])
+            k_blocks_sb, q_blocks_sb = (
+                build_block_diagonal(vectors["k"]),
+                build_block_diagonal(vectors["q"]),
+            )
             loads.append((states, vectors, decays_sb, k_blocks_sb, q_blocks_sb))
         if turn > 0:
             states = loads[turn - 1][0]
@@ -176,7 +179,10 @@ def compute_output(o_sb, p_ps, u_sb, vectors):
 def multiply_states(states, columns, heads, eye_sb):
     """Computes S^T k and S^T q [c, V] in PSUM: the states are stationary, and stream c columns, not V."""
     m, V = states[0].shape[1], states[0].shape[2]
-    tiles, rest = len(states), columns[len(states) - 1].shape[3]  # the last tile may have fewer heads
+    tiles, rest = (
+        len(states),
+        columns[len(states) - 1].shape[3],
+    )  # the last tile may have fewer heads
     c = (tiles - 1) * heads + rest
     r_ps, p_ps = psum((c, V)), psum((c, V))
     for span in split(V, PARTITIONS):
@@ -186,7 +192,9 @@ def multiply_states(states, columns, heads, eye_sb):
             active, count = columns[i].shape[0], columns[i].shape[3]
             moving = columns[i].reshape((active, m, 2 * count))
             for j in range(m):
-                add_product(by_tile_ps[:, i, 0 : 2 * count], states[i][:, j, v0:v1], moving[:, j, :])
+                add_product(
+                    by_tile_ps[:, i, 0 : 2 * count], states[i][:, j, v0:v1], moving[:, j, :]
+                )
         by_side_sb = sbuf((v1 - v0, 2, c))
         whole = tiles if rest == heads else tiles - 1
         if whole > 0:
@@ -270,7 +278,9 @@ def load_key_rows(x, start, count, shared):
     copies = min(shared, count)
     for i in range(0, count, copies):
         row = (start + i) // shared
-        nisa.dma_copy(dst=out_sb[i : i + copies, :], src=x.ap(pattern=[[0, copies], [1, K]], offset=row * K))
+        nisa.dma_copy(
+            dst=out_sb[i : i + copies, :], src=x.ap(pattern=[[0, copies], [1, K]], offset=row * K)
+        )
     return out_sb
 
 
@@ -278,7 +288,12 @@ def normalize(x_sb, factor, norm):
     """Sets x to factor x / sqrt(sum(x^2) + 1e-6), in place."""
     r_sb = invert_scaled_norms(x_sb, norm)
     nisa.tensor_scalar(
-        dst=x_sb, data=x_sb, op0=nl.multiply, operand0=r_sb, op1=nl.multiply, operand1=factor * norm["scale"]
+        dst=x_sb,
+        data=x_sb,
+        op0=nl.multiply,
+        operand0=r_sb,
+        op1=nl.multiply,
+        operand1=factor * norm["scale"],
     )
 
 
@@ -297,7 +312,10 @@ def build_block_diagonal(x_sb):
 def arrange_by_partition(states, k_blocks_sb, q_blocks_sb, heads, eye_sb):
     """Brings k and q of each head to its state's partitions, [active, m, 2, its heads] per tile of states."""
     c, K = k_blocks_sb.shape[0], k_blocks_sb.shape[2]
-    flat = (k_blocks_sb.reshape((c, c * K)), q_blocks_sb.reshape((c, c * K)))  # head h begins at h K
+    flat = (
+        k_blocks_sb.reshape((c, c * K)),
+        q_blocks_sb.reshape((c, c * K)),
+    )  # head h begins at h K
     tiles = []
     for i in range(len(states)):
         active, m = states[i].shape[0], states[i].shape[1]
@@ -306,7 +324,9 @@ def arrange_by_partition(states, k_blocks_sb, q_blocks_sb, heads, eye_sb):
         for j in range(m):
             begin, end = first * K + j, first * K + active * m
             for side in range(2):
-                add_transposed(columns_ps[:, j, side, :], flat[side][:, begin:end:m], eye_sb[0:c, first:last])
+                add_transposed(
+                    columns_ps[:, j, side, :], flat[side][:, begin:end:m], eye_sb[0:c, first:last]
+                )
         columns_sb = sbuf((active, m, 2, last - first))
         nisa.activation(dst=columns_sb, op=nl.copy, data=columns_ps)
         tiles.append(columns_sb)

@@ -11,7 +11,11 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING or find_spec("nki") is None or os.environ.get("DELTA_TRN_NKI_RUNTIME") == "simulator":
+if (
+    TYPE_CHECKING
+    or find_spec("nki") is None
+    or os.environ.get("DELTA_TRN_NKI_RUNTIME") == "simulator"
+):
     from delta_trn.nki_kernels.simulator import nisa, nki, nl
 
     RUNTIME = "simulator"

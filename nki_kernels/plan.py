@@ -16,7 +16,9 @@ PARTITIONS = 128
 BANK = 512  # float32 numbers in one PSUM bank of a partition, the most that one product writes
 
 CHUNK = 128  # tokens per chunk
-EVERY = 2  # chunks between kept states: 1.2 times the least bytes per step instead of 1.5, in bfloat16
+EVERY = (
+    2  # chunks between kept states: 1.2 times the least bytes per step instead of 1.5, in bfloat16
+)
 WIDTH = 4  # lanes per bundle: their C x C matrices fill one bank of PSUM
 LANES = (
     (64, 128, 8),
@@ -29,7 +31,9 @@ LAYER_LANES = 6  # of a whole layer in float32, where the convolution's tiles li
 # A wave of a whole layer takes at most LONG_LANES lanes of sequences of more than LONG tokens: more of the
 # convolution's results wait in SBUF then, and six lanes of 1,536 tokens do not fit.
 LONG, LONG_LANES = 1024, 5
-BACKWARD_BUNDLES = 2  # of a layer per wave backward: each has a bank of PSUM for sums over all tokens
+BACKWARD_BUNDLES = (
+    2  # of a layer per wave backward: each has a bank of PSUM for sums over all tokens
+)
 LANE_CHUNKS = 64  # of a sequence per call of the rule: 9,000 instructions backward, 4,000 forward
 STEP_HEADS = 256  # value heads per decode step: 1,500 to 2,600 instructions
 TOKENS = 8192  # per call of the residual update: 1,200 instructions forward, 4,400 backward, at four columns
@@ -58,7 +62,9 @@ def choose(N: int, H: int, HV: int, K: int, V: int, most: int = 8, channels: boo
 def choose_layer(N: int, T: int, H: int, HV: int, K: int, V: int, most: int) -> Plan:
     """Chooses as `choose` does, for a call of a whole layer; a wave has one sequence of LONG_LANES heads."""
     plan = choose(N, H, HV, K, V, most)
-    return replace(plan, lanes=min(plan.lanes, LONG_LANES)) if T > LONG and HV < LONG_LANES else plan
+    return (
+        replace(plan, lanes=min(plan.lanes, LONG_LANES)) if T > LONG and HV < LONG_LANES else plan
+    )
 
 
 def stretches(T: int) -> int:

@@ -49,7 +49,8 @@ def read_order(text: str):
     """
     entries = [entry.rsplit(maxsplit=2) for entry in text.split(";")]
     return tuple(
-        (" ".join(name.split()), BUNDLES.index(bundles), int(late)) for name, bundles, late in entries
+        (" ".join(name.split()), BUNDLES.index(bundles), int(late))
+        for name, bundles, late in entries
     )
 
 
@@ -58,14 +59,17 @@ def rank(kernel: str, stages: tuple[Stage, ...], table):
     for bundles in (EVEN, ODD):
         check_dependencies(kernel, stages, table, bundles)
     return tuple(
-        (name, bundles, late, *find_share(table, at)) for at, (name, bundles, late) in enumerate(table)
+        (name, bundles, late, *find_share(table, at))
+        for at, (name, bundles, late) in enumerate(table)
     )
 
 
 def find_share(table, at: int) -> tuple[int, int]:
     """Finds which share of its stage an entry does, and how many there are."""
     name, bundles, late = table[at]
-    times = [(o_late, i) for i, (o_name, o, o_late) in enumerate(table) if (o_name, o) == (name, bundles)]
+    times = [
+        (o_late, i) for i, (o_name, o, o_late) in enumerate(table) if (o_name, o) == (name, bundles)
+    ]
     return sum(time <= (late, at) for time in times), len(times)
 
 
@@ -85,7 +89,11 @@ def list_waits(stages: tuple[Stage, ...], counts: dict[str, int]):
                 shares = counts[makers[item]]
                 waits.append((stage.name, share, item, makers[item], -(-share * shares // own), 0))
             for item in stage.before:
-                back = (makers[item], counts[makers[item]], 1) if share == 1 else (makers[item], share - 1, 0)
+                back = (
+                    (makers[item], counts[makers[item]], 1)
+                    if share == 1
+                    else (makers[item], share - 1, 0)
+                )
                 waits.append((stage.name, share, item, *back))
             if stage.in_place and share < own:
                 waits.append((stage.name, share, "room", stage.name, share + 1, 1))
@@ -97,7 +105,9 @@ def check_dependencies(kernel: str, stages: tuple[Stage, ...], table, bundles: i
     times: dict[str, list[int]] = {stage.name: [] for stage in stages}
     for at, (name, own, late) in enumerate(table):
         if name not in times:
-            raise ValueError(f"{kernel}: the order has {name!r}, which is none of the kernel's stages")
+            raise ValueError(
+                f"{kernel}: the order has {name!r}, which is none of the kernel's stages"
+            )
         if own in (bundles, ALL):
             times[name].append(late * len(table) + at)
     for name, own in times.items():

@@ -93,7 +93,9 @@ def short_convolution_fwd(x, weight, position, packed, prefix, continued):
             if cell["part"] == 0:
                 x_sb.append(load_tokens(x, cell))
                 keep.append(build_masks(position, packed, cell["t0"], cell["t1"], W))
-            windows.append(load_window(x_sb[cell["unit"]], prefix, continued, cell, windows, W, eye))
+            windows.append(
+                load_window(x_sb[cell["unit"]], prefix, continued, cell, windows, W, eye)
+            )
         for j in list_due(i - SUMS, n):
             cell = cells[j]
             slices = slice_window(windows[j], keep[cell["unit"]], W)
@@ -144,7 +146,17 @@ def short_convolution_bwd(dy, x, weight, position, packed, prefix, continued):
     n = len(cells)
     taps, totals = [], []  # per group of channels
     x_sb, dy_sb, keep, dx_sb = [], [], [], []  # per bank and stretch of tokens
-    windows, slices, z, slopes, dz, returns, products, dx_t, sums = [], [], [], [], [], [], [], [], []
+    windows, slices, z, slopes, dz, returns, products, dx_t, sums = (
+        [],
+        [],
+        [],
+        [],
+        [],
+        [],
+        [],
+        [],
+        [],
+    )
     for i in range(n + TOTALS):
         for j in list_due(i - PRODUCTS, n):
             products.append(multiply_slices(slices[j], dz[j]))
@@ -161,7 +173,9 @@ def short_convolution_bwd(dy, x, weight, position, packed, prefix, continued):
                 x_sb.append(load_tokens(x, cell))
                 dy_sb.append(load_tokens(dy, cell))
                 keep.append(build_masks(position, packed, cell["t0"], cell["t1"], W))
-            windows.append(load_window(x_sb[cell["unit"]], prefix, continued, cell, windows, W, eye))
+            windows.append(
+                load_window(x_sb[cell["unit"]], prefix, continued, cell, windows, W, eye)
+            )
         for j in list_due(i - PRODUCTS, n):
             cell = cells[j]
             dx_t.append([])
@@ -236,7 +250,9 @@ def load_taps(weight, cell, parts, count, eye):
             if k == 1:  # the Scalar and the Vector engine share the work
                 copy_scaled(diagonals_sb[:, j, :], corner, factor)
             else:
-                nisa.tensor_scalar(dst=diagonals_sb[:, j, :], data=corner, op0=nl.multiply, operand0=factor)
+                nisa.tensor_scalar(
+                    dst=diagonals_sb[:, j, :], data=corner, op0=nl.multiply, operand0=factor
+                )
         diagonals.append(diagonals_sb)
     return {"w": w_sb, "diagonals": diagonals}
 
@@ -247,10 +263,14 @@ def build_masks(position, packed, t0, t1, W):
     if not packed:
         return masks
     position_sb = sbuf((PARTITIONS, t1 - t0))  # the same on all partitions
-    nisa.dma_copy(dst=position_sb, src=position.ap(pattern=[[0, PARTITIONS], [1, t1 - t0]], offset=t0))
+    nisa.dma_copy(
+        dst=position_sb, src=position.ap(pattern=[[0, PARTITIONS], [1, t1 - t0]], offset=t0)
+    )
     for j in range(W - 1):
         keep_sb = sbuf((PARTITIONS, t1 - t0))
-        nisa.tensor_scalar(dst=keep_sb, data=position_sb, op0=nl.greater_equal, operand0=float(W - 1 - j))
+        nisa.tensor_scalar(
+            dst=keep_sb, data=position_sb, op0=nl.greater_equal, operand0=float(W - 1 - j)
+        )
         masks.append(keep_sb)
     return masks
 
@@ -288,7 +308,9 @@ def slice_window(window_sb, masks, W):
     for j in range(W):
         if j < len(masks):
             masked_sb = sbuf((window_sb.shape[0], count), window_sb.dtype)
-            multiply_on_gpsimd(masked_sb, window_sb[:, j : j + count], masks[j][0 : window_sb.shape[0], :])
+            multiply_on_gpsimd(
+                masked_sb, window_sb[:, j : j + count], masks[j][0 : window_sb.shape[0], :]
+            )
             slices.append(masked_sb)
         else:
             slices.append(window_sb[:, j : j + count])
@@ -320,7 +342,11 @@ def collect_returns(dz_sb, masks, cell, returns, W, dtype):
             else:
                 rounded = parts[0][j][:, W - 1 : W - 1 + count]
                 nisa.tensor_tensor(
-                    dst=inside, data1=seen_sb, data2=rounded, op=nl.subtract, engine=nisa.engine.gpsimd
+                    dst=inside,
+                    data1=seen_sb,
+                    data2=rounded,
+                    op=nl.subtract,
+                    engine=nisa.engine.gpsimd,
                 )
             if W > 1 and cell["t0"] == 0:
                 nisa.memset(dst=tap_sb[:, 0 : W - 1], value=0.0)

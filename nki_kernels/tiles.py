@@ -70,7 +70,9 @@ def scale_twice(dst, src, x, y):
 
 def scale_and_add(dst, x, factor, y):
     """Sets dst = factor x + y on the Vector engine; factor is a number or a tile [P, 1]."""
-    nisa.scalar_tensor_tensor(dst=dst, data=x, op0=nl.multiply, operand0=factor, op1=nl.add, operand1=y)
+    nisa.scalar_tensor_tensor(
+        dst=dst, data=x, op0=nl.multiply, operand0=factor, op1=nl.add, operand1=y
+    )
 
 
 def add_product(dst, x, y):
@@ -157,7 +159,9 @@ def take_corners(table, C):
 def repeat_over_lanes(table, name, lanes):
     """Views a constant [rows, rows] as [rows, lanes, rows]: the same for each lane, by a stride of 0."""
     whole_sb = table["whole"][name]
-    return whole_sb.ap(pattern=[[whole_sb.shape[1], table["rows"]], [0, lanes], [1, table["rows"]]], offset=0)
+    return whole_sb.ap(
+        pattern=[[whole_sb.shape[1], table["rows"]], [0, lanes], [1, table["rows"]]], offset=0
+    )
 
 
 def transpose(x_sb, parts, table):
@@ -407,7 +411,9 @@ def transpose_back(dst, y_t_sb, cell, eye):
     out_ps = psum((dst.shape[0], dst.shape[1], C))
     for span in split(count, PARTITIONS):
         start, stop = span
-        add_transposed(out_ps[0 : stop - start, start // PARTITIONS, :], y_t_sb[:, start:stop], eye[0:C, 0:C])
+        add_transposed(
+            out_ps[0 : stop - start, start // PARTITIONS, :], y_t_sb[:, start:stop], eye[0:C, 0:C]
+        )
     copy_blocks(dst, cell["a0"], cell["a1"], out_ps, count)
 
 
@@ -440,7 +446,9 @@ def rule_inputs(B, T, H, HV, K, V, dtype):
     g is [B, T, HV, 2], as the rule's kernels take it.
     """
     if HV % H:
-        raise ValueError(f"HV={HV} is not a multiple of H={H}; give value heads in groups of equal size")
+        raise ValueError(
+            f"HV={HV} is not a multiple of H={H}; give value heads in groups of equal size"
+        )
     q, k, v, do = normals(dtype, (B, T, H, K), (B, T, H, K), (B, T, HV, V), (B, T, HV, V))
     g, beta = np.split(uniforms(2 * B, T, HV), 2)
     return q, k, v, np.stack(split_decays(-(g**3)), -1), beta.astype(DTYPES[dtype]), do

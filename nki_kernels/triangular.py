@@ -93,13 +93,18 @@ def build_block_constants(C):
     equal_sb = select_range(ones_sb, 0, 1, [[1, C]])
     place_sb, even_sb, odd_sb = sbuf((C, n)), sbuf((C, 1)), sbuf((C, 1))
     nisa.tensor_reduce(
-        dst=place_sb, op=nl.add, data=equal_sb.ap(pattern=[[C, C], [1, n], [n, blocks]], offset=0), axis=2
+        dst=place_sb,
+        op=nl.add,
+        data=equal_sb.ap(pattern=[[C, C], [1, n], [n, blocks]], offset=0),
+        axis=2,
     )
     nisa.tensor_reduce(
         dst=even_sb, op=nl.add, data=shared_sb.ap(pattern=[[C, C], [2 * n, (blocks + 1) // 2]], offset=0),
         axis=1,
     )  # fmt: skip
-    nisa.tensor_scalar(dst=odd_sb, data=even_sb, op0=nl.multiply, operand0=-1.0, op1=nl.add, operand1=1.0)
+    nisa.tensor_scalar(
+        dst=odd_sb, data=even_sb, op0=nl.multiply, operand0=-1.0, op1=nl.add, operand1=1.0
+    )
     corners, even_columns = [], []
     for s in list_sizes(C):
         pairs = C // (2 * s)
@@ -219,7 +224,9 @@ def place_blocks(chunk, blocks):
         multiply_on_gpsimd(
             chunk.T_t.reshape((C, lanes, C // n, n)),
             x_sb.ap(pattern=[[lanes * n, C], [n, lanes], [0, C // n], [1, n]], offset=0),
-            shared_sb.ap(pattern=[[shared_sb.shape[1], C], [0, lanes], [n, C // n], [0, n]], offset=0),
+            shared_sb.ap(
+                pattern=[[shared_sb.shape[1], C], [0, lanes], [n, C // n], [0, n]], offset=0
+            ),
         )
 
 
@@ -248,7 +255,8 @@ def list_odd_columns(x_sb, s):
     pairs = C // (2 * s)
     compact_sb = sbuf((C, lanes, C // 2))
     copy_scaled(
-        compact_sb.reshape((C, lanes, pairs, s)), x_sb.reshape((C, lanes, pairs, 2, s))[:, :, :, 1, :]
+        compact_sb.reshape((C, lanes, pairs, s)),
+        x_sb.reshape((C, lanes, pairs, 2, s))[:, :, :, 1, :],
     )
     for lane in range(lanes):
         views.append(compact_sb[:, lane, :])

@@ -31,9 +31,13 @@ def pytest_addoption(parser):
         help="test parity of this backend; fail if it cannot run here",
     )
     parser.addoption(
-        "--emulate", action="store_true", help="without a GPU, compiled kernels of Triton run in the emulator"
+        "--emulate",
+        action="store_true",
+        help="without a GPU, compiled kernels of Triton run in the emulator",
     )
-    parser.addoption("--fuzz", type=int, help="new random cases of each operation, on every backend")
+    parser.addoption(
+        "--fuzz", type=int, help="new random cases of each operation, on every backend"
+    )
     parser.addoption("--fuzz-blob", help="the one random case that hypothesis has printed")
     parser.addoption(
         "--other-products",
@@ -47,7 +51,9 @@ def pytest_configure(config):
     config.stash[TRITON] = choose_for_triton()
     if config.getoption("--other-products") and not hasattr(torch, "_other_products"):
         folder = Path(__file__).parent / "support" / "other_products"
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.getenv("PYTHONPATH")])])
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [str(folder), *filter(None, [os.getenv("PYTHONPATH")])]
+        )
         runpy.run_path(str(folder / "sitecustomize.py"))
 
 

@@ -90,7 +90,9 @@ def products(stationary, moving, count):
     for i in range(count):
         turn = i % SUMS
         nisa.nc_matmul(
-            dst=sums_ps[turn], stationary=stationary_sb[:, 128 * turn : 128 * turn + 128], moving=moving_sb
+            dst=sums_ps[turn],
+            stationary=stationary_sb[:, 128 * turn : 128 * turn + 128],
+            moving=moving_sb,
         )
     out_sb = sbuf((128, moving.shape[1]))
     nisa.tensor_copy(dst=out_sb, src=sums_ps[0])
@@ -146,7 +148,10 @@ def chain(clock: Clock, dry: bool) -> dict[str, Any]:
     """Computes the forms of tools/first_hour_chain.py, each of which says what follows where it fails."""
     found = try_forms(torch.device("cpu") if dry else machine.pick("xla"))
     bad = [name for name, what in found.items() if what != "right"]
-    return {**found, "decides": f"look at {bad[0]} first" if bad else "graphs of several kernels can run"}
+    return {
+        **found,
+        "decides": f"look at {bad[0]} first" if bad else "graphs of several kernels can run",
+    }
 
 
 def precision(clock: Clock, dry: bool) -> dict[str, Any]:
@@ -174,7 +179,9 @@ def rate(clock: Clock, dry: bool) -> dict[str, Any]:
             cycles.setdefault(name, {})[n] = max(round(measured, 1), 0.1)
     points = [(n, c) for of in cycles.values() for n, c in of.items()]
     slope, offset = np.polyfit([n for n, _ in points], [c for _, c in points], 1)
-    nearer = min(READINGS, key=lambda r: sum(np.log(c / r.cycles(n, 1)) ** 2 for n, c in points)).name
+    nearer = min(
+        READINGS, key=lambda r: sum(np.log(c / r.cycles(n, 1)) ** 2 for n, c in points)
+    ).name
     return {
         "cycles_per_pass": cycles,
         "fit": f"{slope:.2f} cycles per column and {offset:.0f} per pass",
@@ -194,7 +201,9 @@ def tables(clock: Clock, dry: bool) -> dict[str, Any]:
     load = (turns - grouped) / (2 * pairs - 2)
     verdict = "loads count: keep functions grouped, and roots on GpSimd"
     if load < LOAD_US / 4:
-        verdict = "loads hardly count: roots may go back to the Scalar engine (invert_sums in tiles.py)"
+        verdict = (
+            "loads hardly count: roots may go back to the Scalar engine (invert_sums in tiles.py)"
+        )
     decides = f"LOAD_US is {load:.3f} to {load + 0.2:.3f} (simulator/core/tables.py has {LOAD_US}); {verdict}"
     return {"load_us": load, "decides": decides}
 
@@ -208,8 +217,14 @@ def kernel(clock: Clock, dry: bool) -> dict[str, Any]:
         short, long = (clock(function, *arguments) for function, arguments in examples)
         times[name] = (long - short) * 1024 / (last - first)
     within = all(1 / 1.3 <= MODEL_US[name] / us <= 1.3 for name, us in times.items())
-    verdict = "can be trusted for our kernels" if within else "is wrong for our kernels: profile one call"
-    return {"us": times, "model": MODEL_US, "decides": f"the cost model {verdict} (within 1.3 times)"}
+    verdict = (
+        "can be trusted for our kernels" if within else "is wrong for our kernels: profile one call"
+    )
+    return {
+        "us": times,
+        "model": MODEL_US,
+        "decides": f"the cost model {verdict} (within 1.3 times)",
+    }
 
 
 def measure_step(dry: bool, sequences: int, **changes: str) -> float:
@@ -236,8 +251,12 @@ def step(clock: Clock, dry: bool) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    stages = {stage.__name__: stage for stage in (chain, precision, rate, tables, kernel, layer, step)}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    stages = {
+        stage.__name__: stage for stage in (chain, precision, rate, tables, kernel, layer, step)
+    }
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("stages", nargs="*", metavar="STAGE", help="no stage: all")
     parser.add_argument("--dry", action="store_true", help="by the simulator, without a chip")
     parser.add_argument("--json", type=Path, help="appends a JSON object per stage to this file")
@@ -245,7 +264,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in options.stages if name not in stages]:
         raise SystemExit(f"stage {unknown[0]!r} is not one of {', '.join(stages)}")
     if not options.dry and "xla" not in machine.platforms():
-        raise SystemExit("torch_xla is not installed: run in AWS's environment on a Trn1, or with --dry")
+        raise SystemExit(
+            "torch_xla is not installed: run in AWS's environment on a Trn1, or with --dry"
+        )
     if not options.dry and RUNTIME != "neuron":
         raise SystemExit("nki is not installed: docs/trainium.md says how; or run with --dry")
     clock, failed = model_clock if options.dry else wall_clock, False

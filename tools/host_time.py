@@ -52,7 +52,14 @@ def shapes_of(name: str, a: tuple[Any, ...]) -> Shapes:
         outputs = [value, ((N, HV, K, V), F32)]
         if save:
             states = ((N, -(-T // C) - 1, K, HV, V), F32)
-            outputs += [key, key, value, value, ((N, channels, T), F32), *([states] if T > C else [])]
+            outputs += [
+                key,
+                key,
+                value,
+                value,
+                ((N, channels, T), F32),
+                *([states] if T > C else []),
+            ]
         return outputs
     if name == "gated_delta_layer_bwd":
         x, weight_t, q, beta, z, C = a[1], a[2], a[3], a[9], a[10], a[23]
@@ -112,9 +119,14 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     os.environ.setdefault("XLA_DISABLE_FUNCTIONALIZATION", "1")  # as torch-neuronx sets it
-    device = machine.pick("xla")  # before the first backward pass, at which autograd counts the devices
+    device = machine.pick(
+        "xla"
+    )  # before the first backward pass, at which autograd counts the devices
     config = apply(recipe(options.recipe), parse(options.changes))
-    backends = {**dispatch.BACKENDS, "nki": replace(dispatch.BACKENDS["nki"], unavailable=lambda _: None)}
+    backends = {
+        **dispatch.BACKENDS,
+        "nki": replace(dispatch.BACKENDS["nki"], unavailable=lambda _: None),
+    }
     with patch.object(Kernel, "__call__", stub), patch.dict(dispatch.BACKENDS, backends):
         for micro in options.micro:
             line = {"recipe": options.recipe, "changes": options.changes, "micro": micro}

@@ -73,7 +73,9 @@ class Trace:
             mock.patch.object(Machine, "check_capacity"),
         ):
             run = record(kernel, *arguments, target=target, check_source=False)
-        self.index = number_entries((stage, bundles, share) for stage, bundles, _, share, _ in order)
+        self.index = number_entries(
+            (stage, bundles, share) for stage, bundles, _, share, _ in order
+        )
         of_entry = np.zeros((len(order), chunks, 2), np.int32)
         of_step = np.zeros((3, len(layer) + 2, 2), np.int32)
         for (unit, start), (_, stop) in pairwise(marks):
@@ -93,17 +95,23 @@ class Trace:
     def time(self, order: Any, timer: Any) -> tuple[float, int, int]:
         """Returns the estimate in microseconds, and the peaks of SBUF and PSUM, of an order."""
         if {(stage, bundles, share) for stage, bundles, _, share, _ in order} != set(self.index):
-            raise ValueError("the order has other entries than were recorded; remake it: tools/schedule.py")
+            raise ValueError(
+                "the order has other entries than were recorded; remake it: tools/schedule.py"
+            )
         entries = [
             (self.index[stage, bundles, share], late, find_kind(stage), share, shares)
             for stage, bundles, late, share, shares in order
         ]
         return self.time_packed(np.array(entries, np.int32), timer)
 
-    def time_packed(self, entries: np.ndarray, timer: Any, peaks: bool = True) -> tuple[float, int, int]:
+    def time_packed(
+        self, entries: np.ndarray, timer: Any, peaks: bool = True
+    ) -> tuple[float, int, int]:
         """Does what `time` does, of entries (number, late, `find_kind`, share, shares); peaks cost time."""
         found = np.zeros(2, np.int64)
-        time = timer(len(entries), entries.ctypes.data, found.ctypes.data if peaks else None, *self.given)
+        time = timer(
+            len(entries), entries.ctypes.data, found.ctypes.data if peaks else None, *self.given
+        )
         return time, int(found[0]), int(found[1])
 
 
@@ -130,7 +138,8 @@ def pack_instructions(run: Any, lives: list[Any]) -> tuple[Any, ...]:
         for step in trace
     ]
     functions = [
-        owners(step.flags.get("function", "copy")) if step.engine is Engine.scalar else () for step in trace
+        owners(step.flags.get("function", "copy")) if step.engine is Engine.scalar else ()
+        for step in trace
     ]
     ports = [list_ports(step, target) for step in trace]
     waits = [not accumulates(trace[j], trace[i]) for i, own in enumerate(needs) for j in own]

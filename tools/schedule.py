@@ -107,11 +107,15 @@ class Plan:
         again = [stage.name for stage in stages].index("apply T") if not forward else len(stages)
         self.entries: list[tuple[str, int, int, int]] = []  # stage, bundles, share, shares
         for i, stage in enumerate(stages):
-            shares = SHARES.get(stage.name, 2 if i >= again and search.options.get("every") == 2 else 1)
+            shares = SHARES.get(
+                stage.name, 2 if i >= again and search.options.get("every") == 2 else 1
+            )
             if stage.name == "substitute" and not forward:
                 shares = 1
             for bundles in (ALL,) if forward and stage.name in SIDE_BY_SIDE else (EVEN, ODD):
-                self.entries += [(stage.name, bundles, share, shares) for share in range(1, shares + 1)]
+                self.entries += [
+                    (stage.name, bundles, share, shares) for share in range(1, shares + 1)
+                ]
         self.steps = [i for i, (name, *_) in enumerate(self.entries) if name in cells.CONVOLUTION]
         self.waits: list[tuple[int, int, int]] = []  # entry, the one that it waits for, chunks back
         for bundles in (EVEN, ODD):
@@ -161,10 +165,16 @@ class Plan:
         """Returns the times of the rule."""
         times = [0.0] * len(self.entries)
         for bundles in (EVEN, ODD):
-            left = [i for i, e in enumerate(self.entries) if e[1] in (bundles, ALL) and i not in self.steps]
+            left = [
+                i
+                for i, e in enumerate(self.entries)
+                if e[1] in (bundles, ALL) and i not in self.steps
+            ]
             for at, count in enumerate([len(left)] * len(left)):
                 i = next(
-                    i for i in left if all(own != i or back or j not in left for own, j, back in self.of[i])
+                    i
+                    for i in left
+                    if all(own != i or back or j not in left for own, j, back in self.of[i])
                 )
                 left.remove(i)
                 times[i] = max(times[i], turns * at / count + bundles / 2)
@@ -178,7 +188,9 @@ class Plan:
     def order(self, times: list[float]) -> list[tuple[str, int, int, int, int]]:
         """Returns the order of these times: (stage, bundles, late, share, shares)."""
         by_place = sorted(range(len(times)), key=lambda i: times[i] - math.floor(times[i]))
-        return [(*self.entries[i][:2], math.floor(times[i]), *self.entries[i][2:]) for i in by_place]
+        return [
+            (*self.entries[i][:2], math.floor(times[i]), *self.entries[i][2:]) for i in by_place
+        ]
 
     def pack(self, times: list[float]) -> np.ndarray:
         """Returns the order of these times as `Trace.time_packed` takes it."""
@@ -195,8 +207,12 @@ class Judge:
     def __init__(self, search: Search, plan: Plan, timer: Any, rule: list[float]) -> None:
         self.timer = timer
         order = plan.order(rule)
-        self.traces = [Trace(search.module, search.options | sizes, order) for sizes in search.sizes]
-        self.bounds = [(bound, Trace(search.module, bound.options, order)) for bound in search.bounds]
+        self.traces = [
+            Trace(search.module, search.options | sizes, order) for sizes in search.sizes
+        ]
+        self.bounds = [
+            (bound, Trace(search.module, bound.options, order)) for bound in search.bounds
+        ]
         self.first = [trace.time_packed(plan.pack(rule), timer)[0] for trace in self.traces]
 
     def time(self, packed: np.ndarray) -> list[float]:
@@ -244,7 +260,9 @@ def anneal(name: str, timer: Any, seed: int = 0) -> tuple[Any, list[float], list
                 least, best = cost, moved
         times = moved
     if least == math.inf:
-        raise RuntimeError(f"{name}: no order keeps the bounds of tools/schedule.py; raise its proposals")
+        raise RuntimeError(
+            f"{name}: no order keeps the bounds of tools/schedule.py; raise its proposals"
+        )
     order = plan.order(best)
     table = [entry[:3] for entry in order]
     rank(name, search.module.STAGES, table)
@@ -266,7 +284,9 @@ def write(tables: dict[str, Any], made: Mapping[str, Sequence[float]]) -> None:
 def main(arguments: list[str]) -> None:
     """Remakes the named orders, or all."""
     parser = argparse.ArgumentParser(description="finds the orders of the NKI kernels' stages")
-    parser.add_argument("names", nargs="*", metavar="ORDER", help=f"one of {', '.join(SEARCHES)}; else all")
+    parser.add_argument(
+        "names", nargs="*", metavar="ORDER", help=f"one of {', '.join(SEARCHES)}; else all"
+    )
     options = parser.parse_args(arguments)
     names = options.names or list(SEARCHES)
     unknown = [name for name in names if name not in SEARCHES]
@@ -277,7 +297,14 @@ def main(arguments: list[str]) -> None:
     made: dict[str, Sequence[float]] = {name: orders.MADE.get(name, ()) for name in SEARCHES}
     for name in names:
         tables[name], rule, found = anneal(name, timer)
-        print(name, "rule", [round(x, 1) for x in rule], "found", [round(x, 1) for x in found], flush=True)
+        print(
+            name,
+            "rule",
+            [round(x, 1) for x in rule],
+            "found",
+            [round(x, 1) for x in found],
+            flush=True,
+        )
         made[name] = found
         write(tables, made)
 

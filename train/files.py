@@ -38,7 +38,9 @@ def disk_errors(path: Path, advice: str = ADVICE) -> Iterator[None]:
             raise
         if _PROBLEMS[number] == FORBIDDEN:
             advice = advice.replace("free some space", "get write permission")
-        raise DiskFull(f"{_PROBLEMS[number]} {path} ({os.strerror(number).lower()}); {advice}") from error
+        raise DiskFull(
+            f"{_PROBLEMS[number]} {path} ({os.strerror(number).lower()}); {advice}"
+        ) from error
 
 
 def sync(path: Path) -> None:
@@ -94,7 +96,9 @@ def hold_folder(folder: Path, refuse: Callable[[str], Exception] | None = None) 
     with disk_errors(folder):
         while not lock.is_locked:
             folder.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # its holder took the empty folder away; make it again
+            with suppress(
+                FileNotFoundError
+            ):  # its holder took the empty folder away; make it again
                 _acquire(lock, folder, refuse)
     try:
         with disk_errors(folder):

@@ -28,7 +28,12 @@ def quickstart() -> RunConfig:
         name="quickstart",
         steps=1800,
         model=ModelSection(
-            width=192, base_width=192, layers=4, heads=4, intermediate_multiple=64, mixer_output_init=0.0
+            width=192,
+            base_width=192,
+            layers=4,
+            heads=4,
+            intermediate_multiple=64,
+            mixer_output_init=0.0,
         ),
         optimizer=OptimizerSection(
             name="muon",
@@ -56,7 +61,9 @@ def gdn_mup_adamw() -> RunConfig:
         steps=20_000,
         precision="bf16",
         model=ModelSection(width=256, base_width=256, layers=8, heads=6),
-        optimizer=OptimizerSection(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip=1.0),
+        optimizer=OptimizerSection(
+            lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip=1.0
+        ),
         schedule=ScheduleSection(warmup=2000, min_lr=5e-5),
         batch=BatchSection(sequences=480, length=1024, micro=60),
         data=DataSection(
@@ -114,7 +121,12 @@ def transfer() -> RunConfig:
         precision="float32",
         # multiples of 16: at 256, as elsewhere, the narrow models' SwiGLU would be wider than the wide ones'
         model=ModelSection(
-            width=64, base_width=64, layers=2, heads=2, intermediate_multiple=16, mixer_output_init=0.0
+            width=64,
+            base_width=64,
+            layers=2,
+            heads=2,
+            intermediate_multiple=16,
+            mixer_output_init=0.0,
         ),
         optimizer=OptimizerSection(lr=2**-6, weight_decay=0.1),
         # no floor: it would be above the peak rate at the low end of a sweep
@@ -135,7 +147,9 @@ def ddl_residuals() -> RunConfig:
         attention_layers=(0, 1, 2, 3), use_qk_rmsnorm=True, rms_norm_eps=1e-5, initializer_range=0.05,
     )  # fmt: skip
     run = transfer().model_copy(update={"model": model})
-    return change(run, {"name": "ddl_residuals", "optimizer.lr": "2**-8", "checkpoint.every": "300"})
+    return change(
+        run, {"name": "ddl_residuals", "optimizer.lr": "2**-8", "checkpoint.every": "300"}
+    )
 
 
 def ddl_small() -> RunConfig:

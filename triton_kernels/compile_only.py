@@ -57,7 +57,9 @@ from delta_trn.triton_kernels.variants import Variant
 HOPPER = GPUTarget("cuda", 90, 32)
 AMD = 942  # an MI300X, on which dispatch refuses these kernels: nothing was executed, with an A100's launches
 KIBIBYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, AMD: 64}
-SHARED = {architecture: 1024 * size for architecture, size in KIBIBYTES.items()}  # that a program may have
+SHARED = {
+    architecture: 1024 * size for architecture, size in KIBIBYTES.items()
+}  # that a program may have
 SHARED_BYTES = SHARED[90]
 TENSOR_COLUMNS = 512
 # the bounds on stack are those of this Triton; others compile to other code
@@ -124,18 +126,32 @@ class Row:
         unfenced = f"{self.unfenced} matrix instructions may read shared memory too early"
         bounds = (
             (self.shared, most, f"shared memory {self.shared} exceeds {most}", True),
-            (self.tensor, TENSOR_COLUMNS, f"tensor memory {self.tensor} exceeds {TENSOR_COLUMNS}", True),
+            (
+                self.tensor,
+                TENSOR_COLUMNS,
+                f"tensor memory {self.tensor} exceeds {TENSOR_COLUMNS}",
+                True,
+            ),
             (self.stack, stack, f"stack {self.stack} exceeds {stack}", bounded),
             (self.unfenced, 0, unfenced, True),
-            (self.unordered, 0, f"{self.unordered} reads of memory that another warp may have written", True),
+            (
+                self.unordered,
+                0,
+                f"{self.unordered} reads of memory that another warp may have written",
+                True,
+            ),
         )
         return [(words, ours) for found, bound, words, ours in bounds if found > bound]
 
 
-def variants(*, quick: bool = False, architecture: int = 90) -> Iterator[tuple[int, int, str, Variant]]:
+def variants(
+    *, quick: bool = False, architecture: int = 90
+) -> Iterator[tuple[int, int, str, Variant]]:
     """Yields K, V, dtype and variant; quick: few sizes, and the options that training uses."""
     with assume(Card(8 if architecture == AMD else architecture // 10)):
-        for dtype, (modules, everything, few) in product(("bf16", "fp32") if quick else ITEMSIZE, SIZES):
+        for dtype, (modules, everything, few) in product(
+            ("bf16", "fp32") if quick else ITEMSIZE, SIZES
+        ):
             if modules is RULE and architecture != 90:
                 few = [*few, *OTHERS_SIZES]
             if modules is CHANNELS and dtype == "fp16":
@@ -152,7 +168,9 @@ def source(dtype: str, variant: Variant) -> ASTSource:
     """Returns the specialization that a launch would compile: pointers are multiples of 16, too."""
     signature = variant.signature(dtype)
     places = {name: (i,) for i, name in enumerate(signature)}
-    constants = {places[name]: variant.values[name] for name, t in signature.items() if t == "constexpr"}
+    constants = {
+        places[name]: variant.values[name] for name, t in signature.items() if t == "constexpr"
+    }
     whole = {name for name, t in signature.items() if t == "i32"} & set(variant.multiples)
     multiples = [name for name, t in signature.items() if t[0] == "*" or name in whole]
     aligned = {places[name]: [["tt.divisibility", 16]] for name in multiples}
@@ -171,7 +189,9 @@ def compile_variant(K: int, V: int, dtype: str, variant: Variant, architecture: 
     target = GPUTarget("hip", "gfx942", 64) if of_amd else GPUTarget("cuda", architecture, 32)
     compiled = triton.compile(source(dtype, variant), target, tile.options())
     if of_amd:
-        found = re.findall(r"\.(?:private_segment_fixed_size|vgpr_count): +(\d+)", compiled.asm["amdgcn"])
+        found = re.findall(
+            r"\.(?:private_segment_fixed_size|vgpr_count): +(\d+)", compiled.asm["amdgcn"]
+        )
         stack, registers = map(int, found)
         return Row(
             variant.kernel, K, V, dtype, variant.options, tile.warps, tile.stages, registers, stack,
@@ -225,7 +245,9 @@ def table(rows: list[Row]) -> str:
     """Formats the rows as a Markdown table."""
     fields = list(Row.__dataclass_fields__)
     lines = ["| " + " | ".join(fields) + " |", "|" + " --- |" * len(fields)]
-    return "\n".join(lines + ["| " + " | ".join(str(v) for v in asdict(row).values()) + " |" for row in rows])
+    return "\n".join(
+        lines + ["| " + " | ".join(str(v) for v in asdict(row).values()) + " |" for row in rows]
+    )
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -262,9 +284,16 @@ def main(arguments: list[str] | None = None) -> int:
         "--dtype", action="append", choices=list(ITEMSIZE), help="only this type; may be repeated"
     )
     parser.add_argument(
-        "--architecture", type=int, nargs="+", choices=list(SHARED), default=[90], help="such as 90 for sm_90"
+        "--architecture",
+        type=int,
+        nargs="+",
+        choices=list(SHARED),
+        default=[90],
+        help="such as 90 for sm_90",
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one per core)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="processes (default: one per core)"
+    )
     parser.add_argument("--json", type=Path, help="write the rows here as well")
     options = parser.parse_args(arguments)
     kernels = dict.fromkeys(variant.kernel for *_, variant in variants(quick=options.quick))
@@ -273,7 +302,9 @@ def main(arguments: list[str] | None = None) -> int:
     selected = [
         (architecture, options.quick, i)
         for architecture in options.architecture
-        for i, (_, _, dtype, x) in enumerate(variants(quick=options.quick, architecture=architecture))
+        for i, (_, _, dtype, x) in enumerate(
+            variants(quick=options.quick, architecture=architecture)
+        )
         if x.kernel in (options.kernel or kernels) and dtype in (options.dtype or ITEMSIZE)
     ]
     rows = []

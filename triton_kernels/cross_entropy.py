@@ -48,7 +48,9 @@ def softmax_kernel(
     i_goal = tl.load(goal + i_m)
     counts = tl.load(keep + i_m).to(tl.float32)
     # a goal outside the vocabulary gives NaN, not another row's logit
-    b_goal = tl.load(p_z + i_goal, mask=(i_goal >= 0) & (i_goal < V), other=float("nan")).to(tl.float32)
+    b_goal = tl.load(p_z + i_goal, mask=(i_goal >= 0) & (i_goal < V), other=float("nan")).to(
+        tl.float32
+    )
     tl.store(loss + i_m, (total - b_goal) * counts)
     if GRADIENT:
         # z[goal] is read by every warp and written by one: without a barrier, the loss could be made of dz

@@ -52,7 +52,9 @@ def forward_kernel(
         m_d = o_d < D
         o_x = o_d[:, None] * DV + o_v[None, :]
         b_k = tl.load(k + i_m * D + o_d, mask=m_d, other=0.0).to(tl.float32)
-        b_x = tl.load(x + i_m * (D * DV) + o_x, mask=m_d[:, None] & m_v[None, :], other=0.0).to(tl.float32)
+        b_x = tl.load(x + i_m * (D * DV) + o_x, mask=m_d[:, None] & m_v[None, :], other=0.0).to(
+            tl.float32
+        )
         b_p += tl.sum(b_k[:, None] * b_x, axis=0)
         b_kk += b_k * b_k
     r = 1.0
@@ -90,7 +92,9 @@ def backward_kernel(
         m_x = m_d[:, None] & m_v[None, :]
         b_k = tl.load(k + i_m * D + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_p += tl.sum(b_k[:, None] * tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32), axis=0)
-        b_s += tl.sum(b_k[:, None] * tl.load(dout + o_x, mask=m_x, other=0.0).to(tl.float32), axis=0)
+        b_s += tl.sum(
+            b_k[:, None] * tl.load(dout + o_x, mask=m_x, other=0.0).to(tl.float32), axis=0
+        )
         b_kk += b_k * b_k
     r = 1.0
     if eps2 is not None:
@@ -116,7 +120,9 @@ def backward_kernel(
         b_dx = b_dout - b_y[:, None] * (b_beta * b_s)[None, :]
         b_dy = b_beta * tl.sum(b_dout * b_e[None, :] - b_x * b_s[None, :], axis=1)
         tl.store(dx + o_x, round_to(b_dx, dx.dtype.element_ty, DOT), mask=m_x)
-        tl.store(dk + i_m * D + o_d, round_to(r * (b_dy - b_y * ydy), dk.dtype.element_ty, DOT), mask=m_d)
+        tl.store(
+            dk + i_m * D + o_d, round_to(r * (b_dy - b_y * ydy), dk.dtype.element_ty, DOT), mask=m_d
+        )
 
 
 @take_turns

@@ -55,7 +55,14 @@ import triton
 import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
-from delta_trn.triton_kernels.launch import Config, config, power_of_two, row_stride, take_turns, tile
+from delta_trn.triton_kernels.launch import (
+    Config,
+    config,
+    power_of_two,
+    row_stride,
+    take_turns,
+    tile,
+)
 from delta_trn.triton_kernels.tiles import (
     RESET,
     ROWS,
@@ -99,7 +106,9 @@ def load_gates(p_g, p_beta, A_log, dt_bias, beta_max, i_h, m_t):
 
 
 @triton.jit
-def store_gates(b_dg, b_dbeta, b_s, rate, b_z, beta_max, m_t, p_dg, p_dbeta, p_dgates, DOT: tl.constexpr):
+def store_gates(
+    b_dg, b_dbeta, b_s, rate, b_z, beta_max, m_t, p_dg, p_dbeta, p_dgates, DOT: tl.constexpr
+):
     """Stores dg and dbeta, of a and z where the call gives those, and a chunk's part of dgates."""
     if beta_max is not None:
         b_e = exp(-tl.abs(b_z))  # sigmoid(z) sigmoid(-z) is e / (1 + e)^2
@@ -191,7 +200,9 @@ def gradients_kernel(
         b_do = tl.load(do + p_v + o_tv, mask=m_cv, other=0.0)
         b_U = tl.load(U + p_U + o_cv, mask=m_v[None, :], other=0.0)
         b_dY = tl.load(dY + p_U + o_cv, mask=m_v[None, :], other=0.0)
-        b_v = tl.load(v + start * VR + i_h * V + o_c[:, None] * VR + o_v[None, :], mask=m_cv, other=0.0)
+        b_v = tl.load(
+            v + start * VR + i_h * V + o_c[:, None] * VR + o_v[None, :], mask=m_cv, other=0.0
+        )
         b_OU = accumulate(b_OU, b_do, tl.trans(b_U), DOT)
         b_YU = accumulate_in_turn(b_YU, b_dY, tl.trans(b_U), scale, PIPELINED, DOT)
         if not APART:
@@ -265,7 +276,9 @@ def gradients_kernel(
     if units is not None:
         b_dq *= state_unit
     o_dq = o_c[:, None] * DQR + o_k[None, :]
-    tl.store(dq + (start * DQR + i_h * K) + o_dq, round_to(b_dq, dq.dtype.element_ty, DOT), mask=m_ck)
+    tl.store(
+        dq + (start * DQR + i_h * K) + o_dq, round_to(b_dq, dq.dtype.element_ty, DOT), mask=m_ck
+    )
 
     b_YS = tl.zeros([C, KP], dtype=tl.float32)  # dY S^T
     b_US = tl.zeros([C, KP], dtype=tl.float32)  # U dS'^T
@@ -310,7 +323,9 @@ def gradients_kernel(
     if units is not None:
         b_dk *= both_units
     o_dk = o_c[:, None] * DKR + o_k[None, :]
-    tl.store(dk + (start * DKR + i_h * K) + o_dk, round_to(b_dk, dk.dtype.element_ty, DOT), mask=m_ck)
+    tl.store(
+        dk + (start * DKR + i_h * K) + o_dk, round_to(b_dk, dk.dtype.element_ty, DOT), mask=m_ck
+    )
 
     # a sum of the earlier writes, not cumsum - writes: at g = -20 that difference is 1e-9 of its terms
     b_dg += tl.sum(tl.where(strict, b_writes[None, :], 0.0), axis=1)
@@ -346,7 +361,9 @@ def sum_heads_kernel(
         p_dy = dy + (o_t[:, None] * HV + i_h * (HV // H) + i) * K + o_k[None, :]
         b_dx += tl.load(p_dy, mask=m, other=0.0)
     if x is not None:
-        b_x = tl.load(x + (o_t[:, None] * H + i_h) * K + o_k[None, :], mask=m, other=0.0).to(tl.float32)
+        b_x = tl.load(x + (o_t[:, None] * H + i_h) * K + o_k[None, :], mask=m, other=0.0).to(
+            tl.float32
+        )
         b_r = tl.rsqrt(tl.sum(b_x * b_x, axis=1) + 1e-6)[:, None]
         b_x *= b_r
         b_dx = b_r * (b_dx - b_x * tl.sum(b_x * b_dx, axis=1)[:, None])
@@ -409,7 +426,9 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
             for scaled in (False,) if itemsize == 4 or quick else (False, True):
                 constants = values | arguments | {"SCALED": scaled}
                 options = f"{layout}, {form}" + ", scaled" * scaled
-                yield Variant("gradients", options, gradients_kernel, TYPES, row.gradients, constants)
+                yield Variant(
+                    "gradients", options, gradients_kernel, TYPES, row.gradients, constants
+                )
     launch, types = tile("sum_heads", K), TYPES | {"*fp32": "dy", "*x": "x dx"}
     for options, absent in {"": {"x": None}, "of normalized": {}}.items():
         values = sizes | absent | {"BT": launch.rows}

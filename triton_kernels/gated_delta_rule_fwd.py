@@ -67,7 +67,14 @@ import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.hopper import prepare as hopper
-from delta_trn.triton_kernels.launch import Config, Tile, config, power_of_two, row_stride, take_turns
+from delta_trn.triton_kernels.launch import (
+    Config,
+    Tile,
+    config,
+    power_of_two,
+    row_stride,
+    take_turns,
+)
 from delta_trn.triton_kernels.tiles import (
     LOG2E,
     RESET,
@@ -86,7 +93,15 @@ from delta_trn.triton_kernels.tiles import (
     round_to,
     split_power,
 )
-from delta_trn.triton_kernels.variants import FEW, Variant, by_heads, gates, layouts, of_tile, rows_of
+from delta_trn.triton_kernels.variants import (
+    FEW,
+    Variant,
+    by_heads,
+    gates,
+    layouts,
+    of_tile,
+    rows_of,
+)
 
 TYPES = {
     "*x": "q k v o q_scaled k_scaled T P S U kl",
@@ -279,12 +294,16 @@ def scan_kernel(
             if dtype == tl.float16:
                 b_O *= unit
             m_tv = by_row(m_t, UPRIGHT) & by_column(m_v, UPRIGHT)
-            tl.store(o + (t * HV + i_h) * V + o_tv, round_to(b_O, o.dtype.element_ty, DOT), mask=m_tv)
+            tl.store(
+                o + (t * HV + i_h) * V + o_tv, round_to(b_O, o.dtype.element_ty, DOT), mask=m_tv
+            )
         b_to_end = tl.load(p_rows + 6 * C + o_c)
         b_last = tl.exp2(tl.load(p_rows + C - 1))
         if last is not None:
             b_last = by_row(tl.load(last + tile * K + o_k, mask=m_k, other=0.0), UPRIGHT)
-            b_k = tl.load(kl + t * KR + i_hk * K + o_c[:, None] * KR + o_k[None, :], mask=m_ck, other=0.0)
+            b_k = tl.load(
+                kl + t * KR + i_hk * K + o_c[:, None] * KR + o_k[None, :], mask=m_ck, other=0.0
+            )
         if dtype != tl.float16:
             # tiny values times r_k of huge keys would underflow: a power of two that all r_k share comes last
             power, _ = split_power(tl.min(tl.load(p_rows + 3 * C + o_c), axis=0))
@@ -302,7 +321,12 @@ def scan_kernel(
         tl.store(final_state + (i_n * HV + i_h) * (K * V) + o_state, b_S, mask=m_state)
     if transition is not None:
         m_x = by_row(m_k, UPRIGHT) & by_column((o_x >= 0) & (o_x < K), UPRIGHT)
-        p_x = transition + (i_n * HV + i_h) * (K * K) + by_row(o_k, UPRIGHT) * K + by_column(o_x, UPRIGHT)
+        p_x = (
+            transition
+            + (i_n * HV + i_h) * (K * K)
+            + by_row(o_k, UPRIGHT) * K
+            + by_column(o_x, UPRIGHT)
+        )
         tl.store(p_x, b_S, mask=m_x)
 
 
@@ -376,7 +400,9 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row, tiles = config(K, V, itemsize=itemsize), by_heads("scan", K, V, itemsize)
     sizes = {"K": K, "KP": power_of_two(K), "V": V, "C": row.C} | rows_of(2, 4, K, V)
-    sizes |= {"L2NORM": True, "DOT": row.dot, "TOGETHER": 2} | dict.fromkeys(("units", "kl", "last"))
+    sizes |= {"L2NORM": True, "DOT": row.dot, "TOGETHER": 2} | dict.fromkeys(
+        ("units", "kl", "last")
+    )
     kernel = hopper.prepare_kernel if row.prepare.gluon else prepare_kernel
     # what each use of the scan does not write; dense sequences have no initial and no final state here
     uses = {"train": ("transition",)}

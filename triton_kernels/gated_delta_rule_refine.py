@@ -27,14 +27,23 @@ import triton.language as tl
 
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.launch import Config, config, power_of_two, row_stride, take_turns
-from delta_trn.triton_kernels.tiles import ROWS, accumulate, locate_chunk, multiply, round_to, split_power
+from delta_trn.triton_kernels.tiles import (
+    ROWS,
+    accumulate,
+    locate_chunk,
+    multiply,
+    round_to,
+    split_power,
+)
 from delta_trn.triton_kernels.variants import Variant, layouts, rows_of
 
 ALIKE = tl.constexpr(16.0)
 # the sum of a column of |X| up to which dY is refined; at most 4 where beta |k|^2 <= 2
 SOUND = tl.constexpr(8.0)
 TURNS = tl.constexpr(4)
-HEADS = 16  # of a program, at most: one that has nothing to do waits for one load, however many it has
+HEADS = (
+    16  # of a program, at most: one that has nothing to do waits for one load, however many it has
+)
 
 TYPES = {"*x": "k T dY", "*fp32": "rows", "*i64": "chunk_start chunk_length", "i32": "tokens NT"}
 

@@ -117,7 +117,9 @@ def reverse_scan_kernel(
         b_P = tl.load(P + tile * (C * C) + o_cc)
         b_kl = b_k
         if kl is not None:
-            b_kl = tl.load(kl + t * KR + i_hk * K + o_c[:, None] * KR + o_k[None, :], mask=m_ck, other=0.0)
+            b_kl = tl.load(
+                kl + t * KR + i_hk * K + o_c[:, None] * KR + o_k[None, :], mask=m_ck, other=0.0
+            )
         b_dU = multiply_from_left(b_kl, b_dSd, length > 0, UPRIGHT, ALONE, DOT)
         b_to_end = tl.load(p_rows + 6 * C + o_c)
         if dtype == tl.float16:
@@ -126,11 +128,15 @@ def reverse_scan_kernel(
         p_cv = tile * (C * V) + by_row(o_c, UPRIGHT) * V + by_column(o_v, UPRIGHT)
         if writes is not None:
             b_U = tl.load(U + p_cv, mask=by_column(m_v, UPRIGHT), other=0.0)
-            tl.store(writes + (tile * NV + i_v) * C + o_c, tl.sum(b_U * b_dU, axis=1 if UPRIGHT else 0))
+            tl.store(
+                writes + (tile * NV + i_v) * C + o_c, tl.sum(b_U * b_dU, axis=1 if UPRIGHT else 0)
+            )
         b_dU += multiply_from_left(tl.trans(b_P), b_do, length > 0, UPRIGHT, ALONE, DOT)
         if dtype == tl.float16:
             b_dU *= unit
-        b_dY = multiply_from_left(tl.trans(b_T), round_to(b_dU, dtype, DOT), length > 0, UPRIGHT, ALONE, DOT)
+        b_dY = multiply_from_left(
+            tl.trans(b_T), round_to(b_dU, dtype, DOT), length > 0, UPRIGHT, ALONE, DOT
+        )
         if dY is not None:
             tl.store(dY + p_cv, round_to(b_dY, dtype, DOT), mask=by_column(m_v, UPRIGHT))
         b_dO = b_do.to(tl.float32) * by_row(tl.load(p_rows + 5 * C + o_c), UPRIGHT)
@@ -144,11 +150,15 @@ def reverse_scan_kernel(
             b_dS *= b_last * inverse / power
             b_dS = add_from_left(b_dS, tl.trans(b_q), round_to(b_dO, dtype, DOT), UPRIGHT, DOT)
             b_dS *= power
-            b_dS = add_from_left(b_dS, tl.trans(b_k), round_to(-b_dY * inverse, dtype, DOT), UPRIGHT, DOT)
+            b_dS = add_from_left(
+                b_dS, tl.trans(b_k), round_to(-b_dY * inverse, dtype, DOT), UPRIGHT, DOT
+            )
             b_dS *= most
         else:
             b_dS *= b_last
-            b_dS = add_from_left(b_dS, tl.trans(b_q), round_to(scale * b_dO, dtype, DOT), UPRIGHT, DOT)
+            b_dS = add_from_left(
+                b_dS, tl.trans(b_q), round_to(scale * b_dO, dtype, DOT), UPRIGHT, DOT
+            )
             b_dS = add_from_left(b_dS, tl.trans(b_k), round_to(-b_dY, dtype, DOT), UPRIGHT, DOT)
 
     if initial_state is not None:  # noqa: SIM102
@@ -199,12 +209,16 @@ def reverse_scan(
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row, tiles = config(K, V, itemsize=itemsize), by_heads("reverse", K, V, itemsize)
-    sizes = {"K": K, "KP": power_of_two(K), "V": V, "C": row.C, "DOT": row.dot} | rows_of(2, 4, K, V)
+    sizes = {"K": K, "KP": power_of_two(K), "V": V, "C": row.C, "DOT": row.dot} | rows_of(
+        2, 4, K, V
+    )
     sizes |= dict.fromkeys(("units", "kl", "last"))
 
     def variant(options: str, heads: str, values: dict) -> Variant:
         values = values | of_tile(tiles[heads])
-        return Variant("reverse_scan", options + heads, reverse_scan_kernel, TYPES, tiles[heads], values)
+        return Variant(
+            "reverse_scan", options + heads, reverse_scan_kernel, TYPES, tiles[heads], values
+        )
 
     for layout, tables in layouts(quick).items():
         states = ("dstate", "initial_state", "dinitial_state", "carry") if layout == "dense" else ()

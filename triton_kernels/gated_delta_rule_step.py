@@ -84,7 +84,9 @@ def step_kernel(
             _, b_beta = compute_gates(b_beta, b_beta, None, None, i_h, beta_max)
             p_g, o_bias = i_x * GR + i_h * K + o_k[:, None], i_h * K + o_k[:, None]
             rate = None if A_log is None else load_rate(A_log, lower_bound, i_h)
-            b_g, _ = load_decays(g, rate, dt_bias, lower_bound, p_g, o_bias, m_x[:, None], m_x[:, None])
+            b_g, _ = load_decays(
+                g, rate, dt_bias, lower_bound, p_g, o_bias, m_x[:, None], m_x[:, None]
+            )
         else:
             b_g = tl.load(g + i_x * GR + i_h, mask=there, other=0.0).to(tl.float32)
             b_g, b_beta = compute_gates(b_g, b_beta, A_log, dt_bias, i_h, beta_max)
@@ -97,7 +99,9 @@ def step_kernel(
         b_u = b_beta * (b_v - tl.sum(tl.fma(b_S, b_k[:, None], 0.0), axis=0))
         b_S = tl.fma(b_k[:, None], b_u[None, :], b_S)
         b_o = scale * tl.sum(tl.fma(b_S, b_q[:, None], 0.0), axis=0)
-        tl.store(o + i_x * (HV * V) + i_h * V + o_v, round_to(b_o, o.dtype.element_ty, DOT), mask=m_v)
+        tl.store(
+            o + i_x * (HV * V) + i_h * V + o_v, round_to(b_o, o.dtype.element_ty, DOT), mask=m_v
+        )
         if new_state is not None:
             b_new = round_to(b_S, new_state.dtype.element_ty, DOT)
             tl.store(new_state + (slot * row + p_state), b_new, mask=m_kv & there)
@@ -139,7 +143,15 @@ def step(
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row = tile("step", V)
-    values = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "V": V, "BV": row.columns, "L2NORM": True}
+    values = {
+        "H": 2,
+        "HV": 4,
+        "K": K,
+        "KP": power_of_two(K),
+        "V": V,
+        "BV": row.columns,
+        "L2NORM": True,
+    }
     values |= {"lower_bound": None, "CHANNELS": False, "SK": V, "SV": 1, "DOT": "ieee"}
     alone = dict.fromkeys(("indices", "accepted", "SR", "T"))
     for form, arguments in gates(quick).items():
@@ -149,4 +161,6 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
             yield Variant("step", f"{form}, pool", step_kernel, TYPES, row, own, multiples)
         if itemsize == 2 or not quick:
             own |= {"CHANNELS": True} | ({"lower_bound": -5.0} if form == "gates made" else {})
-            yield Variant("step", f"{form}, channels", step_kernel, TYPES, row, own | alone, multiples)
+            yield Variant(
+                "step", f"{form}, channels", step_kernel, TYPES, row, own | alone, multiples
+            )

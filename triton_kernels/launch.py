@@ -230,7 +230,13 @@ def row_stride(x) -> int:
 
 @lru_cache
 def tile(
-    kernel: str, width: int, height: int | None = None, *, itemsize: int = 2, few: int = 0, major: int = 9
+    kernel: str,
+    width: int,
+    height: int | None = None,
+    *,
+    itemsize: int = 2,
+    few: int = 0,
+    major: int = 9,
 ) -> Tile:
     """Returns the launch of `kernel` on data whose last axis has length `width` and the one before `height`.
 
@@ -334,6 +340,9 @@ def config(
         if itemsize <= size and height >= K and (not majors or card.major in majors)
     )
     kernels = ("prepare", "scan", "reverse", "gradients", "refine", "products")
-    tiles = (tile(rule + kernel, V, K, itemsize=itemsize, few=few, major=card.major) for kernel in kernels)
+    tiles = (
+        tile(rule + kernel, V, K, itemsize=itemsize, few=few, major=card.major)
+        for kernel in kernels
+    )
     row = Config(C, arithmetic(dot), *tiles, processors=card.processors)
     return row if _change is None else _change(row)

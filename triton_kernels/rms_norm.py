@@ -136,7 +136,11 @@ def variants(N: int, _: int, itemsize: int, quick: bool):
     row = tile("rms_norm", N)
     values = {"N": N, "BN": row.columns, "BM": row.rows, "DOT": "ieee"}
     gate, total = dict.fromkeys(("gate", "dgate")), dict.fromkeys(("residual", "total", "dtotal"))
-    forms = {"gated": total, "sum": gate} if quick else {"plain": gate | total, "gated": total, "sum": gate}
+    forms = (
+        {"gated": total, "sum": gate}
+        if quick
+        else {"plain": gate | total, "gated": total, "sum": gate}
+    )
     for form, absent in forms.items():
         yield Variant("rms_norm", f"forward {form}", forward_kernel, TYPES, row, values | absent)
         yield Variant("rms_norm", f"backward {form}", backward_kernel, TYPES, row, values | absent)

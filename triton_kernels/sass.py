@@ -82,7 +82,9 @@ def parse(text: str) -> tuple[Instruction, ...]:
         elif code := _CODE.match(line):
             control = _CONTROL.search(next(lines))
             if control is None:
-                raise ValueError(f"no control code follows {line.strip()!r}; is this nvdisasm -hex?")
+                raise ValueError(
+                    f"no control code follows {line.strip()!r}; is this nvdisasm -hex?"
+                )
             words.append((code["text"], int(control[1], 16) >> 41))
     if not words:
         raise ValueError("no instructions found; is this what nvdisasm -hex prints?")
@@ -124,7 +126,9 @@ def count_unfenced(instructions: tuple[Instruction, ...], *, stores: bool = Fals
 
     Source: NVIDIA, PTX ISA 8.8, sections "Async proxy" and "wgmma.fence".
     """
-    writes = {"DEPBAR"} if any(instruction.name == "LDGSTS" for instruction in instructions) else set()
+    writes = (
+        {"DEPBAR"} if any(instruction.name == "LDGSTS" for instruction in instructions) else set()
+    )
     if stores or not writes:
         writes |= {"STS", "STSM"}
     unseen: list[bool | None] = [None] * len(instructions)  # None: not reached yet
@@ -140,10 +144,14 @@ def count_unfenced(instructions: tuple[Instruction, ...], *, stores: bool = Fals
                 written = True
             if instruction.target is not None:
                 open_ways.append((instruction.target, written))
-            if not instruction.predicate and (instruction.name == "EXIT" or instruction.target is not None):
+            if not instruction.predicate and (
+                instruction.name == "EXIT" or instruction.target is not None
+            ):
                 break
             i += 1
-    return sum(x.name == "HGMMA" and bool(written) for x, written in zip(instructions, unseen, strict=True))
+    return sum(
+        x.name == "HGMMA" and bool(written) for x, written in zip(instructions, unseen, strict=True)
+    )
 
 
 def is_followed(instructions: tuple[Instruction, ...], i: int) -> bool:
@@ -159,11 +167,14 @@ def is_followed(instructions: tuple[Instruction, ...], i: int) -> bool:
         return True
     jump = instructions[branch.target - 1]
     if jump.target is not None and not jump.predicate and jump.target > branch.target > i + 1:
-        return any(branch.target <= first and last < jump.target for first, last in loops(instructions))
+        return any(
+            branch.target <= first and last < jump.target for first, last in loops(instructions)
+        )
 
     def way(start: int) -> int:
         return next(
-            (j for j in range(start, len(instructions)) if _is_exit(instructions[j])), len(instructions)
+            (j for j in range(start, len(instructions)) if _is_exit(instructions[j])),
+            len(instructions),
         )
 
     here, there = way(i + 1), way(branch.target)

@@ -85,7 +85,9 @@ def chain_kernel(
             o_i = i * BK + o_b
             m_i = o_i < K
             b_row = tl.load(
-                states + p_s + o_i[:, None] * V + o_v[None, :], mask=m_i[:, None] & m_v[None, :], other=0.0
+                states + p_s + o_i[:, None] * V + o_v[None, :],
+                mask=m_i[:, None] & m_v[None, :],
+                other=0.0,
             )
             o_A = o_k[:, None] + o_i[None, :] * K if REVERSE else o_k[:, None] * K + o_i[None, :]
             b_A = tl.load(p_A + o_A, mask=m_k[:, None] & m_i[None, :], other=0.0)
@@ -116,5 +118,10 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     values = {"HV": 4, "K": K, "KP": power_of_two(K), "BK": row.rows, "V": V, "BV": row.columns}
     for direction, reverse in {"forward": False, "backward": True}.items():
         yield Variant(
-            "chain", direction, chain_kernel, TYPES, row, values | {"REVERSE": reverse, "DOT": "ieee"}
+            "chain",
+            direction,
+            chain_kernel,
+            TYPES,
+            row,
+            values | {"REVERSE": reverse, "DOT": "ieee"},
         )

@@ -58,7 +58,9 @@ def _load_token(x, prefix, i, t0, o_c, T, C, m_c, W: tl.constexpr):
 
 
 @triton.jit
-def _load_tokens(x, prefix, first: tl.constexpr, t0, o_c, T, C, m_c, N: tl.constexpr, W: tl.constexpr):
+def _load_tokens(
+    x, prefix, first: tl.constexpr, t0, o_c, T, C, m_c, N: tl.constexpr, W: tl.constexpr
+):
     """Loads x of N tokens from t0 + first on, a tuple of [BC]."""
     tokens = ()
     for n in tl.static_range(N):
@@ -73,7 +75,9 @@ def _load_places(position, t0, T, N: tl.constexpr):
     for n in tl.static_range(N):
         place = n
         if position is not None:
-            place = tl.load(position + n + t0, mask=(n + t0 >= 0) & (n + t0 < T), other=0).to(tl.int32)
+            place = tl.load(position + n + t0, mask=(n + t0 >= 0) & (n + t0 < T), other=0).to(
+                tl.int32
+            )
         places = places + (place,)
     return places
 
@@ -130,7 +134,9 @@ def forward_kernel(
             b_y = _convolve(b_x, n, places[n], taps, W, PACKED)
             if SILU:
                 b_y *= tl.sigmoid(b_y)
-            tl.store(y + n * C + o_c, round_to(b_y, y.dtype.element_ty, DOT), mask=m_c & (n + t0 < T))
+            tl.store(
+                y + n * C + o_c, round_to(b_y, y.dtype.element_ty, DOT), mask=m_c & (n + t0 < T)
+            )
         before = ()
         for n in tl.static_range(W - 1):
             before = before + (b_x[BT + n],)

@@ -21,7 +21,9 @@ ROWS = tl.constexpr(9)
 # b is kept as a logarithm to the base 2: the hardware has exp2 only, and exp would multiply each element
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-LN2_HIGH = tl.constexpr(0.693145751953125)  # 15 bits: its product with a whole number below 512 is exact
+LN2_HIGH = tl.constexpr(
+    0.693145751953125
+)  # 15 bits: its product with a whole number below 512 is exact
 
 # A smaller g, -inf included, counts as this one: exp of either is exactly 0 in float32 (from -104 on), and
 # sums of these over a chunk keep the digits of the small ones.
@@ -336,7 +338,9 @@ def invert_unit_lower(L, C: tl.constexpr, dtype: tl.constexpr, DOT: tl.constexpr
     b_T = tl.reshape(tl.where(i_row == i_column, b_blocks, 0.0), [C, C])
     if NB > 1:
         block = tl.arange(0, C) // SIZE
-        b_M = _multiply_precisely(b_T, tl.where(block[:, None] > block[None, :], L, 0.0), dtype, DOT)
+        b_M = _multiply_precisely(
+            b_T, tl.where(block[:, None] > block[None, :], L, 0.0), dtype, DOT
+        )
         if NB == 4:
             b_T += _multiply_precisely(_multiply_precisely(b_M, b_M, dtype, DOT), b_T, dtype, DOT)
         b_T -= _multiply_precisely(b_M, b_T, dtype, DOT)

@@ -124,8 +124,12 @@ def step_call(name: str, x: Inputs) -> Callable[[], tuple[Tensor, Tensor]]:
 def peak_bytes(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> int:
     """Measures the memory that one forward and backward takes beyond the inputs, after a small warm-up."""
     small = replace(case, B=1, T=min(case.T, 64), lengths=None)
-    pass_call(contender(name), inputs_of(name, inputs(small, dtype)).to(device), "forward+backward")()
-    call = pass_call(contender(name), inputs_of(name, inputs(case, dtype)).to(device), "forward+backward")
+    pass_call(
+        contender(name), inputs_of(name, inputs(small, dtype)).to(device), "forward+backward"
+    )()
+    call = pass_call(
+        contender(name), inputs_of(name, inputs(case, dtype)).to(device), "forward+backward"
+    )
     machine.synchronize(device)
     machine.return_freed_memory()
     machine.reset_peak_memory(device)
@@ -239,9 +243,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("action", nargs="?", choices=("run", "table"), default="run")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="of table")
     parser.add_argument("--backend", help="instead of the default one of this machine's device")
-    parser.add_argument("--peer", action="append", choices=tuple(PEERS), help="only this; may be repeated")
+    parser.add_argument(
+        "--peer", action="append", choices=tuple(PEERS), help="only this; may be repeated"
+    )
     parser.add_argument("--case", action="append", help="only this one; may be repeated")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="float32 on CPU, else bfloat16")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="float32 on CPU, else bfloat16"
+    )
     parser.add_argument("--seconds", type=float, default=3.0, help="per pass (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object per line")
     options = parser.parse_args(argv)
@@ -275,7 +283,11 @@ def _run(options: argparse.Namespace, subject: Subject, cases: Sequence[Case]) -
     )
     print(f"this machine at its best: {limits}")
     for name in wanted:
-        print(f"peer {name}: {NOT_RUN}, {absent[name]}" if name in absent else f"peer {PEERS[name].label()}")
+        print(
+            f"peer {name}: {NOT_RUN}, {absent[name]}"
+            if name in absent
+            else f"peer {PEERS[name].label()}"
+        )
     rows: list[Row] = []
     red = False
     for case in cases:

@@ -36,7 +36,9 @@ def passes(case: Case) -> tuple[str, ...]:
 def read(files: Sequence[Path] = ()) -> list[dict[str, Any]]:
     """Reads the lines of bench's files, in order; default: those stored under results/."""
     files = files or sorted((ROOT / "results").glob("*/data.jsonl.gz"))
-    texts = [gzip.decompress(x.read_bytes()) if x.suffix == ".gz" else x.read_bytes() for x in files]
+    texts = [
+        gzip.decompress(x.read_bytes()) if x.suffix == ".gz" else x.read_bytes() for x in files
+    ]
     return [json.loads(line) for text in texts for line in text.splitlines()]
 
 
@@ -48,17 +50,25 @@ def ratios(rows: Rows, backend: str, case: Case, phase: str) -> list[float]:
 
 def markdown(rows: Rows) -> str:
     """Formats one line per case and one column per backend."""
-    heads = [f"`{name}`, {peer} over ours: {_machine(rows, name)}" for name, (peer, _) in COLUMNS.items()]
+    heads = [
+        f"`{name}`, {peer} over ours: {_machine(rows, name)}" for name, (peer, _) in COLUMNS.items()
+    ]
     lines = ["| shape | " + " | ".join(heads) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
     for case in CASES:
         if TAGS["cuda"] in case.tags:
-            lines.append(f"| {case} | " + " | ".join(_cell(rows, name, case) for name in COLUMNS) + " |")
+            lines.append(
+                f"| {case} | " + " | ".join(_cell(rows, name, case) for name in COLUMNS) + " |"
+            )
     return "\n".join(lines)
 
 
-def _find(rows: Rows, case: Case, phase: str, contender: str, device: str) -> list[Mapping[str, Any]]:
+def _find(
+    rows: Rows, case: Case, phase: str, contender: str, device: str
+) -> list[Mapping[str, Any]]:
     key = (case.name, phase, contender, device)
-    return [row for row in rows if (row["case"], row["pass"], row["backend"], row["device_type"]) == key]
+    return [
+        row for row in rows if (row["case"], row["pass"], row["backend"], row["device_type"]) == key
+    ]
 
 
 def _machine(rows: Rows, backend: str) -> str:
@@ -78,7 +88,9 @@ def _cell(rows: Rows, backend: str, case: Case) -> str:
         if values := ratios(rows, backend, case, phase):
             ours = _find(rows, case, phase, backend, device)
             floors = [row["floor_ms"] for row in ours if row["floor_ms"] is not None]
-            share = f" ({min(floors) / min(row['ms']['p50'] for row in ours):.0%})" if floors else ""
+            share = (
+                f" ({min(floors) / min(row['ms']['p50'] for row in ours):.0%})" if floors else ""
+            )
             low, high = f"{min(values):.2f}", f"{max(values):.2f}"
             cells.append(f"{phase} {low}" + ("" if low == high else f" to {high}") + share)
     return ", ".join(cells) or NOT_RUN

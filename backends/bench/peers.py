@@ -105,7 +105,9 @@ def name_backends() -> str:
         *getattr(found, "_operation_registries", {}).values(),
         *getattr(found, "_function_registries", {}).values(),
     ]
-    notes = {note for registry in registries for note in registry._logged if not note.endswith(":fail")}
+    notes = {
+        note for registry in registries for note in registry._logged if not note.endswith(":fail")
+    }
     chosen = [f"{note.split(':')[1]} by {note.split(':')[2]}" for note in sorted(notes)]
     return ", ".join(chosen) or "Triton"
 

@@ -57,14 +57,18 @@ class Ceilings:
 
     def bytes_per_s(self, work: Work) -> float:
         """Returns the rate of the copy that bounds this work: the largest that moves no more bytes."""
-        return self.copies[max((n for n in self.copies if n <= work.bytes), default=min(self.copies))]
+        return self.copies[
+            max((n for n in self.copies if n <= work.bytes), default=min(self.copies))
+        ]
 
     def floor_ms(self, work: Work) -> float:
         """Returns the longer of the times for operations and for bytes."""
         return 1e3 * max(work.flops / self.flops_per_s, work.bytes / self.bytes_per_s(work))
 
     def __str__(self) -> str:
-        copies = ", ".join(f"{rate / 1e9:.4g} ({n / 2**20:g} MiB)" for n, rate in self.copies.items())
+        copies = ", ".join(
+            f"{rate / 1e9:.4g} ({n / 2**20:g} MiB)" for n, rate in self.copies.items()
+        )
         return f"product {self.flops_per_s / 1e12:.3g} TFLOP/s, copy {copies} GB/s"
 
 
@@ -75,7 +79,11 @@ def work(case: Case, dtype: torch.dtype) -> Mapping[str, Work]:
     C = min(CHUNK, tokens // case.sequences)
     KV = K * V if C == CHUNK or case.state else 0
     state = 4 * case.sequences * HV * K * V
-    keys, values, gates = 2 * H * K * s, HV * V * s, HV * (4 * K if case.has_channels else 4) + HV * s
+    keys, values, gates = (
+        2 * H * K * s,
+        HV * V * s,
+        HV * (4 * K if case.has_channels else 4) + HV * s,
+    )
     forward = Work(
         tokens * HV * (6 * KV + 4 * C * V + 4 * C * K * H / HV + 2 * C * C / 3),
         tokens * (keys + 2 * values + gates) + case.state * state,
@@ -85,7 +93,12 @@ def work(case: Case, dtype: torch.dtype) -> Mapping[str, Work]:
         tokens * 2 * (keys + gates) + tokens * 3 * values + 2 * case.state * state,
     )
     step = Work(tokens * HV * 6 * K * V, tokens * (keys + 2 * values + gates) + 2 * state)
-    return {"forward": forward, "backward": backward, "forward+backward": forward + backward, "step": step}
+    return {
+        "forward": forward,
+        "backward": backward,
+        "forward+backward": forward + backward,
+        "step": step,
+    }
 
 
 def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) -> Ceilings:

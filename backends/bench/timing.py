@@ -38,7 +38,9 @@ class Spread:
         return f"{self.p50:.4g} ({self.p20:.3g} - {self.p80:.3g})"
 
 
-def time_in_turns(calls: Mapping[str, Call], device: torch.device, seconds: float) -> dict[str, list[float]]:
+def time_in_turns(
+    calls: Mapping[str, Call], device: torch.device, seconds: float
+) -> dict[str, list[float]]:
     """Times every contender in milliseconds, one call each in turn, for about `seconds`, after a warm-up."""
     clock = _cuda_clock if device.type == "cuda" else _cpu_clock
     for call in calls.values():
@@ -67,7 +69,9 @@ def modes(calls: Mapping[str, Call], device: torch.device) -> dict[str, Mapping[
     """Maps a mode's suffix to its calls: as they are and, on a GPU, as CUDA graphs where possible."""
     by_mode = {"": calls}
     if device.type == "cuda":
-        by_mode[" (graph)"] = {name: graph for name, call in calls.items() if (graph := _graph(call))}
+        by_mode[" (graph)"] = {
+            name: graph for name, call in calls.items() if (graph := _graph(call))
+        }
     return by_mode
 
 

@@ -83,7 +83,9 @@ def tune(
             try:
                 call()
                 calls[str(tile)] = call
-            except Exception as refusal:  # Triton has a class for each way in which a launch can fail
+            except (
+                Exception
+            ) as refusal:  # Triton has a class for each way in which a launch can fail
                 reason = f"{type(refusal).__name__}: {refusal}".splitlines()[0]
                 trials.append({**about, "tile": tile, "gain": None, "refusal": reason})
         times = time_in_turns(calls, device, seconds)
@@ -119,7 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         subject = subjects(["triton"])[0]
         cases = select(options.case)
         if stateful := [case.name for case in cases if case.state]:
-            raise ValueError(f"{stateful[0]} starts from a state; only cases that do not are timed by pass")
+            raise ValueError(
+                f"{stateful[0]} starts from a state; only cases that do not are timed by pass"
+            )
     except (BackendRefusal, ValueError) as complaint:
         print(complaint, file=sys.stderr)
         return 2

@@ -74,15 +74,21 @@ def _check(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -
         )
     wanted = lead if x.dim() == k.dim() else (*lead, x.shape[-1])
     if tuple(v.shape) != wanted:
-        raise ValueError(f"v {shape_of(v)} does not fit x {shape_of(x)}; expected {in_brackets(wanted)}")
+        raise ValueError(
+            f"v {shape_of(v)} does not fit x {shape_of(x)}; expected {in_brackets(wanted)}"
+        )
     if tuple(beta.shape) != lead:
-        raise ValueError(f"beta {shape_of(beta)} does not fit k {shape_of(k)}; expected {in_brackets(lead)}")
+        raise ValueError(
+            f"beta {shape_of(beta)} does not fit k {shape_of(k)}; expected {in_brackets(lead)}"
+        )
     if 0 in x.shape[len(lead) :]:
         raise ValueError(f"D and DV of x {shape_of(x)} must be at least 1")
     require_dtypes(x, "x", {"k": k, "v": v}, {"beta": beta})
     require_one_device(x, "x", {"k": k, "v": v, "beta": beta})
     if k_eps is not None and not 0 < k_eps < float("inf"):
-        raise ValueError(f"k_eps={k_eps} must be above 0 and finite, or None where k has norm 1 already")
+        raise ValueError(
+            f"k_eps={k_eps} must be above 0 and finite, or None where k has norm 1 already"
+        )
 
 
 def _check_values(call: Residual) -> None:

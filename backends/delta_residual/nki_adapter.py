@@ -6,7 +6,11 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends.delta_residual.contract import Gradients, Residual
-from delta_trn.backends.nki_runtime_adapter import require_norms_within_rsqrt, require_within_rsqrt, run
+from delta_trn.backends.nki_runtime_adapter import (
+    require_norms_within_rsqrt,
+    require_within_rsqrt,
+    run,
+)
 from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.delta_residual import LEAST_EPS, delta_residual_bwd, delta_residual_fwd
 

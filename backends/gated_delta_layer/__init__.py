@@ -71,7 +71,14 @@ def gated_delta_layer(
 
 
 def find_layer_backend(
-    x: Tensor, weight: Tensor, HV: int, K: int, V: int, *, packed: bool = False, backend: str | None = None
+    x: Tensor,
+    weight: Tensor,
+    HV: int,
+    K: int,
+    V: int,
+    *,
+    packed: bool = False,
+    backend: str | None = None,
 ) -> str | None:
     """Returns the backend whose kernel takes such a call of `gated_delta_layer`; None: none does.
 

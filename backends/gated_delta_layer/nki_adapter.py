@@ -42,7 +42,11 @@ def forward(call: Layer, *, save: bool) -> tuple[Tensor, Tensor | None, list[Ten
 def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]) -> Gradients:
     """Returns the gradients."""
     g, *kept = saved[:6]  # g, then q, k, v, o and u
-    weight_t, how, options = call.weight.float().t().contiguous(), _choose(call), _kernel_options(call)
+    weight_t, how, options = (
+        call.weight.float().t().contiguous(),
+        _choose(call),
+        _kernel_options(call),
+    )
     inputs = (dy, call.x, weight_t, *kept, g, call.beta, call.gate, call.gain)
     states = saved[6] if len(saved) > 6 else None
     dx, dweight, dg, dbeta, dgate, dgain, dstate0, _, *dprefix = run(

@@ -115,10 +115,18 @@ def gated_delta_rule(
     initial_state = first_state(initial_state, q, state_v_first)
     checks.arguments(q, k, v, g, beta, initial_state, cu_seqlens, cp_context)
     beta_max = checks.gate_arguments(
-        q, v.shape[2], use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
+        q,
+        v.shape[2],
+        use_gate_in_kernel,
+        A_log,
+        dt_bias,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
     )
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    name, save = OPERATOR.choose(tensors, sizes(q, v), backend, *(() if cu_seqlens is None else ("packed",)))
+    name, save = OPERATOR.choose(
+        tensors, sizes(q, v), backend, *(() if cu_seqlens is None else ("packed",))
+    )
     call = Rule(
         *tensors,
         bounds_of(cu_seqlens),
@@ -185,7 +193,13 @@ def gated_delta_rule_step(
     """
     checks.step_arguments(q, k, v, g, beta, state, state_indices, accepted)
     beta_max = checks.gate_arguments(
-        q, v.shape[-2], use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval
+        q,
+        v.shape[-2],
+        use_gate_in_kernel,
+        A_log,
+        dt_bias,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
     )
     call = Step(
         q, k, v, g, beta, state, A_log, dt_bias, state_indices, accepted, scale_of(q, scale), beta_max,
@@ -194,7 +208,9 @@ def gated_delta_rule_step(
     return run_step(call, *choose_step(call, OPERATORS, backend))
 
 
-def choose_step(call: Step, operators: Sequence[Operator], backend: str | None) -> tuple[Operator, str, bool]:
+def choose_step(
+    call: Step, operators: Sequence[Operator], backend: str | None
+) -> tuple[Operator, str, bool]:
     """Returns which operator takes the call, that of sequences where gradients are wanted, by which backend.
 
     The last value says whether they are.
@@ -208,14 +224,20 @@ def choose_step(call: Step, operators: Sequence[Operator], backend: str | None) 
         )
     operator = operators[0 if wanted else 1]
     name, save = operator.choose(tensors, sizes(call.q, call.v), backend)
-    return operators[2] if pooled and _says("TAKES_POOL", operator.name, name) else operator, name, save
+    return (
+        operators[2] if pooled and _says("TAKES_POOL", operator.name, name) else operator,
+        name,
+        save,
+    )
 
 
 def run_step(call: Step, operator: Operator, name: str, save: bool) -> tuple[Tensor, Tensor]:
     """Returns o and the state after one token, by what `choose_step` returns."""
     if call.indices is not None:
         step = partial(operator, save=False, backend=name)
-        return step_in_pool(_with_gates(operator, call, name), step, bool(operator.writes)), call.state
+        return step_in_pool(
+            _with_gates(operator, call, name), step, bool(operator.writes)
+        ), call.state
     if not save:
         o, state = operator(_with_gates(operator, call, name), save=False, backend=name)
         return o, state
@@ -225,7 +247,12 @@ def run_step(call: Step, operator: Operator, name: str, save: bool) -> tuple[Ten
 
 
 def run(
-    operator: Operator, call: Rule, positions: tuple[int, ...] | None, save: bool, name: str, v_first: bool
+    operator: Operator,
+    call: Rule,
+    positions: tuple[int, ...] | None,
+    save: bool,
+    name: str,
+    v_first: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns o, and the final state or those at positions; `name` is the backend's."""
     made, compute = _with_gates(operator, call, name), partial(operator, save=save, backend=name)
@@ -291,7 +318,9 @@ def _empty_outputs(call: Rule) -> tuple[Tensor, Tensor | None]:
     """Returns o without elements, and the sequences' states as they were."""
     o, final_state = _outputs_like(call)
     if final_state is not None:
-        final_state = torch.zeros_like(final_state) if call.initial_state is None else call.initial_state
+        final_state = (
+            torch.zeros_like(final_state) if call.initial_state is None else call.initial_state
+        )
     return o, final_state
 
 

@@ -24,7 +24,14 @@ from delta_trn.backends.checks import (
     require_tensors,
     shape_of,
 )
-from delta_trn.backends.gated_delta_rule.contract import RESET, Rule, Step, gates_of, make_gates, state_dtype
+from delta_trn.backends.gated_delta_rule.contract import (
+    RESET,
+    Rule,
+    Step,
+    gates_of,
+    make_gates,
+    state_dtype,
+)
 
 
 def arguments(
@@ -70,7 +77,9 @@ def step_arguments(
     """Raises TypeError or ValueError unless shapes, dtypes and devices fit the operation for one token."""
     if indices is None:
         if accepted is not None:
-            raise ValueError("accepted passed without state_indices; pass both, and a pool as state")
+            raise ValueError(
+                "accepted passed without state_indices; pass both, and a pool as state"
+            )
         _state("state", state, q, _tensors("B ", q, k, v, g, beta, channels), "B HV K V")
         return
     given = {"state_indices": indices} | ({} if accepted is None else {"accepted": accepted})
@@ -94,12 +103,16 @@ def slots(indices: Tensor, accepted: Tensor | None, N: int) -> None:
     """Raises ValueError for slots outside of a pool of N, or of two rows, and for impossible `accepted`."""
     if not (is_checking() or indices.device.type == "cpu"):
         return
-    why = f"is not in a pool of N={N} slots; pass 0 to {N - 1}, or a negative number to skip a token"
+    why = (
+        f"is not in a pool of N={N} slots; pass 0 to {N - 1}, or a negative number to skip a token"
+    )
     refuse_where(indices >= N, "state_indices", indices, why)
     rows = arange(len(indices), device=indices.device)[:, None].expand_as(indices)
     places = indices.long().where(indices >= 0, N)
     others = (rows.new_empty(N + 1).index_put_((places,), rows)[places] != rows) & (places < N)
-    why = "another row has, too, and both would write that state; give each sequence slots of its own"
+    why = (
+        "another row has, too, and both would write that state; give each sequence slots of its own"
+    )
     refuse_where(others, "state_indices", indices, why)
     if accepted is not None:
         T = indices.shape[1]
@@ -119,7 +132,9 @@ def gate_arguments(
 ) -> float:
     """Returns beta_max; 0 where beta is a strength. Raises TypeError or ValueError for what does not fit."""
     if use_gate_in_kernel and A_log is None:
-        raise ValueError("use_gate_in_kernel=True without A_log; pass A_log [HV], and dt_bias [HV] if any")
+        raise ValueError(
+            "use_gate_in_kernel=True without A_log; pass A_log [HV], and dt_bias [HV] if any"
+        )
     parameters = {name: x for name, x in (("A_log", A_log), ("dt_bias", dt_bias)) if x is not None}
     if parameters and not use_gate_in_kernel:
         raise ValueError(
@@ -146,7 +161,9 @@ def positions(
     """Returns the positions whose states are wanted. Raises TypeError or ValueError for what does not fit."""
     if return_states_at is None:
         return None
-    if not isinstance(return_states_at, Sequence) or not all(isinstance(p, int) for p in return_states_at):
+    if not isinstance(return_states_at, Sequence) or not all(
+        isinstance(p, int) for p in return_states_at
+    ):
         raise TypeError(
             f"return_states_at is a {type(return_states_at).__name__}; pass a tuple of ints, such as "
             "tuple(x.tolist()) of a tensor x: a call is cut there, before it looks at any data"
@@ -178,7 +195,9 @@ def _tensors(
             f"H={H}, HV={HV}, K={K}, V={V} in q {shape_of(q)}, v {shape_of(v)}; all must be at least 1"
         )
     if HV % H:
-        raise ValueError(f"HV={HV} is not a multiple of H={H}; value head j reads query head j // (HV / H)")
+        raise ValueError(
+            f"HV={HV} is not a multiple of H={H}; value head j reads query head j // (HV / H)"
+        )
     require_dtypes(q, "q", {"k": k, "v": v}, {"g": g, "beta": beta})
     require_one_device(q, "q", {"k": k, "v": v, "g": g, "beta": beta})
     return sizes
@@ -186,9 +205,13 @@ def _tensors(
 
 def _packed_shapes(q: Tensor, cu_seqlens: Tensor) -> None:
     if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens is a {type(cu_seqlens).__name__}; pass an int64 tensor [N + 1]")
+        raise TypeError(
+            f"cu_seqlens is a {type(cu_seqlens).__name__}; pass an int64 tensor [N + 1]"
+        )
     if cu_seqlens.dtype not in (int64, int32):
-        raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}; pass int64 or int32, the running sum of lengths")
+        raise TypeError(
+            f"cu_seqlens is {cu_seqlens.dtype}; pass int64 or int32, the running sum of lengths"
+        )
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"cu_seqlens {shape_of(cu_seqlens)} is not [N + 1] with N >= 1; pass [0, end of 1st, ..., T]"
@@ -201,12 +224,21 @@ def _packed_shapes(q: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def _state(
-    name: str, state: Tensor, q: Tensor, sizes: dict[str, int], letters: str, other: dtype | None = None
+    name: str,
+    state: Tensor,
+    q: Tensor,
+    sizes: dict[str, int],
+    letters: str,
+    other: dtype | None = None,
 ) -> None:
     require_shapes({name: letters}, {name: state}, sizes)
     full = state_dtype(q.dtype)
     if state.dtype not in (full, other):
-        wanted = f"{full}: states keep full precision" if other is None else f"{full} or {other}: convert it"
+        wanted = (
+            f"{full}: states keep full precision"
+            if other is None
+            else f"{full} or {other}: convert it"
+        )
         raise TypeError(f"{name} is {state.dtype}; with {q.dtype} q it is {wanted}")
     require_one_device(q, "q", {name: state})
 
@@ -218,7 +250,9 @@ def values(call: Rule | Step) -> None:
         _bounds(cu_seqlens, call.q.shape[1])
     if not is_checking():
         return
-    tensors = {name: x for name, x in vars(call).items() if isinstance(x, Tensor) and name != "cu_seqlens"}
+    tensors = {
+        name: x for name, x in vars(call).items() if isinstance(x, Tensor) and name != "cu_seqlens"
+    }
     if isinstance(call, Step) and call.indices is not None:
         del tensors["state"]  # slots that are not in use may hold anything
     if call.A_log is None:
@@ -226,7 +260,10 @@ def values(call: Rule | Step) -> None:
     require_finite(tensors)
     g, beta = make_gates(*gates_of(call))
     refuse_where(
-        g > 0, "g", g, "is above 0; g is the logarithm of a decay in (0, 1]: pass log(alpha), not alpha"
+        g > 0,
+        "g",
+        g,
+        "is above 0; g is the logarithm of a decay in (0, 1]: pass log(alpha), not alpha",
     )
     require_strengths(beta, "sigmoid(b) or 2 sigmoid(b)")
     if not call.l2norm:
@@ -236,7 +273,9 @@ def values(call: Rule | Step) -> None:
 def _bounds(cu_seqlens: Tensor, T: int) -> None:
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != T:
-        raise ValueError(f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}; it must run from 0 to T={T}")
+        raise ValueError(
+            f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}; it must run from 0 to T={T}"
+        )
     for n in range(len(bounds) - 1):
         if bounds[n] > bounds[n + 1]:
             raise ValueError(

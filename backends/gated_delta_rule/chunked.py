@@ -34,7 +34,9 @@ from torch.nn.functional import pad
 from delta_trn.backends.gated_delta_rule import chunked_kernel, contract
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step, state_dtype
 
-MAKES_GATES = True  # by PyTorch, but inside of the call: under torch.compile they have their eager bits
+MAKES_GATES = (
+    True  # by PyTorch, but inside of the call: under torch.compile they have their eager bits
+)
 
 
 def note(dtype: torch.dtype = torch.float32, device: str = "cpu") -> str:
@@ -90,7 +92,9 @@ def _leaves(call: Rule, names: Iterable[str]) -> dict[str, Tensor]:
     return {name: x.detach().requires_grad_() for name, x in given.items() if x is not None}
 
 
-def _gradients_of(leaves: dict[str, Tensor], outputs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+def _gradients_of(
+    leaves: dict[str, Tensor], outputs: Sequence[tuple[Tensor, Tensor]]
+) -> dict[str, Tensor]:
     """Returns the leaves' gradients, from outputs and their gradients."""
     ys, dys = zip(*outputs, strict=True)
     gradients = torch.autograd.grad(ys, list(leaves.values()), dys, materialize_grads=True)
@@ -103,7 +107,10 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
     if chunked_kernel.takes(call):
         return chunked_kernel.step(call)
     dtype, groups = call.state.dtype, call.v.shape[1] // call.q.shape[1]
-    q, k = (_keys(x, dtype, call.l2norm).repeat_interleave(groups, 1)[..., None, :] for x in (call.q, call.k))
+    q, k = (
+        _keys(x, dtype, call.l2norm).repeat_interleave(groups, 1)[..., None, :]
+        for x in (call.q, call.k)
+    )
     decay = call.g.to(dtype).exp()[..., None]
     S = call.state * (decay if call.has_channels else decay[..., None])
     R = call.v.to(dtype)[..., None, :] - k @ S
@@ -120,7 +127,13 @@ def compute(call: Rule) -> tuple[Tensor, Tensor]:
     q, k = (_keys(x, dtype, call.l2norm).repeat_interleave(groups, 2) for x in (call.q, call.k))
     # g is a sum in float64: where decays of -20 and -0.01 meet, differences of float32 sums cost o too much
     g = call.g.double().clamp(min=contract.RESET)
-    tensors = (q, k, call.v.to(dtype), g if call.has_channels else g[..., None], call.beta[..., None])
+    tensors = (
+        q,
+        k,
+        call.v.to(dtype),
+        g if call.has_channels else g[..., None],
+        call.beta[..., None],
+    )
     chunks = [_split(x, C) for x in tensors]
     S = q.new_zeros((B, HV, K, V)) if call.initial_state is None else call.initial_state
     outputs = [call.v.new_zeros((B, HV, 0, V), dtype=dtype)]

@@ -26,7 +26,11 @@ POINTERS = (
 STRIDED = ("q", "k", "v", "g", "beta", "d_o")
 NUMBERS = ("N", "T", "H", "HV", "K", "V", "C", "normalize", "threads")
 FOLDER = Path(__file__).parent
-HEADERS = (FOLDER / "chunked_head.h", FOLDER / "chunked_products.h", FOLDER.parent / "exponential.h")
+HEADERS = (
+    FOLDER / "chunked_head.h",
+    FOLDER / "chunked_products.h",
+    FOLDER.parent / "exponential.h",
+)
 Arguments = c_int64 * (len(POINTERS) + 3 * len(STRIDED) + len(NUMBERS))
 
 
@@ -65,14 +69,18 @@ def forward(call: Rule, C: int, *, save: bool) -> tuple[Tensor, Tensor | None, l
     o, final_state = call.v.new_empty(call.v.shape, dtype=torch.float32), None
     E, states = [o.new_empty(shape) for shape, _ in saved_shapes(call, C)] if save else (None, None)
     if call.output_final_state:
-        final_state = o.new_empty((call.sequences, call.v.shape[2], call.q.shape[3], call.v.shape[3]))
+        final_state = o.new_empty(
+            (call.sequences, call.v.shape[2], call.q.shape[3], call.v.shape[3])
+        )
     outputs = {"o": o, "E": E, "states": states, "final_state": final_state}
     numbers = _pack(call, call.initial_state, C, outputs)
     _function("forward", call)(numbers, c_double(call.scale))
     return o.to(call.v.dtype), final_state, [] if E is None or states is None else [E, states]
 
 
-def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor], C: int) -> Gradients:
+def backward(
+    do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor], C: int
+) -> Gradients:
     """Does what an adapter's `backward` does."""
     (B, T, H, K), HV = call.q.shape, call.v.shape[2]
     E, states = saved
@@ -109,7 +117,13 @@ def _pack(
     call: Rule | Step, initial_state: Tensor | None, C: int, tensors: dict[str, Tensor | None]
 ) -> Array[c_int64]:
     """Returns the kernel's `Call`; adds the call's tensors in float32 to `tensors`, which keep them alive."""
-    q, k, v, g, beta = _rows(call.q), _rows(call.k), _rows(call.v), call.g.float(), call.beta.float()
+    q, k, v, g, beta = (
+        _rows(call.q),
+        _rows(call.k),
+        _rows(call.v),
+        call.g.float(),
+        call.beta.float(),
+    )
     g = _rows(g) if call.has_channels else g
     tensors |= {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     if initial_state is not None:

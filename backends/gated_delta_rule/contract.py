@@ -23,7 +23,9 @@ L2NORM_EPS = 1e-6
 # from -104 on). A backend that sums log decays first raises every g below RESET to it, so that the sum keeps
 # the digits of the other tokens.
 RESET = -1024.0
-VECTORS = 32  # elements of the most vectors that PyTorch computes at once: two of 512 bits in float32
+VECTORS = (
+    32  # elements of the most vectors that PyTorch computes at once: two of 512 bits in float32
+)
 ONE_THREAD = 32767  # PyTorch divides more elements among threads
 MOST_COLUMNS = ONE_THREAD // VECTORS
 
@@ -138,7 +140,9 @@ class Adapter(Protocol):
         """
         ...
 
-    def backward(self, do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
+    def backward(
+        self, do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]
+    ) -> Gradients:
         """Returns all gradients, from those of o and final_state (None: zeros) and what forward saved.
 
         Under torch.compile the tensors are the caller's, so none may be written to.
@@ -184,7 +188,9 @@ def log_decay(
         return lower_bound * (log_rate.clamp(max=80.0).exp() * x).clamp(-800.0, 800.0).sigmoid()
     # softplus(x) is exp(x) below -40; above, exp(80) softplus(x) is a reset already
     y = x.clamp(max=-40.0)
-    far = (log_rate + y).clamp(max=80.0).exp() * (1.0 + _find_lost_in_sum(log_rate.detach(), y.detach()))
+    far = (log_rate + y).clamp(max=80.0).exp() * (
+        1.0 + _find_lost_in_sum(log_rate.detach(), y.detach())
+    )
     # PyTorch's softplus is the identity above a threshold, by default 20: there it would cost float64 1e-10
     near = log_rate.detach().clamp(max=80.0).exp() * F.softplus(x.clamp(min=-40.0), threshold=40.0)
     # times exp(0), whose gradient sums near dg, not rate (softplus dg): what is in brackets underflows
@@ -261,7 +267,9 @@ def make_gates(
     return g, beta
 
 
-def _make_channels(a: Tensor, A_log: Tensor, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
+def _make_channels(
+    a: Tensor, A_log: Tensor, dt_bias: Tensor | None, lower_bound: float | None
+) -> Tensor:
     """Returns g [..., HV, K] of a, with A_log [HV] and dt_bias [HV, K]; head by head if K is large."""
     HV, K = a.shape[-2:]
     heads = max(1, min(HV, MOST_COLUMNS // K))
@@ -271,7 +279,9 @@ def _make_channels(a: Tensor, A_log: Tensor, dt_bias: Tensor | None, lower_bound
         bias = None if dt_bias is None else dt_bias[h].reshape(-1)
         part = a[..., h, :].flatten(-2)
         parts.append(
-            _in_whole_vectors(partial(log_decay, A_log=rate, dt_bias=bias, lower_bound=lower_bound), part)
+            _in_whole_vectors(
+                partial(log_decay, A_log=rate, dt_bias=bias, lower_bound=lower_bound), part
+            )
         )
     return torch.cat(parts, -1).view(a.shape)
 
@@ -299,7 +309,9 @@ def make_call_gates(call: AnyCall) -> AnyCall:
     return replace(call, g=g, beta=beta, A_log=None, dt_bias=None, beta_max=0.0, lower_bound=None)
 
 
-def gates_of(call: Rule | Step) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, float | None]:
+def gates_of(
+    call: Rule | Step,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, float, float | None]:
     """Returns what `make_gates` takes of a call."""
     return call.g, call.beta, call.A_log, call.dt_bias, call.beta_max, call.lower_bound
 

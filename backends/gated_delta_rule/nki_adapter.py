@@ -25,7 +25,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from delta_trn.backends.checks import BackendRefusal
-from delta_trn.backends.gated_delta_rule.contract import L2NORM_EPS, RESET, Gradients, Rule, Shapes, Step
+from delta_trn.backends.gated_delta_rule.contract import (
+    L2NORM_EPS,
+    RESET,
+    Gradients,
+    Rule,
+    Shapes,
+    Step,
+)
 from delta_trn.backends.nki_runtime_adapter import require_norms_within_rsqrt, run
 from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_rule_bwd import gated_delta_rule_bwd
@@ -116,7 +123,11 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     o = _join(outs, v)
     final_state = torch.cat(finals) if call.output_final_state else None
     shapes = saved_shapes(call) if save else []
-    return o, final_state, [_join(states, q.new_zeros(shape, dtype=dtype)) for shape, dtype in shapes]
+    return (
+        o,
+        final_state,
+        [_join(states, q.new_zeros(shape, dtype=dtype)) for shape, dtype in shapes],
+    )
 
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
@@ -148,7 +159,9 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
             S = None if call.initial_state is None else call.initial_state[sequences]
             if piece is not group[0]:
                 S = saved[0][piece.rows, piece.handed_on].squeeze(1).transpose(1, 2)
-            states = saved[0][piece.rows, piece.kept] if piece.kept.start < piece.kept.stop else None
+            states = (
+                saved[0][piece.rows, piece.kept] if piece.kept.start < piece.kept.stop else None
+            )
             options = (call.scale, call.l2norm, dS is not None, S is not None)
             how = (sizes.every, sizes.C, sizes.lanes, sizes.width)
             *gradients, dS = run(kernel, *tensors, dS, S, states, *options, *how)
@@ -188,7 +201,9 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
     return torch.cat(outs), torch.cat(states)
 
 
-def _groups(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Iterator[tuple[list[Piece], slice, slice]]:
+def _groups(
+    q: Tensor, v: Tensor, cu_seqlens: Tensor | None
+) -> Iterator[tuple[list[Piece], slice, slice]]:
     """Yields each group's pieces, its rows of q and its sequences; an empty sequence has no pieces."""
     for n, group in enumerate(pieces(q, v, cu_seqlens)):
         if group:

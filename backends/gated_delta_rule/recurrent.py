@@ -86,7 +86,9 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
                 S_decayed = decay * before.pop()
                 missing = V[token] - _read(S_decayed, K[token])
                 u = beta[token][..., None] * missing
-                dQ[token] = call.scale * (_apply(S_decayed, dO[token]) + _dot(u, dO[token]) * K[token])
+                dQ[token] = call.scale * (
+                    _apply(S_decayed, dO[token]) + _dot(u, dO[token]) * K[token]
+                )
                 dS = dS + _outer(call.scale * Q[token], dO[token])
                 du = _read(dS, K[token])
                 dbeta[token] = (du * missing).sum(-1)
@@ -184,7 +186,9 @@ def _gradients_of_gates(
             by_rate, dg = y * dy, _rate(A_log) * dy
         dA_log = by_rate.sum((0, 1, 3)).to(call.A_log.dtype)
         ddt_bias = (
-            None if call.dt_bias is None else dg.sum((0, 1)).view(call.dt_bias.shape).to(call.dt_bias.dtype)
+            None
+            if call.dt_bias is None
+            else dg.sum((0, 1)).view(call.dt_bias.shape).to(call.dt_bias.dtype)
         )
     if call.beta_max:
         z = call.beta.to(dbeta.dtype)

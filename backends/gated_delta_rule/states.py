@@ -24,13 +24,19 @@ def compute_states(
     """Returns o, and the states [B, P, HV, K, V] after the first `positions` tokens of each row."""
     (B, T, _, K), (HV, V), cu_seqlens = call.q.shape, call.v.shape[2:], call.cu_seqlens
     bounds = [0, *positions, *([] if positions and positions[-1] == T else [T])]
-    outputs, states, S = [], [call.q.new_zeros((B, 0, HV, K, V), dtype=state_dtype(call.q.dtype))], None
+    outputs, states, S = (
+        [],
+        [call.q.new_zeros((B, 0, HV, K, V), dtype=state_dtype(call.q.dtype))],
+        None,
+    )
     for first, last in pairwise(bounds):
         tokens = {name: getattr(call, name)[:, first:last] for name in ("q", "k", "v", "g", "beta")}
         piece = replace(call, **tokens, output_final_state=len(outputs) < len(positions))
         if cu_seqlens is not None:
             # the last piece has all that follows, so that bounds beyond T are found
-            piece = replace(piece, cu_seqlens=cu_seqlens.clamp(first, None if last == T else last) - first)
+            piece = replace(
+                piece, cu_seqlens=cu_seqlens.clamp(first, None if last == T else last) - first
+            )
         o, S = compute(piece if S is None else replace(piece, initial_state=S))
         outputs.append(o)
         if S is not None and len(states) <= len(positions):

@@ -47,8 +47,12 @@ TAKES_POOL = True
 # backward, a fifth of its time. None: an eighth of the device's memory, 17 GB of an H200; the paper's model
 # of width 2048 has 0.94 GB per layer at 30 x 1024 tokens.
 KEPT_BYTES: int | None = None
-FIXED_CALLS = 16  # in a compiled graph, which fixes what a call keeps before it runs, so many share them
-kept_now: WeakIdKeyDictionary = WeakIdKeyDictionary()  # U of each call that keeps its states -> bytes
+FIXED_CALLS = (
+    16  # in a compiled graph, which fixes what a call keeps before it runs, so many share them
+)
+kept_now: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # U of each call that keeps its states -> bytes
 kept_lock = Lock()  # pipelines and autograd call from several threads
 
 
@@ -72,7 +76,9 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
         )  # fmt: skip
         if not save:
             return o, final_state, []
-    T, P, rows = (q.new_empty(shape, dtype=dtype) for shape, dtype in prepared_shapes(chunks, HV, q.dtype))
+    T, P, rows = (
+        q.new_empty(shape, dtype=dtype) for shape, dtype in prepared_shapes(chunks, HV, q.dtype)
+    )
     q_scaled, k_scaled = (q.new_empty(q.shape) if _is_scaled(call) else None for _ in range(2))
     unit = _unit(call)
     gated_delta_rule_fwd.prepare(
@@ -127,7 +133,18 @@ def scan_forward(
         elif not fixed:
             kept = tuple(q.new_empty(1, dtype=dtype).expand(shape) for shape, dtype in shapes)
     gated_delta_rule_fwd.scan(
-        q, k, v, *prepared, start, o=o, final_state=final, S=S, U=U, units=units, chunks=scanned, **how
+        q,
+        k,
+        v,
+        *prepared,
+        start,
+        o=o,
+        final_state=final,
+        S=S,
+        U=U,
+        units=units,
+        chunks=scanned,
+        **how,
     )
     return [states, A, *kept]
 
@@ -153,7 +170,9 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         scale=call.scale, unit=_unit(call), units=units,
     )  # fmt: skip
     if q.dtype.itemsize == 2 and not _is_one_token(call):
-        gated_delta_rule_refine.refine(k, T, rows, dY=dY, scaled=_is_scaled(call), chunks=chunks, config=row)
+        gated_delta_rule_refine.refine(
+            k, T, rows, dY=dY, scaled=_is_scaled(call), chunks=chunks, config=row
+        )
     dgates = None
     if call.A_log is not None:
         dgates = q.new_empty((chunks.count, HV, 2), dtype=torch.float32)
@@ -165,10 +184,18 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     else:
         # value heads that share a key are summed in float32 and in a fixed order, unlike atomics
         of_heads = [
-            x if HV == H else q.new_empty((*q.shape[:2], HV, K), dtype=torch.float32) for x in (dq, dk)
+            x if HV == H else q.new_empty((*q.shape[:2], HV, K), dtype=torch.float32)
+            for x in (dq, dk)
         ]
         gated_delta_rule_bwd.gradients(
-            *given, writes, carry, dq=of_heads[0], dk=of_heads[1], units=units, scaled=_is_scaled(call), **how
+            *given,
+            writes,
+            carry,
+            dq=of_heads[0],
+            dk=of_heads[1],
+            units=units,
+            scaled=_is_scaled(call),
+            **how,
         )
         for x, parts in zip((dq, dk), of_heads, strict=True):
             if parts is not x:
@@ -206,11 +233,18 @@ def scan_backward(
             q, k, do, *prepared, None, None, None, None, dY=None, dS=None, writes=None, carry=None,
             dinitial_state=dlast, chunks=split.chunks, **how,
         )  # fmt: skip
-        segments.chain(A, dlast, dstate, states=dstates, final=dinitial, segments=split, reverse=True)
+        segments.chain(
+            A, dlast, dstate, states=dstates, final=dinitial, segments=split, reverse=True
+        )
         # dlast has done its work: the scan keeps there what rounding takes of the first states' gradients
         scanned, initial_state, dstate, dfirst = split.chunks, states, dstates, dlast
-    if U.untyped_storage().nbytes() < chunks.size:  # not kept: empty, or one number that stands for all
-        S, U = (q.new_empty(shape, dtype=dtype) for shape, dtype in state_shapes(chunks, HV, K, V, q.dtype))
+    if (
+        U.untyped_storage().nbytes() < chunks.size
+    ):  # not kept: empty, or one number that stands for all
+        S, U = (
+            q.new_empty(shape, dtype=dtype)
+            for shape, dtype in state_shapes(chunks, HV, K, V, q.dtype)
+        )
         gated_delta_rule_fwd.scan(
             q, k, v, *prepared, initial_state, o=None, final_state=None, S=S, U=U, units=units,
             chunks=scanned, **how,
@@ -231,7 +265,9 @@ def scan_backward(
 def step(call: Step) -> tuple[Tensor, Tensor | None]:
     """Returns o [B, HV, V] and the new state [B, HV, K, V]; with a pool o [B T, HV, V] and None."""
     q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta, leading=1)
-    A_log, dt_bias, indices, accepted = contiguous(call.A_log, call.dt_bias, call.indices, call.accepted)
+    A_log, dt_bias, indices, accepted = contiguous(
+        call.A_log, call.dt_bias, call.indices, call.accepted
+    )
     state = call.state if indices is not None else call.state.contiguous()
     o, new = v.new_empty(v.shape), state if indices is not None else torch.empty_like(state)
     gated_delta_rule_step.step(
@@ -325,7 +361,9 @@ def _units_of_states(
         if call.cu_seqlens is None:
             largest = _largest(do, (1, 3))
         else:
-            owner = torch.searchsorted(call.cu_seqlens[1:], torch.arange(T, device=do.device), right=True)
+            owner = torch.searchsorted(
+                call.cu_seqlens[1:], torch.arange(T, device=do.device), right=True
+            )
             largest = torch.zeros_like(exponents[0], dtype=torch.float32).scatter_reduce_(
                 0, owner[:, None].expand(T, HV), _largest(do, (0, 3)), "amax"
             )

@@ -42,7 +42,11 @@ def chunk_tables(q: Tensor, cu_seqlens: Tensor | None, C: int) -> Chunks:
         offsets = _first_of_each((bounds.diff() + C - 1) // C)
         sequence, place = _slots(offsets, chunks.count)
         start = bounds[sequence] + place * C
-        return {"offsets": offsets, "start": start, "length": (bounds[sequence + 1] - start).clamp_(max=C)}
+        return {
+            "offsets": offsets,
+            "start": start,
+            "length": (bounds[sequence + 1] - start).clamp_(max=C),
+        }
 
     return replace(chunks, cu_seqlens=bounds, **once(bounds, ("chunks", C, chunks.count), make))
 
@@ -68,7 +72,9 @@ def segment_tables(chunks: Chunks, HV: int, K: int, V: int, config: Config) -> S
     count, span = _count(chunks, length), length * chunks.size
     if not chunks.packed:
         each = count // chunks.sequences
-        return Segments(replace(chunks, sequences=count, segments=each, span=span), chunks.sequences)
+        return Segments(
+            replace(chunks, sequences=count, segments=each, span=span), chunks.sequences
+        )
     bounds = chunks.cu_seqlens
 
     def make() -> tuple[Tensor, Tensor, Tensor]:

@@ -100,7 +100,9 @@ def kimi_delta_attention(
             more = "; return_states_at gives states inside of sequences" if "states" in name else ""
             raise ValueError(f"{name}={value!r} is not supported; leave it out{more}")
     if chunk_size not in (32, 64):
-        raise ValueError(f"chunk_size is {chunk_size}; pass 32 or 64, which change nothing, or leave it out")
+        raise ValueError(
+            f"chunk_size is {chunk_size}; pass 32 or 64, which change nothing, or leave it out"
+        )
     v_first = state_v_first or transpose_state_layout
     initial_state = first_state(initial_state, q, v_first)
     checks.arguments(q, k, v, g, beta, initial_state, cu_seqlens, cp_context, CHANNELS)
@@ -108,7 +110,10 @@ def kimi_delta_attention(
         q, v.shape[2], use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate,
         use_beta_sigmoid_in_kernel, allow_neg_eigval,
     )  # fmt: skip
-    tensors, packed = (q, k, v, g, beta, A_log, dt_bias, initial_state), ["packed"] * (cu_seqlens is not None)
+    tensors, packed = (
+        (q, k, v, g, beta, A_log, dt_bias, initial_state),
+        ["packed"] * (cu_seqlens is not None),
+    )
     name, save = OPERATOR.choose(tensors, sizes(q, v), backend, *packed)
     _notice(q, backend, name)
     call = Rule(
@@ -198,7 +203,9 @@ def _gates(
                 "for each channel of each value head: pass [HV, K], or that flat"
             )
         dt_bias = dt_bias.view(HV, K)
-    beta_max = checks.gate_arguments(q, HV, use_gate, A_log, dt_bias, use_sigmoid, allow_neg_eigval, CHANNELS)
+    beta_max = checks.gate_arguments(
+        q, HV, use_gate, A_log, dt_bias, use_sigmoid, allow_neg_eigval, CHANNELS
+    )
     return A_log, dt_bias, lower_bound if use_gate else None, beta_max
 
 

@@ -54,7 +54,15 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     """Returns the gradients; those of A_log and dt_bias only where the kernels make the gates."""
     dtype, call = call.q.dtype, _widen(call)
     q, k, v, g, beta, A_log, dt_bias, dstate, do = rule.contiguous(
-        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, dstate, do.to(call.q.dtype)
+        call.q,
+        call.k,
+        call.v,
+        call.g,
+        call.beta,
+        call.A_log,
+        call.dt_bias,
+        dstate,
+        do.to(call.q.dtype),
     )
     (B, length, H, K), HV = q.shape, v.shape[2]
     row = rule.launches(call, "kimi_")
@@ -68,7 +76,10 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     products = [torch.empty_like(x) for x in (P, P, qg, qg, qg, last)]
     products.append(rows.new_empty(chunks.count, HV, row.C))
     combined = HV != H or call.l2norm
-    dq, dk = (q.new_empty((B, length, HV, K), dtype=torch.float32 if combined else q.dtype) for _ in range(2))
+    dq, dk = (
+        q.new_empty((B, length, HV, K), dtype=torch.float32 if combined else q.dtype)
+        for _ in range(2)
+    )
     dgates = None
     if A_log is not None:  # only packed sequences leave slots unused, which no program fills
         make = torch.zeros if chunks.packed else torch.empty
@@ -85,7 +96,9 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     dA_log = ddt_bias = None
     if dgates is not None:
         dA_log, ddt_bias = rule.sum_gates(call, dgates[..., K], dgates[..., :K])
-    return Gradients(dq.to(dtype), dk.to(dtype), dv.to(dtype), dg, dbeta, dA_log, ddt_bias, dinitial)
+    return Gradients(
+        dq.to(dtype), dk.to(dtype), dv.to(dtype), dg, dbeta, dA_log, ddt_bias, dinitial
+    )
 
 
 def saved_shapes(call: Rule) -> Shapes:

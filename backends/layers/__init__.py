@@ -48,7 +48,9 @@ def short_convolution(
         (x, weight, prefix), {"C": x.shape[-1], "W": weight.shape[-1]}, backend,
         activation, *(() if position is None else ("packed",)),
     )  # fmt: skip
-    (y,) = CONVOLUTION(Convolution(x, weight, prefix, position, activation), save=save, backend=name)
+    (y,) = CONVOLUTION(
+        Convolution(x, weight, prefix, position, activation), save=save, backend=name
+    )
     return y
 
 
@@ -89,14 +91,21 @@ def add_rms_norm(
     """
     checks.norm(x, {"residual": residual}, weight, eps)
     if torch.promote_types(x.dtype, residual.dtype) != residual.dtype:
-        raise TypeError(f"x is {x.dtype}, residual is {residual.dtype}; cast x: the sum has residual's dtype")
+        raise TypeError(
+            f"x is {x.dtype}, residual is {residual.dtype}; cast x: the sum has residual's dtype"
+        )
     name, save = SUM_NORM.choose((x, residual, weight), {"N": x.shape[-1]}, backend)
     y, total = SUM_NORM(SumNorm(x, residual, weight, eps), save=save, backend=name)
     return y, total
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, backend: str | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    backend: str | None = None,
 ) -> Tensor:
     r"""Mean cross-entropy of a linear readout; the logits of all tokens are never in memory together.
 
@@ -142,7 +151,9 @@ SUM_NORM = Operator(
     reads=("weight", "total"),
     gradients=(("x", "residual"), ("weight",)),
     gradient_fakes=lambda call, saved: [x.new_empty(x.shape) for x in (saved[0], call.weight)],
-    values=lambda call: require_finite({"x": call.x, "residual": call.residual, "weight": call.weight}),
+    values=lambda call: require_finite(
+        {"x": call.x, "residual": call.residual, "weight": call.weight}
+    ),
 )
 CROSS_ENTROPY = Operator(
     "linear_cross_entropy",

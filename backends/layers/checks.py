@@ -16,7 +16,9 @@ def convolution(
 ) -> None:
     """Raises TypeError or ValueError unless shapes, dtypes and devices fit `short_convolution`."""
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r} is none of {', '.join(ACTIVATIONS)}; pass one of them")
+        raise ValueError(
+            f"activation={activation!r} is none of {', '.join(ACTIVATIONS)}; pass one of them"
+        )
     letters = {"x": "B T C", "weight": "C W", "prefix": "B before C", "position": "T"}
     before = weight.shape[-1] - 1 if isinstance(weight, Tensor) and weight.dim() else 0
     others = {name: y for name, y in (("prefix", prefix), ("position", position)) if y is not None}
@@ -30,11 +32,17 @@ def convolution(
         raise TypeError(f"prefix is {prefix.dtype}, x is {x.dtype}; cast it to x's dtype")
     if position is not None:
         if position.dtype != int64:
-            raise TypeError(f"position is {position.dtype}, not torch.int64; convert it once with .long()")
+            raise TypeError(
+                f"position is {position.dtype}, not torch.int64; convert it once with .long()"
+            )
         if sizes["B"] != 1:
-            raise ValueError(f"B={sizes['B']} with position; packed sequences lie end to end in B=1")
+            raise ValueError(
+                f"B={sizes['B']} with position; packed sequences lie end to end in B=1"
+            )
         if prefix is not None:
-            raise ValueError("prefix and position exclude each other; leave out prefix for packed sequences")
+            raise ValueError(
+                "prefix and position exclude each other; leave out prefix for packed sequences"
+            )
     require_one_device(x, "x", {"weight": weight, "prefix": prefix, "position": position})
 
 
@@ -45,9 +53,13 @@ def norm(x: Tensor, other: Mapping[str, Tensor | None], weight: Tensor, eps: flo
         raise ValueError(f"x {shape_of(x)} is not [..., N] with N at least 1")
     for name, y in other.items():
         if y is not None and y.shape != x.shape:
-            raise ValueError(f"{name} {shape_of(y)} differs from x {shape_of(x)}; both are [..., N]")
+            raise ValueError(
+                f"{name} {shape_of(y)} differs from x {shape_of(x)}; both are [..., N]"
+            )
     if tuple(weight.shape) != (x.shape[-1],):
-        raise ValueError(f"weight {shape_of(weight)} does not fit x {shape_of(x)}; expected [{x.shape[-1]}]")
+        raise ValueError(
+            f"weight {shape_of(weight)} does not fit x {shape_of(x)}; expected [{x.shape[-1]}]"
+        )
     if not 0 <= eps < float("inf"):
         raise ValueError(f"eps={eps} must be at least 0 and finite; 1e-6 is usual")
     require_one_device(x, "x", {"weight": weight, **other})

@@ -41,7 +41,18 @@ def convolution_forward(call: Convolution) -> Tensor:
     """Returns y."""
     x, (B, T, C), W = call.x.contiguous(), call.x.shape, call.weight.shape[1]
     y = torch.empty_like(x)
-    _run("convolution_forward", x, _taps(call), call.position, y, B, T, C, W, call.activation == "silu")
+    _run(
+        "convolution_forward",
+        x,
+        _taps(call),
+        call.position,
+        y,
+        B,
+        T,
+        C,
+        W,
+        call.activation == "silu",
+    )
     return y
 
 
@@ -57,10 +68,18 @@ def convolution_backward(dy: Tensor, call: Convolution) -> tuple[Tensor, Tensor,
 
 def norm_forward(call: GatedNorm | SumNorm) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns y, the total or None, and the reciprocal norms [..., 1]."""
-    x, gate, residual = call.x.contiguous(), getattr(call, "gate", None), getattr(call, "residual", None)
+    x, gate, residual = (
+        call.x.contiguous(),
+        getattr(call, "gate", None),
+        getattr(call, "residual", None),
+    )
     y, r = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1))
     total = None if residual is None else torch.empty_like(x)
-    inputs = x, *(None if z is None else z.contiguous() for z in (gate, residual)), call.weight.contiguous()
+    inputs = (
+        x,
+        *(None if z is None else z.contiguous() for z in (gate, residual)),
+        call.weight.contiguous(),
+    )
     _run("norm_forward", *inputs, y, total, r, r.numel(), x.shape[-1], float(call.eps))
     return y, total, r
 
@@ -78,7 +97,9 @@ def norm_backward(
     return dx, dgate, dweight.sum(0)
 
 
-def softmax_(logits: Tensor, target: Tensor, keep: Tensor, save: bool) -> tuple[Tensor, Tensor | None]:
+def softmax_(
+    logits: Tensor, target: Tensor, keep: Tensor, save: bool
+) -> tuple[Tensor, Tensor | None]:
     """Returns what `pytorch.tokenwise_cross_entropy` asks of its softmax_, in the place of the logits."""
     losses = logits.new_empty(logits.shape[0])
     inputs = logits, target.contiguous(), keep.contiguous(), losses

@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends.layers.contract import Convolution, GatedNorm, Readout
-from delta_trn.backends.layers.pytorch import linear_cross_entropy_backward, linear_cross_entropy_saved_shapes
-from delta_trn.backends.nki_runtime_adapter import require_norms_within_rsqrt, require_within_rsqrt, run
+from delta_trn.backends.layers.pytorch import (
+    linear_cross_entropy_backward,
+    linear_cross_entropy_saved_shapes,
+)
+from delta_trn.backends.nki_runtime_adapter import (
+    require_norms_within_rsqrt,
+    require_within_rsqrt,
+    run,
+)
 from delta_trn.nki_kernels import cross_entropy, plan
 from delta_trn.nki_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from delta_trn.nki_kernels.gated_rms_norm import gated_rms_norm_bwd, gated_rms_norm_fwd
@@ -42,7 +49,9 @@ def gated_rms_norm_forward(call: GatedNorm, *, save: bool) -> tuple[Tensor, list
     """
     require_within_rsqrt("eps", call.eps, plan.LEAST_RSQRT)
     require_norms_within_rsqrt({"x": call.x}, call.eps)
-    return run(gated_rms_norm_fwd, call.x, call.gate, call.weight, call.eps, call.gate is not None), []
+    return run(
+        gated_rms_norm_fwd, call.x, call.gate, call.weight, call.eps, call.gate is not None
+    ), []
 
 
 def gated_rms_norm_backward(
@@ -50,7 +59,9 @@ def gated_rms_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns dx, dgate, dweight."""
     gated = call.gate is not None
-    dx, *dgate, dweight = run(gated_rms_norm_bwd, dy, call.x, call.gate, call.weight, call.eps, gated)
+    dx, *dgate, dweight = run(
+        gated_rms_norm_bwd, dy, call.x, call.gate, call.weight, call.eps, gated
+    )
     return dx, dgate[0] if gated else None, dweight
 
 

@@ -55,7 +55,9 @@ def gated_rms_norm_saved_shapes(call: GatedNorm) -> Shapes:
     return [((*call.x.shape[:-1], 1), call.x.dtype)] if kernel else []
 
 
-def gated_rms_norm_backward(dy: Tensor, call: GatedNorm, saved: list[Tensor]) -> tuple[Tensor | None, ...]:
+def gated_rms_norm_backward(
+    dy: Tensor, call: GatedNorm, saved: list[Tensor]
+) -> tuple[Tensor | None, ...]:
     """Returns dx, dgate, dweight."""
     if saved:
         return cpu_kernel.norm_backward(dy, None, call.x, call.gate, call.weight, saved[0])
@@ -75,7 +77,9 @@ def add_rms_norm_forward(call: SumNorm, *, save: bool) -> tuple[Tensor, Tensor, 
 
 def add_rms_norm_saved_shapes(call: SumNorm) -> Shapes:
     """Returns the shape of the reciprocal norms."""
-    keeps = call.residual.device.type in NEURON or cpu_kernel.takes(call.x, call.residual, call.weight)
+    keeps = call.residual.device.type in NEURON or cpu_kernel.takes(
+        call.x, call.residual, call.weight
+    )
     return [((*call.residual.shape[:-1], 1), state_dtype(call.residual.dtype))] if keeps else []
 
 
@@ -110,7 +114,9 @@ def linear_cross_entropy_saved_shapes(call: Readout) -> Shapes:
     return [(call.hidden.shape, call.hidden.dtype), (call.weight.shape, full), ((), full)]
 
 
-def linear_cross_entropy_backward(dloss: Tensor, call: Readout, saved: list[Tensor]) -> tuple[Tensor, Tensor]:
+def linear_cross_entropy_backward(
+    dloss: Tensor, call: Readout, saved: list[Tensor]
+) -> tuple[Tensor, Tensor]:
     """Returns dhidden, and dweight in full precision."""
     dhidden, dweight, count = saved
     share = dloss / count
@@ -138,7 +144,9 @@ def tokenwise_cross_entropy(
     dhidden = []
     dweight = None
     rows = count_tokens(hidden.device.type, weight.shape[0])
-    for h, target, keep in zip(hidden.split(rows), targets.split(rows), kept.split(rows), strict=True):
+    for h, target, keep in zip(
+        hidden.split(rows), targets.split(rows), kept.split(rows), strict=True
+    ):
         loss, dz = softmax_(h @ w.t(), target, keep, save)
         total += loss
         if save and dz is not None:
@@ -166,7 +174,9 @@ def compare_softmax_(
     return loss, dz
 
 
-def _softmax_(logits: Tensor, target: Tensor, keep: Tensor, save: bool) -> tuple[Tensor, Tensor | None]:
+def _softmax_(
+    logits: Tensor, target: Tensor, keep: Tensor, save: bool
+) -> tuple[Tensor, Tensor | None]:
     log_p = torch.log_softmax(logits.to(keep.dtype), dim=1)
     loss = -(log_p.gather(1, target) * keep).sum()
     # the mean's 1 / count comes last, where it cannot underflow
@@ -206,7 +216,11 @@ def _convolve(call: Convolution) -> Tensor:
     """Returns y: W shifted multiply-adds take a quarter of the time of conv1d with groups on a CPU."""
     x, weight, position = call.x.to(state_dtype(call.x.dtype)), call.weight, call.position
     W, T = weight.shape[1], x.shape[1]
-    before = x.new_zeros((x.shape[0], W - 1, x.shape[2])) if call.prefix is None else call.prefix.to(x.dtype)
+    before = (
+        x.new_zeros((x.shape[0], W - 1, x.shape[2]))
+        if call.prefix is None
+        else call.prefix.to(x.dtype)
+    )
     joined, taps = torch.cat([before, x], 1), weight.to(x.dtype).t()
     z = x * taps[W - 1]
     for j in range(W - 1):

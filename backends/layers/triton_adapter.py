@@ -80,7 +80,9 @@ def linear_cross_entropy_forward(call: Readout, *, save: bool) -> tuple[Tensor, 
     return tokenwise_cross_entropy(call, save, _softmax_)
 
 
-def _softmax_(logits: Tensor, target: Tensor, keep: Tensor, save: bool) -> tuple[Tensor, Tensor | None]:
+def _softmax_(
+    logits: Tensor, target: Tensor, keep: Tensor, save: bool
+) -> tuple[Tensor, Tensor | None]:
     logits, loss = logits.contiguous(), torch.empty_like(keep)
     cross_entropy.softmax_(logits, target.contiguous(), keep.contiguous(), loss, gradient=save)
     return loss.sum(), logits if save else None

@@ -31,7 +31,15 @@ from delta_trn.backends import machine
 from delta_trn.backends.checks import BackendRefusal, dtype_name
 from delta_trn.backends.dispatch import BACKENDS, OPERATIONS
 from delta_trn.backends.machine import facts
-from delta_trn.backends.parity import channel_cases, goldens, layer_cases, mixer_cases, page, rule, rule_cases
+from delta_trn.backends.parity import (
+    channel_cases,
+    goldens,
+    layer_cases,
+    mixer_cases,
+    page,
+    rule,
+    rule_cases,
+)
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict
 from delta_trn.backends.parity.rule_cases import SMALL, find, select
 
@@ -39,7 +47,15 @@ SHOWN = 20
 RELEASE = "DELTA_TRN_NKI"  # the environment variable that the simulator reads
 # What `--case quarter` stands for: a case of each kernel. A Trn1 compiles them in about a quarter of an hour.
 QUARTER = (
-    *("ragged", "packed", "decode_gva_2", "residual_odd", "conv_packed", "norm_head", "loss_ignored"),
+    *(
+        "ragged",
+        "packed",
+        "decode_gva_2",
+        "residual_odd",
+        "conv_packed",
+        "norm_head",
+        "loss_ignored",
+    ),
     *("mixer_groups", "kimi_gva", "decode_kimi_gva"),
 )
 
@@ -82,12 +98,16 @@ class Subject:
         """The release of NKI whose rules hold, or "all"; None on another backend than the simulator."""
         return os.environ.get(RELEASE, "all") if self.backend == "nki-simulator" else None
 
-    def cases(self, names: Sequence[str] | None, *, slow: bool, whole: bool = False) -> dict[str, list[Any]]:
+    def cases(
+        self, names: Sequence[str] | None, *, slow: bool, whole: bool = False
+    ) -> dict[str, list[Any]]:
         """Returns the cases of each grid: those named, or all; of the rule, emulators get the small ones,
         unless they are to run the whole grid.
         """
         if names is not None:
-            return {key: [x for n, x in grid.cases.items() if n in names] for key, grid in GRIDS.items()}
+            return {
+                key: [x for n, x in grid.cases.items() if n in names] for key, grid in GRIDS.items()
+            }
         every = {key: list(grid.cases.values()) for key, grid in GRIDS.items()}
         tags = SMALL if self.emulated and not whole else frozenset()
         return every | {"rule": select(tags=tags, slow=slow)}
@@ -139,7 +159,9 @@ def measure(
 
 def row(verdict: Verdict, machine_facts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a line of results. Infinite errors and NaN become null; `passed` is then false."""
-    numbers = {name: getattr(verdict, name) for name in ("error", "baseline", "allowed", "part", "element")}
+    numbers = {
+        name: getattr(verdict, name) for name in ("error", "baseline", "allowed", "part", "element")
+    }
     return {
         "op": verdict.op,
         "backend": verdict.backend,
@@ -162,7 +184,9 @@ def report(
 ) -> None:
     """Prints the worst SHOWN rows and every failure, then one line per backend and dtype."""
     failures = sum(not verdict.passed for verdict in verdicts)
-    table = Table(title=f"error against the float64 judge, worst first; allowed: {FACTOR:g} x the baseline's")
+    table = Table(
+        title=f"error against the float64 judge, worst first; allowed: {FACTOR:g} x the baseline's"
+    )
     for heading in ("backend", "case", "dtype", "tensor"):
         table.add_column(heading)
     for heading in ("error", "baseline", "allowed", "worst/allowed"):
@@ -171,7 +195,9 @@ def report(
         numbers = (f"{x:.2e}" for x in (v.error, v.baseline, v.allowed))
         ratio = f"{v.ratio:.2f}" + ("" if v.passed else "  failed")
         style = None if v.passed else "bold red"
-        table.add_row(v.backend, v.case, dtype_name(v.dtype), v.tensor, *numbers, ratio, style=style)
+        table.add_row(
+            v.backend, v.case, dtype_name(v.dtype), v.tensor, *numbers, ratio, style=style
+        )
     console.print(table)
     for (name, dtype), reason in refused.items():
         console.print(f"case {name} refused in {dtype_name(dtype)}: {reason}", highlight=False)
@@ -183,7 +209,9 @@ def report(
         summary += f", at most {worst.ratio:.2f} of what is allowed ({worst.case}, {worst.tensor})"
         release = Subject(backend, "cpu").nki
         rules = f" by the rules of NKI {release}" * bool(release)
-        console.print(f"{backend} {dtype_name(dtype)}{rules}: {cases} cases, {summary}", highlight=False)
+        console.print(
+            f"{backend} {dtype_name(dtype)}{rules}: {cases} cases, {summary}", highlight=False
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,14 +222,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     parser.add_argument("--backend", action="append", help="only this one; may be repeated")
     parser.add_argument(
-        "--case", action="append", help="only this one; may be repeated; quarter: one of each kernel"
+        "--case",
+        action="append",
+        help="only this one; may be repeated; quarter: one of each kernel",
     )
     parser.add_argument(
-        "--op", action="append", choices=OPERATIONS, help="only cases of this operation; may be repeated"
+        "--op",
+        action="append",
+        choices=OPERATIONS,
+        help="only cases of this operation; may be repeated",
     )
     parser.add_argument("--dtype", choices=tuple(map(dtype_name, DTYPES)), help="only this one")
     parser.add_argument(
-        "--whole", action="store_true", help="emulated backends, too, run every case that is not slow"
+        "--whole",
+        action="store_true",
+        help="emulated backends, too, run every case that is not slow",
     )
     parser.add_argument("--slow", action="store_true", help="the slow cases too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object per line")
@@ -218,7 +253,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace, console: Console) -> list[Verdict]:
     known = {name: case for grid in GRIDS.values() for name, case in grid.cases.items()}
-    named = options.case and [x for name in options.case for x in (QUARTER if name == "quarter" else (name,))]
+    named = options.case and [
+        x for name in options.case for x in (QUARTER if name == "quarter" else (name,))
+    ]
     for name in named or ():
         find(name, known)
     dtypes = [getattr(torch, options.dtype)] if options.dtype else DTYPES
@@ -233,7 +270,9 @@ def _run(options: argparse.Namespace, console: Console) -> list[Verdict]:
                 machine_facts["nki"] = subject.nki
             for key, cases in subject.cases(named, slow=options.slow, whole=options.whole).items():
                 cases = [case for case in cases if not options.op or case.op in options.op]
-                progress = track(cases, subject.backend, console=Console(stderr=True), transient=True)
+                progress = track(
+                    cases, subject.backend, console=Console(stderr=True), transient=True
+                )
                 for verdict in measure(subject, GRIDS[key], progress, refused, dtypes):
                     verdicts.append(verdict)
                     print(json.dumps(row(verdict, machine_facts)), file=lines, flush=True)

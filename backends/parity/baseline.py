@@ -157,7 +157,9 @@ class _Inverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         (T,) = ctx.saved_tensors
-        return -add_up(add_up(T.mT, grad_outputs[0], ctx.rounding), T.mT, ctx.rounding).tril(-1), None
+        return -add_up(add_up(T.mT, grad_outputs[0], ctx.rounding), T.mT, ctx.rounding).tril(
+            -1
+        ), None
 
 
 def invert(L: Tensor, rounding: Rounding) -> Tensor:
@@ -174,7 +176,9 @@ def add_up(a: Tensor, b: Tensor, rounding: Rounding) -> Tensor:
     (M, K), N = a.shape[-2:], b.shape[-1]
     if rounding.dtype.itemsize < 4 or K == 0:
         return a @ b
-    if a.device.type == "cpu" and M * N > 1:  # einsum would add the terms of a number in several sums
+    if (
+        a.device.type == "cpu" and M * N > 1
+    ):  # einsum would add the terms of a number in several sums
         axes = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         total = a.new_empty((*axes, M, N))
         lefts = a.mT.expand(*axes, K, M).reshape(-1, K, M).contiguous().numpy()
@@ -267,7 +271,8 @@ def gated_delta_rule(
     # split, not slices: the gradient of a slice is as large as the whole
     time = (-2, -2, -2, -2 if channels else -1, -1)
     parts = zip(
-        *(x.split(sizes, axis) for x, axis in zip((q, k, v, g, beta), time, strict=True)), strict=True
+        *(x.split(sizes, axis) for x, axis in zip((q, k, v, g, beta), time, strict=True)),
+        strict=True,
     )
     step = _channel_chunk if channels else _chunk
     rows = q.shape[-4] if cu_seqlens is None else 1

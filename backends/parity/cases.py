@@ -85,10 +85,14 @@ class Operation:
             rounding = Rounding(first.dtype, random)
             yield self.differentiate(x, partial(self.formula, rounding=rounding, chunk=chunk))
 
-    def differentiate(self, x: Inputs, compute: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
+    def differentiate(
+        self, x: Inputs, compute: Callable[..., dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
         """Returns the outputs of a computation and the gradients of its tensors."""
         leaves = {
-            n: y.detach().clone().requires_grad_() for n, y in x.tensors.items() if y.is_floating_point()
+            n: y.detach().clone().requires_grad_()
+            for n, y in x.tensors.items()
+            if y.is_floating_point()
         }
         outputs = compute(x.case, {**x.tensors, **leaves})
         grads = torch.autograd.grad(
@@ -100,7 +104,9 @@ class Operation:
             results |= self.split(x.case, f"d{name}", grad)
         return results
 
-    def verdicts(self, case: Any, dtype: torch.dtype, backend: str, device: str = "cpu") -> list[Verdict]:
+    def verdicts(
+        self, case: Any, dtype: torch.dtype, backend: str, device: str = "cpu"
+    ) -> list[Verdict]:
         """Runs a backend on a case and judges every tensor. Raises BackendRefusal where it refuses."""
         x = self.inputs(case, dtype)
         results = self.outcome(x.map(lambda y: y.to(device)), backend)  # first, since it may refuse

@@ -23,7 +23,9 @@ from delta_trn.backends.parity.rule import outcome, reference
 from delta_trn.backends.parity.rule_cases import BY_NAME, Case, inputs
 
 FORMAT = "delta-trn golden 2"
-SAME_ERROR = 1e-3  # errors are ratios of float64 sums, on which two machines agree to far more digits
+SAME_ERROR = (
+    1e-3  # errors are ratios of float64 sums, on which two machines agree to far more digits
+)
 
 
 class GoldenRefusal(ValueError):
@@ -40,10 +42,17 @@ def record(path: Path, backend: str, cases: Iterable[Case], device: str) -> list
             outputs = {tensor: y.cpu() for tensor, y in outcome(x.to(device), backend).items()}
             judged = reference(case, dtype).verdicts(backend, outputs)
             verdicts += judged
-            tensors |= {f"{case.name}/{name}/{tensor}": y.contiguous() for tensor, y in outputs.items()}
+            tensors |= {
+                f"{case.name}/{name}/{tensor}": y.contiguous() for tensor, y in outputs.items()
+            }
             errors = {verdict.tensor: verdict.error for verdict in judged}
             rows.append({"case": case.name, "dtype": name, "inputs": x.digest(), "errors": errors})
-    header = {"format": FORMAT, "backend": backend, "facts": facts(torch.device(device)), "rows": rows}
+    header = {
+        "format": FORMAT,
+        "backend": backend,
+        "facts": facts(torch.device(device)),
+        "rows": rows,
+    }
     # not save_file, whose files nobody else may read
     path.write_bytes(save(tensors, metadata={"golden": json.dumps(header)}))
     return verdicts
@@ -72,7 +81,10 @@ def check(path: Path) -> list[Verdict]:
                     f"{path} was recorded with other inputs for case {case.name} in {row['dtype']}: "
                     f"{row['inputs'][:12]} there, {here[:12]} here; record it again"
                 )
-            outputs = {name: file.get_tensor(f"{case.name}/{row['dtype']}/{name}") for name in row["errors"]}
+            outputs = {
+                name: file.get_tensor(f"{case.name}/{row['dtype']}/{name}")
+                for name in row["errors"]
+            }
             for verdict in reference(case, dtype).verdicts(header["backend"], outputs):
                 claimed = row["errors"][verdict.tensor]
                 # 1e-12 is the judge's own error, all there is where an output is exact

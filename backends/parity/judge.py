@@ -75,7 +75,9 @@ class Verdict:
     @property
     def ratio(self) -> float:
         """Returns the largest error over what is allowed: above 1 it failed. A NaN counts as infinity."""
-        whole = 0.0 if self.error == 0.0 else self.error / self.allowed if self.allowed else math.inf
+        whole = (
+            0.0 if self.error == 0.0 else self.error / self.allowed if self.allowed else math.inf
+        )
         ratios = (whole, self.part, self.element)
         return math.inf if any(map(math.isnan, ratios)) else max(ratios)
 
@@ -122,10 +124,14 @@ class Spread:
 
     def squares(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns each part's sum of squares, and how many elements it has."""
-        labels = x.new_zeros((), dtype=torch.long) if self.parts is None else self.parts.to(x.device)
+        labels = (
+            x.new_zeros((), dtype=torch.long) if self.parts is None else self.parts.to(x.device)
+        )
         rows = x.square().reshape(labels.numel(), -1)
         total = rows.new_zeros(int(labels.max()) + 1 if labels.numel() else 1)
-        count = torch.zeros_like(total).index_add_(0, labels.reshape(-1), torch.ones_like(rows.sum(1)))
+        count = torch.zeros_like(total).index_add_(
+            0, labels.reshape(-1), torch.ones_like(rows.sum(1))
+        )
         return total.index_add_(0, labels.reshape(-1), rows.sum(1)), count * rows.shape[1]
 
     def of_elements(self, part: Tensor) -> Tensor:
@@ -183,7 +189,9 @@ class Reference:
     @property
     def baseline(self) -> dict[str, float]:
         """Returns the largest error of the samples, relative to the judge."""
-        return {name: _relative(spread.whole, self.judge[name]) for name, spread in self.spreads.items()}
+        return {
+            name: _relative(spread.whole, self.judge[name]) for name, spread in self.spreads.items()
+        }
 
     def verdicts(
         self, backend: str, outcome: Mapping[str, Tensor], names: Iterable[str] | None = None
@@ -199,7 +207,9 @@ class Reference:
     def _verdict(self, backend: str, name: str, x: Tensor) -> Verdict:
         exact, spread = self.judge[name], self.spreads[name]
         if x.shape != exact.shape:
-            raise ValueError(f"shape {tuple(x.shape)} differs from the judge's {tuple(exact.shape)}")
+            raise ValueError(
+                f"shape {tuple(x.shape)} differs from the judge's {tuple(exact.shape)}"
+            )
         sums = floor(self.terms, torch.promote_types(x.dtype, torch.float32))
         least = max(floor(self.terms, dtype) for dtype in (self.rounded or x.dtype, x.dtype))
         base = _relative(spread.whole, exact)

@@ -149,12 +149,16 @@ def inputs(case: LayerCase, dtype: torch.dtype) -> Inputs:
     return _PARTS[case.op][0](case, draw, rng, full)
 
 
-def formula(case: LayerCase, x: Tensors, rounding: Rounding, chunk: int | None = None) -> dict[str, Tensor]:
+def formula(
+    case: LayerCase, x: Tensors, rounding: Rounding, chunk: int | None = None
+) -> dict[str, Tensor]:
     """Computes the outputs literally, in float32 at least."""
     return _PARTS[case.op][1](case, x, rounding)
 
 
-def verdicts(case: LayerCase, dtype: torch.dtype, backend: str, device: str = "cpu") -> list[Verdict]:
+def verdicts(
+    case: LayerCase, dtype: torch.dtype, backend: str, device: str = "cpu"
+) -> list[Verdict]:
     """Runs a backend on a case and judges every tensor. Raises BackendRefusal where it refuses."""
     return OPERATIONS[case.op].verdicts(case, dtype, backend, device)
 
@@ -162,7 +166,9 @@ def verdicts(case: LayerCase, dtype: torch.dtype, backend: str, device: str = "c
 def _full(x: Tensors, rounding: Rounding) -> dict[str, Tensor]:
     """Returns the floats in float32 at least; a sample's move by an ulp here and there."""
     return {
-        name: rounding(y.to(torch.promote_types(y.dtype, torch.float32))) if y.is_floating_point() else y
+        name: rounding(y.to(torch.promote_types(y.dtype, torch.float32)))
+        if y.is_floating_point()
+        else y
         for name, y in x.items()
     }
 
@@ -185,7 +191,9 @@ def _convolution_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, 
     weight, outputs = x["weight"], []
     W = weight.shape[1]
     for part in x["x"].split(list(case.lengths or (x["x"].shape[1],)), dim=1):
-        before = x["prefix"] if "prefix" in x else part.new_zeros(part.shape[0], W - 1, part.shape[2])
+        before = (
+            x["prefix"] if "prefix" in x else part.new_zeros(part.shape[0], W - 1, part.shape[2])
+        )
         joined = torch.cat([before, part], dim=1)
         taps = [joined[:, j : j + part.shape[1]] * weight[:, j] for j in range(W)]
         outputs.append(torch.stack(taps).sum(0))
@@ -193,7 +201,9 @@ def _convolution_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, 
     return {"y": z if case.plain else r(z) * r(torch.sigmoid(z))}
 
 
-def _norm_tensors(case: LayerCase, normal: Draw, rng: np.random.Generator, full: torch.dtype) -> Inputs:
+def _norm_tensors(
+    case: LayerCase, normal: Draw, rng: np.random.Generator, full: torch.dtype
+) -> Inputs:
     sums = case.op == "add_rms_norm"
     x = {"x": normal(*case.shape)}
     if not case.plain:
@@ -221,7 +231,9 @@ def _added_norm_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, T
     return {"y": _normalize(r.short(total), x["weight"], r), "total": total}
 
 
-def _loss_tensors(case: LayerCase, normal: Draw, rng: np.random.Generator, full: torch.dtype) -> Inputs:
+def _loss_tensors(
+    case: LayerCase, normal: Draw, rng: np.random.Generator, full: torch.dtype
+) -> Inputs:
     M, d, vocabulary = case.shape
     x = {"hidden": normal(M, d), "weight": normal(vocabulary, d, size=d**-0.5, dtype=full)}
     targets = torch.from_numpy(rng.integers(0, vocabulary, M))
@@ -246,7 +258,9 @@ def _loss_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, Tensor]
     return {"loss": (losses * counted).sum() / counted.sum().clamp(min=1)}
 
 
-def _residual_tensors(case: LayerCase, draw: Draw, rng: np.random.Generator, full: torch.dtype) -> Inputs:
+def _residual_tensors(
+    case: LayerCase, draw: Draw, rng: np.random.Generator, full: torch.dtype
+) -> Inputs:
     M, D, DV = case.shape
     x, k, v = draw(M, D, DV), normal(rng, M, D), draw(M, DV)
     beta = 2 * rng.random(M) if case.beta is None else np.full(M, case.beta)
@@ -281,7 +295,9 @@ def _residual_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, Ten
 def _run(case: LayerCase, x: Tensors, backend: str) -> dict[str, Tensor]:
     """Calls the public operation."""
     if case.op == "short_convolution":
-        y = layers.short_convolution(**x, activation="linear" if case.plain else "silu", backend=backend)
+        y = layers.short_convolution(
+            **x, activation="linear" if case.plain else "silu", backend=backend
+        )
     elif case.op == "gated_rms_norm":
         y = layers.gated_rms_norm(x["x"], x.get("gate"), x["weight"], eps=EPS, backend=backend)
     elif case.op == "add_rms_norm":
@@ -298,7 +314,9 @@ def _run(case: LayerCase, x: Tensors, backend: str) -> dict[str, Tensor]:
 def _terms(case: LayerCase, name: str) -> int:
     if case.op == "delta_residual":
         return STEPS + case.shape[1] + case.shape[2]
-    return STEPS + (case.shape[0] * case.shape[1] if case.op == "short_convolution" else sum(case.shape))
+    return STEPS + (
+        case.shape[0] * case.shape[1] if case.op == "short_convolution" else sum(case.shape)
+    )
 
 
 def _parts(case: LayerCase, name: str, y: Tensor) -> Tensor | None:

@@ -27,7 +27,11 @@ from delta_trn.backends.parity.layer_cases import EPS, LayerCase
 from delta_trn.backends.parity.rule_cases import Case
 
 RESET = 1e20  # of a: its decay is exactly 0
-SHARED = ("dgain", "dA_log", "ddt_bias")  # with the weights' gradients, these are sums over all tokens
+SHARED = (
+    "dgain",
+    "dA_log",
+    "ddt_bias",
+)  # with the weights' gradients, these are sums over all tokens
 
 
 @dataclass(frozen=True)
@@ -217,10 +221,15 @@ def _channels(case: MixerCase, x: Tensor, axis: int) -> dict[str, Tensor]:
     """Returns the channels of q, k and v, a head's beside each other."""
     shapes = {"q": (case.H, case.K), "k": (case.H, case.K), "v": (case.value_heads, case.V)}
     parts = x.split([heads * size for heads, size in shapes.values()], axis)
-    return {name: y.unflatten(axis, shape) for (name, shape), y in zip(shapes.items(), parts, strict=True)}
+    return {
+        name: y.unflatten(axis, shape)
+        for (name, shape), y in zip(shapes.items(), parts, strict=True)
+    }
 
 
-def formula(case: MixerCase, x: Tensors, rounding: Rounding, chunk: int | None) -> dict[str, Tensor]:
+def formula(
+    case: MixerCase, x: Tensors, rounding: Rounding, chunk: int | None
+) -> dict[str, Tensor]:
     """Returns the outputs by the formulas of the parts."""
     dtype = x["x"].dtype
     convolution = LayerCase(case.name, "short_convolution", (), case.reason, lengths=case.lengths)
@@ -273,5 +282,7 @@ def _terms(case: MixerCase, name: str) -> int:
 
 
 CHUNKS = tuple(chunk for chunk in (16, 32, 64, 128) for _ in range(3))
-OPERATION = Operation(inputs, formula, _run, _terms, parts, split, rounded=True, chunks=CHUNKS, seed=4)
+OPERATION = Operation(
+    inputs, formula, _run, _terms, parts, split, rounded=True, chunks=CHUNKS, seed=4
+)
 verdicts = OPERATION.verdicts

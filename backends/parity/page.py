@@ -35,7 +35,9 @@ def page(
         f"It may be at most {FACTOR:g} times the largest error of several runs of a plain PyTorch",
         "implementation at the same precision; each sequence and head, and each element, has a bound of its",
         "own. 1.00 is all that is allowed.\n",
-        "| case | why it is hard | " + " | ".join(f"`{x}` {dtype_name(y)}" for x, y in columns) + " |",
+        "| case | why it is hard | "
+        + " | ".join(f"`{x}` {dtype_name(y)}" for x, y in columns)
+        + " |",
         "|---" * (2 + len(columns)) + "|",
     ]
     for case in dict.fromkeys(v.case for v in verdicts):
@@ -44,7 +46,9 @@ def page(
             mine = [v for v in verdicts if (v.case, v.backend, v.dtype) == (case, *key)]
             worst = max(mine, key=lambda v: v.ratio, default=None)
             bold = "**" if any(not v.passed for v in mine) else ""
-            cells.append("-" if worst is None else f"{bold}{worst.ratio:.2f}{bold} ({worst.tensor})")
+            cells.append(
+                "-" if worst is None else f"{bold}{worst.ratio:.2f}{bold} ({worst.tensor})"
+            )
         reason = reasons[case].replace("|", "\\|")  # which would end the cell
         lines.append(f"| {case} | {reason} | " + " | ".join(cells) + " |")
     if refused:

@@ -55,7 +55,9 @@ def terms(case: Case) -> int:
     return case.K + case.V + min(case.T, baseline.CHUNK)
 
 
-def outcome(x: Inputs, backend: str, operation: Callable[..., Any] | None = None) -> dict[str, Tensor]:
+def outcome(
+    x: Inputs, backend: str, operation: Callable[..., Any] | None = None
+) -> dict[str, Tensor]:
     """Computes o, final_state and every gradient by the public operation, or one like it, on a backend."""
     leaves = make_leaves(x)
     if operation is None:
@@ -82,7 +84,9 @@ def decode(x: Inputs, backend: str) -> dict[str, Tensor]:
     with torch.no_grad():
         if state is None:
             full = torch.promote_types(x.q.dtype, torch.float32)
-            state = torch.zeros(len(x.q), *x.v.shape[2:3], x.case.K, x.case.V, dtype=full, device=x.q.device)
+            state = torch.zeros(
+                len(x.q), *x.v.shape[2:3], x.case.K, x.case.V, dtype=full, device=x.q.device
+            )
         for t in range(x.case.T):
             token = {name: y[:, t] for name, y in tensors.items()}
             o, state = step(**token, state=state, **options)
@@ -94,7 +98,9 @@ class _Literal(torch.autograd.Function):
     """The literal recurrence for autograd, below the public operation."""
 
     @staticmethod
-    def forward(ctx: Any, case: Case, names: Sequence[str], *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, case: Case, names: Sequence[str], *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
         x = dict(zip(names, tensors, strict=True))
         call = Rule(
             **x, scale=case.exact_scale, beta_max=case.beta_max, l2norm=case.normalized_inside,
@@ -112,7 +118,9 @@ class _Literal(torch.autograd.Function):
         return None, None, *(getattr(gradients, name, None) for name in ctx.names)
 
 
-def formula(case: Case, x: Mapping[str, Tensor], rounding: Rounding, chunk: int | None) -> dict[str, Tensor]:
+def formula(
+    case: Case, x: Mapping[str, Tensor], rounding: Rounding, chunk: int | None
+) -> dict[str, Tensor]:
     """Returns o and final_state by the baseline, in chunks of so many tokens; None: literally.
 
     The baseline's tensors, but cu_seqlens, may have a first axis of samples.
@@ -152,7 +160,10 @@ def _by_formula(x: Inputs, rounding: Rounding, chunk: int | None, n: int = 0) ->
     """Computes n samples by the formula, with an axis of samples; 0: one without it."""
     leaves = make_leaves(x)
     if n:
-        leaves = {name: y.detach().expand(n, *y.shape).clone().requires_grad_() for name, y in leaves.items()}
+        leaves = {
+            name: y.detach().expand(n, *y.shape).clone().requires_grad_()
+            for name, y in leaves.items()
+        }
     packed = {} if x.cu_seqlens is None else {"cu_seqlens": x.cu_seqlens}
     outputs = formula(x.case, {**leaves, **packed}, rounding, chunk)
     return _with_gradients(x, leaves, outputs["o"], outputs["final_state"])
@@ -161,14 +172,20 @@ def _by_formula(x: Inputs, rounding: Rounding, chunk: int | None, n: int = 0) ->
 def make_leaves(x: Inputs) -> dict[str, Tensor]:
     """Returns the tensors that get gradients, by name, each a leaf of a graph of its own."""
     tensors = x.tensors()
-    return {name: tensors[name].detach().requires_grad_() for name in GRADIENTS.values() if name in tensors}
+    return {
+        name: tensors[name].detach().requires_grad_()
+        for name in GRADIENTS.values()
+        if name in tensors
+    }
 
 
 def _with_gradients(
     x: Inputs, leaves: Mapping[str, Tensor], o: Tensor, final_state: Tensor
 ) -> dict[str, Tensor]:
     results = {"o": o.detach(), "final_state": final_state.detach()}
-    pairs = [(y, dy.expand_as(y)) for y, dy in ((o, x.do), (final_state, x.dstate)) if dy is not None]
+    pairs = [
+        (y, dy.expand_as(y)) for y, dy in ((o, x.do), (final_state, x.dstate)) if dy is not None
+    ]
     if not pairs:
         return results
     outputs, douts = zip(*pairs, strict=True)
@@ -190,7 +207,11 @@ def parts(case: Case, name: str) -> Tensor:
         lengths = [case.T] * case.B if case.lengths is None else case.lengths
         sequence = sequence.repeat_interleave(torch.tensor(lengths)).view(case.B, case.T)
     part = sequence[..., None] * heads + torch.arange(heads)
-    return part[..., None] * case.K + torch.arange(case.K) if name == "dg" and case.has_channels else part
+    return (
+        part[..., None] * case.K + torch.arange(case.K)
+        if name == "dg" and case.has_channels
+        else part
+    )
 
 
 def reference_for(x: Inputs) -> Reference:
@@ -200,7 +221,9 @@ def reference_for(x: Inputs) -> Reference:
     # no product has g as a factor, nor q and k before they are normalized: -3.4e38 would hide any error
     none = ("g", "q", "k") if case.normalized_inside else ("g",)
     floats = (
-        y for name, y in x.tensors().items() if name not in none and y.is_floating_point() and y.numel()
+        y
+        for name, y in x.tensors().items()
+        if name not in none and y.is_floating_point() and y.numel()
     )
     largest = max(y[y.isfinite()].abs().max().item() for y in floats if y.isfinite().any())
     spreads = {}
@@ -242,7 +265,9 @@ def verdicts(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") 
     return expected.verdicts(backend, results)
 
 
-def step_verdicts(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") -> list[Verdict]:
+def step_verdicts(
+    case: Case, dtype: torch.dtype, backend: str, device: str = "cpu"
+) -> list[Verdict]:
     """Decodes a case of STEPS token by token on a backend, and judges o and the final state."""
     expected = reference(case, dtype, "cuda" if device.startswith("cuda") else "cpu")
     return expected.verdicts(backend, decode(inputs(case, dtype).to(device), backend))

@@ -38,7 +38,9 @@ CHANNEL_DECAYS: Mapping[str, str] = {
     "split": "g = -30 x in every other channel, -x / 1000 in those between",
     "deep": "g = -200 for one element in ten, -x / 20 for the others",
 }
-Decay = Literal["plain", "weak", "none", "strong", "mixed", "heavy", "reset", "apart", "split", "deep"]
+Decay = Literal[
+    "plain", "weak", "none", "strong", "mixed", "heavy", "reset", "apart", "split", "deep"
+]
 # logarithms of decays that are exactly 0 in float32: a mask's usual values, and sums that no dtype holds
 RESETS = (-104.0, -1e4, -1e12, -1e16, float(np.finfo(np.float32).min), -np.inf)
 Keys = Literal["random", "equal", "near", "alike"]

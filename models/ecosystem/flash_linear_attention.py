@@ -32,7 +32,13 @@ CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 SAME = (
     *("hidden_size", "num_hidden_layers", "num_heads", "num_v_heads", "expand_v", "conv_size"),
     *("intermediate_size", "allow_neg_eigval", "vocab_size", "use_cache", "tie_word_embeddings"),
-    *("initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *(
+        "initializer_range",
+        "max_position_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    ),
 )
 SETTINGS = {**{name: name for name in SAME}, "head_dim": "head_dim_k", "norm_eps": "rms_norm_eps"}
 # theirs alone, without effect on what a model computes: kept, so that the way back restores them
@@ -63,11 +69,19 @@ class Family:
 
 # by the name that their config.json gives the family
 FAMILIES: Mapping[str, Family] = {
-    "gated_deltanet": Family("gated_deltanet", "GatedDeltaNetForCausalLM", {}, {}, {"use_gate": True}),
+    "gated_deltanet": Family(
+        "gated_deltanet", "GatedDeltaNetForCausalLM", {}, {}, {"use_gate": True}
+    ),
     "kda": Family(
         "kimi_delta_attention",
         "KDAForCausalLM",
-        {"num_hidden_layers": 24, "num_heads": 16, "head_dim": 128, "expand_v": 1.0, "safe_gate": False},
+        {
+            "num_hidden_layers": 24,
+            "num_heads": 16,
+            "head_dim": 128,
+            "expand_v": 1.0,
+            "safe_gate": False,
+        },
         {"lower_bound": "decay_bound"},
         {},
     ),
@@ -97,7 +111,9 @@ def to_config(theirs: Mapping[str, Any]) -> DeltaConfig:
     if given["hidden_act"] not in ("swish", "silu"):
         wrong.append(f"hidden_act={given['hidden_act']!r}: our MLP is SwiGLU, hidden_act='swish'")
     if given["attnres_block_size"] is not None:
-        wrong.append(f"attnres_block_size={given['attnres_block_size']}: our residual over depth is a sum")
+        wrong.append(
+            f"attnres_block_size={given['attnres_block_size']}: our residual over depth is a sum"
+        )
     if given["attn"]:
         wrong.append(f"attn={given['attn']}: attention layers have another size of heads here")
     if wrong:
@@ -121,11 +137,20 @@ def to_config(theirs: Mapping[str, Any]) -> DeltaConfig:
 
 def from_config(config: DeltaConfig) -> dict[str, Any]:
     """Returns their config.json for our configuration. Raises ValueError that names what has no equal."""
-    only: dict[str, Any] = {"residual": "additive", "norm": "rms", "mlp": "swiglu", "positions": "rope"}
+    only: dict[str, Any] = {
+        "residual": "additive",
+        "norm": "rms",
+        "mlp": "swiglu",
+        "positions": "rope",
+    }
     only |= {"base_layers": None, "attention_layers": []}
-    wrong = [f"{name}={x!r}" for name, value in only.items() if (x := getattr(config, name)) != value]
+    wrong = [
+        f"{name}={x!r}" for name, value in only.items() if (x := getattr(config, name)) != value
+    ]
     if wrong:
-        raise ValueError(f"{', '.join(wrong)}: that code has no such model; keep this one in our format")
+        raise ValueError(
+            f"{', '.join(wrong)}: that code has no such model; keep this one in our format"
+        )
     model_type, family = next((key, x) for key, x in FAMILIES.items() if x.mixer == config.mixer)
     kept = getattr(config, "fla", {})
     written = {
@@ -136,7 +161,9 @@ def from_config(config: DeltaConfig) -> dict[str, Any]:
         **{"use_short_conv": True, "hidden_act": "swish", "attnres_block_size": None, "attn": None},
         **{**family.constants, **kept},
     }
-    if "lower_bound" in written:  # safe_gate changes no number, and is refused there without such a bound
+    if (
+        "lower_bound" in written
+    ):  # safe_gate changes no number, and is refused there without such a bound
         bound = written["lower_bound"]
         written["safe_gate"] = bound is not None and bound >= SAFE and kept.get("safe_gate", True)
     return written
@@ -162,8 +189,12 @@ def from_state(ours: State, config: DeltaConfig) -> State:
     for name, tensor in _tie(ours, config).items():
         tensor = _scale(tensor, _factor(name, config))
         if name.endswith("mixer.conv.weight"):
-            for part, convolution in zip(tensor.split(_channels(config)), CONVOLUTIONS, strict=True):
-                state[_rename(name.replace("conv.", f"{convolution}."), BACK)] = part[:, None].clone()
+            for part, convolution in zip(
+                tensor.split(_channels(config)), CONVOLUTIONS, strict=True
+            ):
+                state[_rename(name.replace("conv.", f"{convolution}."), BACK)] = part[
+                    :, None
+                ].clone()
         else:
             state[_rename(name, BACK)] = tensor
     return state
@@ -212,6 +243,9 @@ def _factor(name: str, config: DeltaConfig) -> float:
     s = _shrink(config)
     if name == "model.norm.weight":
         return config.logit_scale / (s if config.tie_word_embeddings else 1)
-    if name.endswith((".mixer.o_proj.weight", ".mlp.down_proj.weight")) or name == "model.embed.weight":
+    if (
+        name.endswith((".mixer.o_proj.weight", ".mlp.down_proj.weight"))
+        or name == "model.embed.weight"
+    ):
         return s
     return 1.0

@@ -51,7 +51,9 @@ class WeightsReport:
         lines = [f"{self.heads} heads, {len(self.dead)} dead numbers", *map(str, self.dead)]
         if self.dead:
             one = self.dead[0]
-            alive = 0.0 if one.name.endswith("A_log") else -4.6  # a decay rate of 1, a time step of 0.01
+            alive = (
+                0.0 if one.name.endswith("A_log") else -4.6
+            )  # a decay rate of 1, a time step of 0.01
             lines.append(
                 "load the weights again in float32; if the heads are dead in the file, too, start "
                 f"them anew, as by model.get_parameter({one.name!r}).data[{one.head}] = {alive}"
@@ -105,6 +107,8 @@ def widen(layer: nn.Module) -> list[str]:
         for name in NUMBERS:
             parameter = owner.get_parameter(name)
             if parameter.dtype in (torch.bfloat16, torch.float16):
-                done.append(f"{name} is float32 now, it was {str(parameter.dtype).removeprefix('torch.')}")
+                done.append(
+                    f"{name} is float32 now, it was {str(parameter.dtype).removeprefix('torch.')}"
+                )
                 parameter.data = parameter.data.float()
     return done

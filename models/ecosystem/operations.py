@@ -32,7 +32,9 @@ def replacements(backend: str | None) -> dict[str, Callable[..., Any]]:
         "torch_chunk_gated_delta_rule": partial(chunk_rule, scalar),
         "torch_recurrent_gated_delta_rule": partial(recurrent_rule, scalar, gated_delta_rule_step),
         "chunk_kimi_delta_attention": partial(chunk_rule, channels),
-        "recurrent_kimi_delta_attention": partial(recurrent_rule, channels, kimi_delta_attention_step),
+        "recurrent_kimi_delta_attention": partial(
+            recurrent_rule, channels, kimi_delta_attention_step
+        ),
         "causal_conv1d_fn": convolve,
         "causal_conv1d_update": convolve_token,
     }
@@ -107,9 +109,14 @@ def recurrent_rule(
     tensors = query, key, value, g, beta
     named: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "backend": backend}
     if query.shape[1] != 1 or initial_state is None:
-        named |= {"initial_state": initial_state, "output_final_state": output_final_state} | options
+        named |= {
+            "initial_state": initial_state,
+            "output_final_state": output_final_state,
+        } | options
         return chunk_rule(rule, *tensors, **named)
-    o, state = step(*(x[:, 0] for x in tensors), initial_state.to(state_dtype(query.dtype)), **named)
+    o, state = step(
+        *(x[:, 0] for x in tensors), initial_state.to(state_dtype(query.dtype)), **named
+    )
     return o[:, None], state if output_final_state else None
 
 
@@ -145,7 +152,9 @@ def convolve_token(
 ) -> Tensor:
     """Returns the convolution of [B, C, T] after `conv_state`, which gets the last inputs in place."""
     taps = weight.shape[-1]
-    prefix = conv_state[..., conv_state.shape[-1] - taps + 1 :].transpose(1, 2).to(hidden_states.dtype)
+    prefix = (
+        conv_state[..., conv_state.shape[-1] - taps + 1 :].transpose(1, 2).to(hidden_states.dtype)
+    )
     y = _convolve(hidden_states.transpose(1, 2), weight, bias, activation, backend, prefix=prefix)
     joined = torch.cat([conv_state, hidden_states.to(conv_state.dtype)], dim=-1)
     conv_state.copy_(joined[..., -conv_state.shape[-1] :])

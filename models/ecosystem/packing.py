@@ -96,13 +96,17 @@ def check_packing(
         True
     """
     if len(lengths) < 2 or min(lengths) < 1:
-        raise ValueError(f"lengths={tuple(lengths)}; give at least two sequences of at least one token")
+        raise ValueError(
+            f"lengths={tuple(lengths)}; give at least two sequences of at least one token"
+        )
     if by is not None and by not in get_args(Way):
         raise ValueError(f"by={by!r}; name one of {', '.join(get_args(Way))}")
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     device = embedding.weight.device
     generator = torch.Generator().manual_seed(seed)
-    row = torch.randint(0, embedding.weight.shape[0], (sum(lengths),), generator=generator).to(device)
+    row = torch.randint(0, embedding.weight.shape[0], (sum(lengths),), generator=generator).to(
+        device
+    )
     tail = torch.randint(0, embedding.weight.shape[0], (64,), generator=generator).to(device)
     ways = {way: given for way, given in _ways(model, lengths, device).items() if by in (None, way)}
     was_training, found, refused = model.training, [], {}
@@ -113,7 +117,8 @@ def check_packing(
             pieces = list(pairwise(accumulate(lengths, initial=0)))
             alone = [_logits(model, row[a:b], use_cache=False) for a, b in pieces]
             longer = [
-                _logits(model, torch.cat([row[a:b], tail]), use_cache=False)[: b - a] for a, b in pieces
+                _logits(model, torch.cat([row[a:b], tail]), use_cache=False)[: b - a]
+                for a, b in pieces
             ]
             for way, given in ways.items():
                 try:
@@ -144,18 +149,24 @@ def _logits(model: nn.Module, row: Tensor, **options: Any) -> Tensor:
     return model(input_ids=row[None], **options).logits[0].float()
 
 
-def _ways(model: nn.Module, lengths: Sequence[int], device: torch.device) -> dict[str, dict[str, Any]]:
+def _ways(
+    model: nn.Module, lengths: Sequence[int], device: torch.device
+) -> dict[str, dict[str, Any]]:
     """Returns what a model is told in each way: those that its forward, or its configuration, knows."""
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
     places = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
-    numbers = torch.cat([torch.full((n,), i + 1, device=device) for i, n in enumerate(lengths)])[None]
+    numbers = torch.cat([torch.full((n,), i + 1, device=device) for i, n in enumerate(lengths)])[
+        None
+    ]
     ends = torch.tensor([0, *accumulate(lengths)], device=device)
     bounds = {"cu_seq_lens_q": ends.int(), "cu_seq_lens_k": ends.int()}
     bounds |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
     more = torch.arange(PADS, device=device)[None]
     padding = {"position_ids": torch.cat([places, more], dim=1)}
-    padding |= {"attention_mask": torch.cat([torch.ones_like(places), torch.zeros_like(more)], dim=1)}
+    padding |= {
+        "attention_mask": torch.cat([torch.ones_like(places), torch.zeros_like(more)], dim=1)
+    }
     apart: dict[str, Any] = {"position_ids": places, "use_cache": False}
     ways: dict[str, dict[str, Any]] = {}
     if "cu_seqlens" in parameters:

@@ -106,7 +106,9 @@ class Patch:
             name = owner.__name__ if isinstance(owner, type) else type(owner).__name__
             raise ValueError(f"{name} is patched already; call undo() of the earlier Patch first")
         function.from_delta_trn = True  # type: ignore[attr-defined]
-        owner.forward = types.MethodType(function, owner) if isinstance(owner, nn.Module) else function
+        owner.forward = (
+            types.MethodType(function, owner) if isinstance(owner, nn.Module) else function
+        )
 
         def restore() -> None:
             if before is None:
@@ -188,7 +190,9 @@ def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: 
             continue
         patch.replace(layer, _rebind(type(layer).forward, ours, backend))
         if any(p.is_meta for p in layer.parameters()):
-            notes = ("its weights are not in memory: A_log and dt_bias are neither checked nor made float32",)
+            notes = (
+                "its weights are not in memory: A_log and dt_bias are neither checked nor made float32",
+            )
         else:
             notes = (
                 *_describe_rule(layer, rule, kernels),
@@ -221,7 +225,9 @@ def _explain_no_layer(model: nn.Module) -> str:
 def _choose_kernels(layer: Any, rule: str, backend: str | None) -> dict[str, str]:
     """Returns the backend of each operation. Raises BackendRefusal if there is none for one of them."""
     weight, operations = layer.conv1d.weight, _operations(rule)
-    if weight.is_meta:  # made without memory, or offloaded: nobody knows yet where it will be computed
+    if (
+        weight.is_meta
+    ):  # made without memory, or offloaded: nobody knows yet where it will be computed
         return dict.fromkeys(operations, backend or BY_DEVICE)
     if rule == "gated_delta_rule":
         sizes = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
@@ -259,7 +265,10 @@ def _rule_of(kind: type) -> str | None:
 
 def _is_stack(kind: type) -> bool:
     """Returns whether a class is the model that runs the layers, which knows the tokens' places."""
-    return "layers" in _names(kind) and "position_ids" in inspect.signature(vars(kind)["forward"]).parameters
+    return (
+        "layers" in _names(kind)
+        and "position_ids" in inspect.signature(vars(kind)["forward"]).parameters
+    )
 
 
 def _names(kind: type) -> tuple[str, ...]:
@@ -268,7 +277,9 @@ def _names(kind: type) -> tuple[str, ...]:
     return () if forward is None else inspect.unwrap(forward).__code__.co_names
 
 
-def _rebind(forward: Callable[..., Any], ours: dict[str, Any], backend: str | None) -> Callable[..., Any]:
+def _rebind(
+    forward: Callable[..., Any], ours: dict[str, Any], backend: str | None
+) -> Callable[..., Any]:
     """Returns the same forward, which looks our functions up where it looked up transformers'.
 
     A copy of the function with globals of its own needs no switch, so that threads, torch.compile and
@@ -303,7 +314,9 @@ def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
         tokens, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
         shape = tuple((kwargs["inputs_embeds"] if tokens is None else tokens).shape[:2])
         told = {name: kwargs.get(name) for name in ("cu_seq_lens_q", "seq_idx", "position_ids")}
-        if isinstance(mask, dict):  # one for each kind of layer, which generate makes for static caches
+        if isinstance(
+            mask, dict
+        ):  # one for each kind of layer, which generate makes for static caches
             mask = mask.get("linear_attention")
         caches = kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHES)
         refusal = NO_BOUNDS if indexed else NO_CACHE if caches else None

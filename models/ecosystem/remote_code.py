@@ -128,8 +128,14 @@ def sources() -> dict[str, str]:
 def _list_imports(source: str) -> Iterator[str]:
     """Yields the modules of ours that a source imports, at the top or in functions."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("delta_trn."):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.startswith("delta_trn.")
+        ):
             yield node.module
             spec = find_spec(node.module)
-            if spec is not None and spec.submodule_search_locations:  # a package, whose files may be meant
+            if (
+                spec is not None and spec.submodule_search_locations
+            ):  # a package, whose files may be meant
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)

@@ -36,7 +36,13 @@ class Sizes:
 
 
 # a module, a function that makes one, a file of `save_base`, or shapes by name
-Base = nn.Module | Callable[[], nn.Module] | str | PathLike[str] | Mapping[str, "Sequence[int] | Sizes"]
+Base = (
+    nn.Module
+    | Callable[[], nn.Module]
+    | str
+    | PathLike[str]
+    | Mapping[str, "Sequence[int] | Sizes"]
+)
 
 
 @dataclass(frozen=True)
@@ -101,10 +107,16 @@ def scaled_parameters(model: nn.Module, base: Base, roles: Roles | None = None) 
         rows.append(Scaled(name, parameter, role, width if role is Role.SCALAR else m, small))
     if unknown:
         lines = "\n  ".join(unknown)
-        raise ValueError(f"no muP role for {len(unknown)} parameters; name them in roles={{...}}:\n  {lines}")
-    unused = [pattern for pattern in patterns if not any(fnmatch(row.name, pattern) for row in rows)]
+        raise ValueError(
+            f"no muP role for {len(unknown)} parameters; name them in roles={{...}}:\n  {lines}"
+        )
+    unused = [
+        pattern for pattern in patterns if not any(fnmatch(row.name, pattern) for row in rows)
+    ]
     if unused:
-        raise ValueError(f"roles {unused} match no parameter; names are like {rows[0].name if rows else '-'}")
+        raise ValueError(
+            f"roles {unused} match no parameter; names are like {rows[0].name if rows else '-'}"
+        )
     if gates and head is None and Role.READOUT not in patterns.values():
         raise ValueError(
             f"{', '.join(gates)}: read the width and write a size that does not grow, and no readout is "
@@ -123,12 +135,17 @@ def describe(base: Base, device: str) -> dict[str, Sizes]:
             tree = json.loads(Path(base).read_text(encoding="utf-8"))
             return {name: Sizes(tuple(shape), rms) for name, (shape, rms) in tree.items()}
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"base={str(base)!r}: {error}; expected a file of mup.save_base") from None
+            raise ValueError(
+                f"base={str(base)!r}: {error}; expected a file of mup.save_base"
+            ) from None
     if isinstance(base, Mapping):
-        return {name: x if isinstance(x, Sizes) else Sizes(tuple(x), None) for name, x in base.items()}
+        return {
+            name: x if isinstance(x, Sizes) else Sizes(tuple(x), None) for name, x in base.items()
+        }
     model = find_inside(make_model(base, device))
     return {
-        name: Sizes(tuple(p.shape), None if p.is_meta else rms(p)) for name, p, _ in name_parameters(model)
+        name: Sizes(tuple(p.shape), None if p.is_meta else rms(p))
+        for name, p, _ in name_parameters(model)
     }
 
 
@@ -143,7 +160,9 @@ def make_model(model: nn.Module | Callable[[], nn.Module], device: str) -> nn.Mo
 def save_base(model: Base, path: str | PathLike[str]) -> None:
     """Writes the shapes and sizes of a base model to a JSON file, which is then a `base` itself."""
     sizes = describe(model, "cpu")
-    Path(path).write_text(json.dumps({name: [s.shape, s.rms] for name, s in sizes.items()}), encoding="utf-8")
+    Path(path).write_text(
+        json.dumps({name: [s.shape, s.rms] for name, s in sizes.items()}), encoding="utf-8"
+    )
 
 
 def name_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
@@ -184,7 +203,9 @@ def find_readout(model: nn.Module) -> nn.Module | None:
 def is_tied(model: nn.Module) -> bool:
     """Returns whether the readout's weight is an embedding's."""
     weight = getattr(find_readout(model), "weight", None)
-    return any(weight is module.weight for module in model.modules() if isinstance(module, nn.Embedding))
+    return any(
+        weight is module.weight for module in model.modules() if isinstance(module, nn.Embedding)
+    )
 
 
 def rms(x: torch.Tensor) -> float:
@@ -248,9 +269,15 @@ def _ratio(role: Role, module: nn.Module, ratios: list[float]) -> float | None:
 
 def _width(model: nn.Module, known: Mapping[str, Sizes]) -> float:
     """Returns the ratio of the embedding's width, or else the largest ratio of any dimension."""
-    pairs = [(p, small, owner) for name, p, owner in name_parameters(model) if (small := _find(known, name))]
+    pairs = [
+        (p, small, owner)
+        for name, p, owner in name_parameters(model)
+        if (small := _find(known, name))
+    ]
     pairs = [pair for pair in pairs if isinstance(pair[2], nn.Embedding)][:1] or pairs
-    ratios = (a / b for p, small, _ in pairs for a, b in zip(p.shape, small.shape, strict=False) if b)
+    ratios = (
+        a / b for p, small, _ in pairs for a, b in zip(p.shape, small.shape, strict=False) if b
+    )
     return max(ratios, default=1.0)
 
 

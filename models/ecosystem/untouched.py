@@ -33,7 +33,9 @@ def untouched(folder: Path) -> dict[str, Path]:
     """Returns the tensors that the language model of a folder drops without a word: name -> file."""
     classes: Any = AutoModelForCausalLM._model_mapping
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    patterns = getattr(classes.get(type(config), None), "_keys_to_ignore_on_load_unexpected", None) or ()
+    patterns = (
+        getattr(classes.get(type(config), None), "_keys_to_ignore_on_load_unexpected", None) or ()
+    )
     files = {name: file for file in sorted(folder.glob(FILES)) for name in _dtypes(file)}
     return {name: file for name, file in files.items() if any(re.search(p, name) for p in patterns)}
 
@@ -41,7 +43,9 @@ def untouched(folder: Path) -> dict[str, Path]:
 def describe(names: dict[str, Path]) -> str:
     """Returns how many tensors there are under each prefix, "model.visual (153), mtp (15)"."""
     parts = [name.split(".")[: 2 if name.startswith("model.") else 1] for name in sorted(names)]
-    return ", ".join(f"{name} ({n})" for name, n in Counter(".".join(part) for part in parts).items())
+    return ", ".join(
+        f"{name} ({n})" for name, n in Counter(".".join(part) for part in parts).items()
+    )
 
 
 def complete_weights(
@@ -60,8 +64,12 @@ def complete_weights(
     """
     folder, source = Path(folder), Path(source)
     if folder.resolve() == source.resolve():
-        raise ValueError(f"{folder} is its own source: its weights were overwritten; write to another folder")
-    stored = {name: kind for file in sorted(source.glob(FILES)) for name, kind in _dtypes(file).items()}
+        raise ValueError(
+            f"{folder} is its own source: its weights were overwritten; write to another folder"
+        )
+    stored = {
+        name: kind for file in sorted(source.glob(FILES)) for name, kind in _dtypes(file).items()
+    }
     trained = sorted(folder.glob(FILES))
     for place, found in ((folder, trained), (source, stored)):
         if not found:
@@ -100,7 +108,9 @@ def check_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
     found = getattr(torch, name, None) if isinstance(name, str) else name
     if found not in _DTYPES.values():
         known = ", ".join(str(kind).removeprefix("torch.") for kind in _DTYPES.values())
-        raise ValueError(f"dtype={name!r} is none that weights are written in; choose one of {known}")
+        raise ValueError(
+            f"dtype={name!r} is none that weights are written in; choose one of {known}"
+        )
     return found
 
 
@@ -152,7 +162,10 @@ def _write_config(folder: Path, source: Path, dtype: torch.dtype | None) -> None
     kind = theirs.get("dtype", theirs.get("torch_dtype"))
     kind = kind if dtype is None else str(dtype).removeprefix("torch.")
     if "text_config" in theirs and "text_config" not in ours:
-        text = {name: ours[name] for name in ours.keys() - {"architectures", "dtype", "transformers_version"}}
+        text = {
+            name: ours[name]
+            for name in ours.keys() - {"architectures", "dtype", "transformers_version"}
+        }
         if "dtype" in theirs["text_config"]:
             text["dtype"] = kind
         ours = {**theirs, "text_config": text, "transformers_version": ours["transformers_version"]}
@@ -164,10 +177,14 @@ def _write_card(card: Path, source: Path) -> None:
     """Writes into a model card which model the weights come from: its name on the Hub, or its folder's."""
     cached = re.search(r"models--([^/]+)/snapshots/", f"{source.resolve()}/")
     base = cached[1].replace("--", "/") if cached else source.resolve().name
-    written, theirs = (metadata_load(x) or {} if x.is_file() else {} for x in (card, source / "README.md"))
+    written, theirs = (
+        metadata_load(x) or {} if x.is_file() else {} for x in (card, source / "README.md")
+    )
     license = {name: value for name, value in theirs.items() if name.startswith("license")}
     if not card.exists():
-        card.write_text(f"# {card.parent.resolve().name}\n\nTrained from {base}.\n", encoding="utf-8")
+        card.write_text(
+            f"# {card.parent.resolve().name}\n\nTrained from {base}.\n", encoding="utf-8"
+        )
     metadata_save(card, {"library_name": "transformers", **license, "base_model": base, **written})
 
 

@@ -71,7 +71,9 @@ def _load(folder: Path, dtype: torch.dtype | str | None) -> PreTrainedModel:
             )
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if type(config) not in classes:
-            raise ValueError(f"{folder} holds a {config.model_type}, which is no causal language model")
+            raise ValueError(
+                f"{folder} holds a {config.model_type}, which is no causal language model"
+            )
         undo = keep_float32(classes[type(config)])
         try:
             opener: Any = AutoModelForCausalLM
@@ -115,12 +117,16 @@ def save_model(
     folder = Path(folder)
     check_dtype(dtype)
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"{type(model).__name__} is no whole model; merge_and_unload() of PEFT returns it")
+        raise ValueError(
+            f"{type(model).__name__} is no whole model; merge_and_unload() of PEFT returns it"
+        )
     source = Path(getattr(model.config, "_name_or_path", None) or "")
     if format == "delta":
         is_its_own = folder.resolve() == source.resolve()
         if is_its_own and untouched(source):
-            raise ValueError(f"{folder} has tensors that this model does not use; save to another folder")
+            raise ValueError(
+                f"{folder} has tensors that this model does not use; save to another folder"
+            )
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         if not is_its_own and (source / "config.json").is_file() and any(source.glob(FILES)):
             complete_weights(folder, source, dtype)
@@ -128,13 +134,17 @@ def save_model(
             cast_weights(folder, dtype)
         return
     if not isinstance(model, DeltaForCausalLM):
-        raise ValueError(f"a {type(model).__name__} cannot be written as {format!r}; only our own models can")
+        raise ValueError(
+            f"a {type(model).__name__} cannot be written as {format!r}; only our own models can"
+        )
     theirs = flash_linear_attention.from_config(model.config)
     theirs["dtype"] = str(model.dtype).removeprefix("torch.")
     state = flash_linear_attention.from_state(model.state_dict(), model.config)
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(
-        {name: tensor.contiguous() for name, tensor in state.items()}, folder, max_shard_size=max_shard_size
+        {name: tensor.contiguous() for name, tensor in state.items()},
+        folder,
+        max_shard_size=max_shard_size,
     )
     (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
     if dtype is not None:
@@ -147,7 +157,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} has no config.json; give a folder with config.json and weights")
     config = json.loads(path.read_text())
     if "model_type" not in config:
-        raise ValueError(f"{path} names no model_type; of a run, give one of the folders in checkpoints/")
+        raise ValueError(
+            f"{path} names no model_type; of a run, give one of the folders in checkpoints/"
+        )
     return config
 
 
@@ -176,4 +188,6 @@ def _require_all(state: State, config: DeltaConfig) -> None:
     ]
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ValueError(f"weights do not fit config.json, under our names: {'; '.join(wrong[:8])}{more}")
+        raise ValueError(
+            f"weights do not fit config.json, under our names: {'; '.join(wrong[:8])}{more}"
+        )

@@ -107,7 +107,12 @@ def parameter_groups(
         if optimizer != "sgd" and not muon:
             settings["eps"] = eps * m**epsilon
         key = (scaled.role, *settings.values())
-        empty: dict[str, Any] = {"params": [], "names": [], "role": scaled.role.name.lower(), **settings}
+        empty: dict[str, Any] = {
+            "params": [],
+            "names": [],
+            "role": scaled.role.name.lower(),
+            **settings,
+        }
         group = groups.setdefault(key, empty)
         group["params"].append(scaled.parameter)
         group["names"].append(scaled.name)
@@ -115,11 +120,17 @@ def parameter_groups(
 
 
 def _roles_at_base(
-    model: nn.Module, base: Base, roles: Roles | None, wider: nn.Module | Callable[[], nn.Module] | None
+    model: nn.Module,
+    base: Base,
+    roles: Roles | None,
+    wider: nn.Module | Callable[[], nn.Module] | None,
 ) -> Roles | None:
     """Returns roles that a wider model tells, if the model has the base's shapes; else those given."""
     known = describe(base, "meta")
-    if any(known.get(name, MISSING).shape != p.shape for name, p, _ in name_parameters(find_inside(model))):
+    if any(
+        known.get(name, MISSING).shape != p.shape
+        for name, p, _ in name_parameters(find_inside(model))
+    ):
         return roles
     if wider is None:
         raise ValueError(
@@ -148,7 +159,9 @@ def muon_factor(scaled: Scaled, adjust_lr_fn: Adjustment) -> float:
 
     def of(rows: int, columns: int) -> float:
         original = adjust_lr_fn == "original"
-        return (rows / columns / (max(1.0, rows / columns) if original else max(rows, columns))) ** 0.5
+        return (
+            rows / columns / (max(1.0, rows / columns) if original else max(rows, columns))
+        ) ** 0.5
 
     rows, columns = scaled.parameter.shape
     return of(rows, columns) / of(*scaled.base.shape)
@@ -186,7 +199,9 @@ def initialize(
         True
     """
     if getattr(model, MARK, False):
-        raise ValueError("this model is initialized for muP already; a second call would scale it twice")
+        raise ValueError(
+            "this model is initialized for muP already; a second call would scale it twice"
+        )
     path = getattr(getattr(model, "config", None), "_name_or_path", "")
     if path and not loaded:
         raise ValueError(

@@ -92,7 +92,9 @@ OWN_STAGES = (
 )
 
 
-NOT_THE_RULES = {stage.name for stage in OWN_STAGES} | {"store"}  # the layer has them in another form
+NOT_THE_RULES = {stage.name for stage in OWN_STAGES} | {
+    "store"
+}  # the layer has them in another form
 STAGES = (*OWN_STAGES, *(stage for stage in RULE_STAGES if stage.name not in NOT_THE_RULES))
 ORDER = rank("gated_delta_layer_bwd", STAGES, ORDERS["LAYER_BACKWARD"])
 CONVOLUTION = ("load taps", "multiply taps", "sum taps", "store dx")
@@ -100,7 +102,12 @@ CONVOLUTION = ("load taps", "multiply taps", "sum taps", "store dx")
 
 def run_stage(stage, share, shares, stream, index, call):
     """Runs a share of a stage of chunk number `index`."""
-    bundle, parts, own, chunk = stream.bundle, call["parts"], stream.own[index], stream.chunks[index]
+    bundle, parts, own, chunk = (
+        stream.bundle,
+        call["parts"],
+        stream.own[index],
+        stream.chunks[index],
+    )
     if stage in CONVOLUTION:
         run_convolution(stage, share, shares, stream, own, call)
     elif stage in INVERSE:
@@ -110,7 +117,13 @@ def run_stage(stage, share, shares, stream, index, call):
         stream.chunks[index] = load_chunk(call["inputs"], bundle, own.start, own.tokens, table)
     elif stage == "load state":
         own.kept = load_kept_state(
-            call["initial_state"], call["states"], index, bundle, parts, call["V"], call["has_state"]
+            call["initial_state"],
+            call["states"],
+            index,
+            bundle,
+            parts,
+            call["V"],
+            call["has_state"],
         )
     elif stage == "gates":
         chunk.do = own.do
@@ -206,7 +219,9 @@ def gated_delta_layer_bwd(
     H, K, HV, V, W = q.shape[2], q.shape[3], z.shape[2], z.shape[3], weight_t.shape[0]
     check(N, W, packed, continued)
     check_eps(eps)
-    assert count_slots(H, HV, width) == H, f"{HV // H} value heads per key head exceed a bundle of {width}"
+    assert count_slots(H, HV, width) == H, (
+        f"{HV // H} value heads per key head exceed a bundle of {width}"
+    )
     chunks = (T + C - 1) // C
     dx = nl.ndarray((N, T, channels), dtype=x.dtype, buffer=nl.shared_hbm)
     dweight = nl.ndarray((N, W, channels), dtype=nl.float32, buffer=nl.shared_hbm)

@@ -53,12 +53,16 @@ def differentiate_rows(stage, chunk, own, stream, call):
     elif stage == "do":
         own.do = sbuf(own.h.shape)
         normalize_rows(own.do, own.h, project(own.nh))
-        nisa.tensor_tensor(dst=own.do, data1=own.do, data2=own.n, op=nl.add, engine=nisa.engine.gpsimd)
+        nisa.tensor_tensor(
+            dst=own.do, data1=own.do, data2=own.n, op=nl.add, engine=nisa.engine.gpsimd
+        )
     elif stage == "load u":
         own.u = []
         for segment in stream.plan["segments"]:
             low, high, channel = segment
-            own.u = own.u + load_channels(call["u"], bundle["n"], channel, high - low, start, tokens)
+            own.u = own.u + load_channels(
+                call["u"], bundle["n"], channel, high - low, start, tokens
+            )
     elif stage == "slope of u":
         plan = stream.plan
         own.du = sbuf((rows, plan["columns"]))
@@ -102,6 +106,8 @@ def multiply_slopes(chunk, own, stream, call):
             )  # fmt: skip
     for lane in range(lanes):
         low = 2 * heads * K + lane * V
-        copy_scaled(gradient_sb[:, low : low + V], chunk.dR[:, lane, :], chunk.dv_scale[:, lane : lane + 1])
+        copy_scaled(
+            gradient_sb[:, low : low + V], chunk.dR[:, lane, :], chunk.dv_scale[:, lane : lane + 1]
+        )
     channels = du_sb[:, 0 : plan["channels"]]
     multiply_on_gpsimd(channels, channels, gradient_sb)

@@ -81,7 +81,9 @@ def build_shifts(C, W):
     crossing_sb = sbuf((max(1, W * (W - 1) // 2), C))
     for j in range(W - 1):
         low, back = find_row(j, W), W - 1 - j
-        nisa.dma_copy(dst=crossing_sb[low : low + back, :], src=identity_sb[0:back, back : back + C])
+        nisa.dma_copy(
+            dst=crossing_sb[low : low + back, :], src=identity_sb[0:back, back : back + C]
+        )
     return {"identity": identity_sb, "crossing": crossing_sb}
 
 
@@ -124,10 +126,14 @@ def load_masks(own, stream, call):
     """
     tokens, W = own.tokens, call["W"]
     position_sb, own.keep, own.counts = sbuf((tokens, 1)), sbuf((tokens, W)), []
-    nisa.dma_copy(dst=position_sb, src=call["position"].ap(pattern=[[1, tokens], [1, 1]], offset=own.start))
+    nisa.dma_copy(
+        dst=position_sb, src=call["position"].ap(pattern=[[1, tokens], [1, 1]], offset=own.start)
+    )
     for j in range(W):
         keep = own.keep[:, j : j + 1]
-        nisa.tensor_scalar(dst=keep, data=position_sb, op0=nl.greater_equal, operand0=float(W - 1 - j))
+        nisa.tensor_scalar(
+            dst=keep, data=position_sb, op0=nl.greater_equal, operand0=float(W - 1 - j)
+        )
         masked_sb = sbuf((tokens, stream.counts.shape[1]))
         copy_scaled(masked_sb, stream.counts[0:tokens, :], keep)
         own.counts.append(masked_sb)
@@ -171,7 +177,9 @@ def multiply_taps(own, stream, cell, taps, x_sb, call):
     low, high = cell
     first, stop = taps
     read_sb, given_sb = sbuf(x_sb.shape), sbuf(x_sb.shape)
-    du = own.du.ap(pattern=[[plan["columns"], tokens], [0, stop - first], [1, high - low]], offset=low)
+    du = own.du.ap(
+        pattern=[[plan["columns"], tokens], [0, stop - first], [1, high - low]], offset=low
+    )
     multiply_on_gpsimd(read_sb, du, x_sb)
     if call["packed"]:
         for j in range(first, stop):
@@ -230,7 +238,9 @@ def clear_leaving(own, stream, call):
         for j in range(W - 1 - tokens):
             stop, missing = find_row(j, W) + W - 1 - j, W - 1 - j - tokens
             nisa.dma_copy(
-                dst=view_leaving(call["leaving"], stream, own.index, stop - missing, stop, 0, columns),
+                dst=view_leaving(
+                    call["leaving"], stream, own.index, stop - missing, stop, 0, columns
+                ),
                 src=zero_sb[0:missing, :],
             )
 
@@ -278,7 +288,10 @@ def store_prefix(dprefix, stream, call):
     cells = stream.plan["cells"]
     for c in range(len(cells)):
         low, high = cells[c]
-        out_ps, leaving_sb = psum((rows, high - low)), load_leaving(call["leaving"], stream, 0, low, high)
+        out_ps, leaving_sb = (
+            psum((rows, high - low)),
+            load_leaving(call["leaving"], stream, 0, low, high),
+        )
         add_selected(out_ps, crossing_sb[:, C - rows : C], leaving_sb)
         store_channels(dprefix, out_ps, stream, c, 0)
 

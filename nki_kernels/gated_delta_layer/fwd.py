@@ -16,7 +16,12 @@ from delta_trn.nki_kernels.chunk_tiles import Chunk
 from delta_trn.nki_kernels.gated_delta_layer.cells import CONVOLUTION, list_cells, list_layer_work
 from delta_trn.nki_kernels.gated_delta_layer.records import LayerStream, LayerTiles
 from delta_trn.nki_kernels.gated_delta_rule_fwd import STAGES as RULE_STAGES
-from delta_trn.nki_kernels.gated_delta_rule_fwd import compute_output, load_state, run_stage, store_state
+from delta_trn.nki_kernels.gated_delta_rule_fwd import (
+    compute_output,
+    load_state,
+    run_stage,
+    store_state,
+)
 from delta_trn.nki_kernels.gated_rms_norm import (
     check_eps,
     invert_squares,
@@ -116,7 +121,9 @@ def activate(cell, stream, call):
     z, C, K = cell["z"], call["C"], call["K"]
     if call["save"]:
         first = cell["c0"] + cell["a0"]
-        nisa.dma_copy(dst=call["u"][cell["b"], first : first + z.shape[0], cell["t0"] : cell["t1"]], src=z)
+        nisa.dma_copy(
+            dst=call["u"][cell["b"], first : first + z.shape[0], cell["t0"] : cell["t1"]], src=z
+        )
     if not call["whole"] or cell["side"] == 2:
         y_t_sb = sbuf(z.shape, call["x"].dtype)
         nisa.activation(dst=y_t_sb, op=nl.silu, data=z)
@@ -194,7 +201,9 @@ def load_layer(stream, index, call):
         list_transposed((0, 1), stream, index, tokens, call), eye,
     )  # fmt: skip
     collect_rows(
-        v_sb.reshape((rows, bundle["lanes"] * V)), list_transposed((2,), stream, index, tokens, call), eye
+        v_sb.reshape((rows, bundle["lanes"] * V)),
+        list_transposed((2,), stream, index, tokens, call),
+        eye,
     )
     if call["save"]:
         q, k, v = call["saved"]

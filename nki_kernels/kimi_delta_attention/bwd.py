@@ -52,7 +52,9 @@ def kimi_delta_attention_bwd(
     Args, Returns:
         as `gated_delta_rule_bwd`, with g and dg [N, T, HV, K]
     """
-    assert q.shape[3] <= PARTITIONS, f"K={q.shape[3]} exceeds {PARTITIONS} partitions, one for each channel"
+    assert q.shape[3] <= PARTITIONS, (
+        f"K={q.shape[3]} exceeds {PARTITIONS} partitions, one for each channel"
+    )
     options = (scale, l2norm, has_dstate, has_state, every, C, lanes, width)
     work = list_work(ORDER, (q.shape[1] + C * every - 1) // (C * every))
     return run_backward((q, k, v, g, beta), do, dstate, initial_state, states, options, work, True)

@@ -82,7 +82,13 @@ def build_levels(table, both):
             copy_scaled(sums_t_sb[:, level, :], out_ps)
             diagonal_sb = scale_channels(sums_sb[:, level, :], table["identity"])
             sum_rows(right_sb[:, level : level + 1], diagonal_sb, nl.copy)
-    return {"count": count, "sums": sums_sb, "masks": masks_sb, "sums_t": sums_t_sb, "right": right_sb}
+    return {
+        "count": count,
+        "sums": sums_sb,
+        "masks": masks_sb,
+        "sums_t": sums_t_sb,
+        "right": right_sb,
+    }
 
 
 def scale_channels(x_sb, factors_sb, dtype=nl.float32):
@@ -96,7 +102,9 @@ def spread_keys(chunk, bundle, l2norm):
     """Adds `keys` to the chunk: q and k of each lane, normalized if asked, float32 [rows, 2, lanes, K]."""
     rows, _, _, K = chunk.qk.shape
     if l2norm:
-        chunk.inverse_norms = invert_key_squares(sum_key_squares(chunk.qk, chunk.table), chunk.table)
+        chunk.inverse_norms = invert_key_squares(
+            sum_key_squares(chunk.qk, chunk.table), chunk.table
+        )
     chunk.keys = sbuf((rows, 2, bundle["lanes"], K))
     for side in range(2):
         for lane in range(bundle["lanes"]):
@@ -139,7 +147,9 @@ def sum_channel_decays(chunk, table):
     nisa.tensor_scalar(
         dst=near_sb, data=chunk.g, op0=nl.add, operand0=ROUNDING, op1=nl.add, operand1=-ROUNDING
     )
-    nisa.tensor_tensor(dst=rest_sb, data1=chunk.g, data2=near_sb, op=nl.subtract, engine=nisa.engine.gpsimd)
+    nisa.tensor_tensor(
+        dst=rest_sb, data1=chunk.g, data2=near_sb, op=nl.subtract, engine=nisa.engine.gpsimd
+    )
     chunk.gamma = decay_rows((near_sb, rest_sb), table["upper"])
     chunk.channel_lambda = decay_rows((near_sb, rest_sb), table["strict_lower"])
     chunk.carry, carry_ps = sbuf((K, lanes)), psum((K, lanes))
@@ -172,14 +182,20 @@ def multiply_factors(chunk, levels, table):
             sums_ps = psum((K, (stop - start) * rows))
             add_transposed(sums_ps, chunk.g[:, lane, :], flat_sums[:, start * rows : stop * rows])
             nisa.activation(
-                dst=f_sb[:, start:stop, lane, :], op=nl.exp, data=sums_ps.reshape((K, stop - start, rows))
+                dst=f_sb[:, start:stop, lane, :],
+                op=nl.exp,
+                data=sums_ps.reshape((K, stop - start, rows)),
             )
     chunk.scaled = sbuf((K, count, lanes, 2, rows), table["products"])
     size = lanes * rows
     multiply_on_gpsimd(
         chunk.scaled,
-        f_sb.ap(pattern=[[count * size, K], [size, count], [rows, lanes], [0, 2], [1, rows]], offset=0),
-        chunk.qk_t.ap(pattern=[[2 * size, K], [0, count], [rows, lanes], [size, 2], [1, rows]], offset=0),
+        f_sb.ap(
+            pattern=[[count * size, K], [size, count], [rows, lanes], [0, 2], [1, rows]], offset=0
+        ),
+        chunk.qk_t.ap(
+            pattern=[[2 * size, K], [0, count], [rows, lanes], [size, 2], [1, rows]], offset=0
+        ),
     )
 
 
@@ -198,9 +214,16 @@ def multiply_levels(chunk, levels, table):
         level = count - 1 - turn
         s, pairs_ps = 2**level, psum((rows, lanes, 2 * rows))
         for lane in range(lanes):
-            add_product(pairs_ps[:, lane, :], chunk.scaled[:, level, lane, 1, :], flat[:, level, lane, :])
+            add_product(
+                pairs_ps[:, lane, :], chunk.scaled[:, level, lane, 1, :], flat[:, level, lane, :]
+            )
         if level < MASKED:  # the right halves of all blocks, by the mask
-            columns = [[2 * lanes * rows, rows], [rows, 2 * lanes], [2 * s, rows // (2 * s)], [1, s]]
+            columns = [
+                [2 * lanes * rows, rows],
+                [rows, 2 * lanes],
+                [2 * s, rows // (2 * s)],
+                [1, s],
+            ]
             mask = [[count * rows, rows], [0, 2 * lanes], [2 * s, rows // (2 * s)], [1, s]]
             nisa.tensor_copy_predicated(
                 dst=chunk.pairs.ap(pattern=columns, offset=s),
@@ -210,7 +233,9 @@ def multiply_levels(chunk, levels, table):
         else:
             views_ps = pairs_ps.reshape((rows, lanes, 2, rows))
             for m in range(s, rows, 2 * s):
-                copy_scaled(chunk.pairs[m - s : m, :, :, m : m + s], views_ps[m - s : m, :, :, m : m + s])
+                copy_scaled(
+                    chunk.pairs[m - s : m, :, :, m : m + s], views_ps[m - s : m, :, :, m : m + s]
+                )
 
 
 def prepare_channels(stage, chunk, bundle, call):

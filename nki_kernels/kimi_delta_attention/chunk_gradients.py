@@ -60,7 +60,9 @@ def differentiate_writes(chunk, dS, bundle, table):
         nisa.memset(dst=chunk.lambda_, value=1.0)
     by_lane = {"lanes": bundle["lanes"], "key_heads": bundle["lanes"]}
     chunk.dR = compute_residual_gradient(chunk, chunk.dS_rounded, by_lane)
-    chunk.dR_rounded = scale_lanes(chunk.dR, multiply_elements(chunk.minus_strength, chunk.share), products)
+    chunk.dR_rounded = scale_lanes(
+        chunk.dR, multiply_elements(chunk.minus_strength, chunk.share), products
+    )
 
 
 def round_pair_gradients(chunk, table):
@@ -79,7 +81,9 @@ def mask_pair_gradients(chunk, levels, table):
     """Adds G and H of all levels: `masked`, two tiles [rows, levels, lanes, rows], rounded."""
     rows, lanes, _ = chunk.UdO.shape
     identity, products, count = table["rounded_identity"], table["products"], levels["count"]
-    mask = levels["masks"].ap(pattern=[[count * rows, rows], [rows, count], [0, lanes], [1, rows]], offset=0)
+    mask = levels["masks"].ap(
+        pattern=[[count * rows, rows], [rows, count], [0, lanes], [1, rows]], offset=0
+    )
     chunk.masked = []
     for half_sb in chunk.halves:
         both_ps, both_sb = psum((rows, lanes, rows)), sbuf((rows, lanes, rows), products)
@@ -87,7 +91,9 @@ def mask_pair_gradients(chunk, levels, table):
             add_transposed(both_ps[:, lane, :], half_sb[:, lane, :], identity)
             add_selected(both_ps[:, lane, :], identity, half_sb[:, lane, :])
         copy_scaled(both_sb, both_ps)
-        every = both_sb.ap(pattern=[[lanes * rows, rows], [0, count], [rows, lanes], [1, rows]], offset=0)
+        every = both_sb.ap(
+            pattern=[[lanes * rows, rows], [0, count], [rows, lanes], [1, rows]], offset=0
+        )
         out_sb = sbuf((rows, count, lanes, rows), products)
         multiply_on_gpsimd(out_sb, every, mask)
         chunk.masked.append(out_sb)
@@ -148,7 +154,9 @@ def begin_gradients(chunk, table):
     multiply(carried_sb, carried_sb, chunk.carry)
     diagonals_sb = sbuf((K, lanes, K))
     for lane in range(lanes):
-        copy_scaled(diagonals_sb[:, lane, :], table["eye"][0:K, 0:K], carried_sb[:, lane : lane + 1])
+        copy_scaled(
+            diagonals_sb[:, lane, :], table["eye"][0:K, 0:K], carried_sb[:, lane : lane + 1]
+        )
     chunk.dg_ps, chunk.dqk_ps = psum((rows, lanes * K)), psum((rows, 2, lanes * K))
     own_sb, reads, written = chunk.reads
     add_to_keys(chunk, own_sb, 0)
@@ -235,8 +243,12 @@ def store_key_gradients(chunk, bundle, gradients):
         out_sb = sbuf((rows, 2, heads, K), dtype)
         groups = [[2 * lanes * K, rows], [group * K, 2 * heads], [1, K], [K, group]]
         lanes_view = lanes_sb.ap(pattern=groups, offset=0)
-        nisa.tensor_reduce(dst=out_sb.reshape((rows, 2 * heads, K)), op=nl.add, data=lanes_view, axis=3)
-    store_keys(gradients[0], gradients[1], out_sb, bundle["n"], chunk.start, chunk.tokens, bundle["slot"])
+        nisa.tensor_reduce(
+            dst=out_sb.reshape((rows, 2 * heads, K)), op=nl.add, data=lanes_view, axis=3
+        )
+    store_keys(
+        gradients[0], gradients[1], out_sb, bundle["n"], chunk.start, chunk.tokens, bundle["slot"]
+    )
 
 
 def differentiate_channels(stage, chunk, stream, call):

@@ -48,7 +48,9 @@ def kimi_delta_attention_fwd(
     Args, Returns:
         as `gated_delta_rule_fwd`, but g [N, T, HV, K] float32, the decay's logarithm, -1e4 to 0; K <= 128
     """
-    assert q.shape[3] <= PARTITIONS, f"K={q.shape[3]} exceeds {PARTITIONS} partitions, one for each channel"
+    assert q.shape[3] <= PARTITIONS, (
+        f"K={q.shape[3]} exceeds {PARTITIONS} partitions, one for each channel"
+    )
     work = list_work(ORDER, (q.shape[1] + C - 1) // C)
     options = (scale, l2norm, has_state, every, C, lanes, width)
     return run_forward((q, k, v, g, beta), initial_state, options, work, True)

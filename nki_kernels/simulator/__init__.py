@@ -20,7 +20,11 @@ Every time is an estimate. Neither results nor times were ever compared with a c
 from delta_trn.nki_kernels.simulator import isa as nisa
 from delta_trn.nki_kernels.simulator import kernel as nki
 from delta_trn.nki_kernels.simulator import language as nl
-from delta_trn.nki_kernels.simulator.core.errors import ConstraintError, NkiValidationError, StrictError
+from delta_trn.nki_kernels.simulator.core.errors import (
+    ConstraintError,
+    NkiValidationError,
+    StrictError,
+)
 from delta_trn.nki_kernels.simulator.core.machine import Numerics
 from delta_trn.nki_kernels.simulator.core.targets import TARGETS, Target
 from delta_trn.nki_kernels.simulator.kernel import Run, record, simulate

@@ -51,9 +51,13 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     report = commands.add_parser("report", help="estimates time and memory of one kernel")
     report.add_argument("kernel", help="MODULE:FUNCTION, or a module of delta_trn.nki_kernels")
-    report.add_argument("shape", nargs="+", help="128x512,128x64:bfloat16, or B=1,T=256,H=2,K=64,V=128")
+    report.add_argument(
+        "shape", nargs="+", help="128x512,128x64:bfloat16, or B=1,T=256,H=2,K=64,V=128"
+    )
     report.add_argument("--target", choices=TARGETS, default="trn1", help="the chip (%(default)s)")
-    report.add_argument("--nki", choices=RELEASES, help="holds to this release's rules, not to those of all")
+    report.add_argument(
+        "--nki", choices=RELEASES, help="holds to this release's rules, not to those of all"
+    )
     report.add_argument(
         "--jsonl",
         type=Path,
@@ -86,7 +90,9 @@ def _module(kernel: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name not in (name, ours):
             raise  # something that a module of this name imports
-        known = [module.name for module in iter_modules(import_module("delta_trn.nki_kernels").__path__)]
+        known = [
+            module.name for module in iter_modules(import_module("delta_trn.nki_kernels").__path__)
+        ]
         near = get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}" if near else ""
         raise SystemExit(
@@ -127,7 +133,8 @@ def numbers(run: Run, readings: Sequence[Estimate], arguments: Any) -> dict[str,
     del fields["steps"], fields["target"]
     fields["reading"] = costs.reading.name
     fields["readings"] = {
-        e.reading.name: {"lower": e.lower, "schedule": e.schedule, "upper": e.upper} for e in readings
+        e.reading.name: {"lower": e.lower, "schedule": e.schedule, "upper": e.upper}
+        for e in readings
     }
     moved, least = traffic(run, arguments)
     return {
@@ -163,7 +170,8 @@ def table(name: str, shape: str, run: Run, readings: Sequence[Estimate]) -> str:
         f"| --- |{' ---: |' * len(readings)} ---: | ---: |",
     ]
     rows: list[tuple[str, Callable[[Estimate], float], str]] = [
-        (engine, lambda e, engine=engine: e.engines[engine], str(counts[engine])) for engine in slow.engines
+        (engine, lambda e, engine=engine: e.engines[engine], str(counts[engine]))
+        for engine in slow.engines
     ]
     rows.append(("dma", lambda e: e.dma, str(counts["dma"])))
     rows += [(f"{p}, in turns on gen2", lambda e, p=p: e.ports[p], "") for p in slow.ports]

@@ -35,7 +35,9 @@ class _Collectives(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise NotImplementedError(f"nki.collectives.{name} is not simulated; run the kernel for one device")
+        raise NotImplementedError(
+            f"nki.collectives.{name} is not simulated; run the kernel for one device"
+        )
 
 
 @contextmanager
@@ -48,7 +50,12 @@ def as_nki() -> Iterator[None]:
     nki.dtype = DType
     nki.jit, nki.simulate = kernel.jit, kernel.simulate
     nki.isa, nki.language, nki.typing = isa, language, typing
-    modules = {"nki": nki, "nki.isa": isa, "nki.isa.constants": isa.constants, "nki.language": language}
+    modules = {
+        "nki": nki,
+        "nki.isa": isa,
+        "nki.isa.constants": isa.constants,
+        "nki.language": language,
+    }
     modules |= {"nki.typing": typing, "nki.collectives": _Collectives("nki.collectives")}
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)

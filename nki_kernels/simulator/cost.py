@@ -199,7 +199,10 @@ def estimate(
         written += sum(o.bytes for o in record.writes if o.buffer in HBM)
         if record.op == "nc_matmul":
             macs += record.flags["K"] * record.flags["M"] * record.flags["N"]
-    engines = {e.name: busy_of[e.name] for e in (Engine.tensor, Engine.vector, Engine.scalar, Engine.gpsimd)}
+    engines = {
+        e.name: busy_of[e.name]
+        for e in (Engine.tensor, Engine.vector, Engine.scalar, Engine.gpsimd)
+    }
     dma = busy_of["dma"]
     shared = {name: ports[name] for name in (SBUF_PORT, PSUM_PORT) if name in ports}
     finish = [end + step.latency for end, step in zip(path_ends, steps, strict=True)]
@@ -225,7 +228,9 @@ def estimate(
     )
 
 
-def instruction_cost(record: Record, target: Target, reading: Reading = ISSUE) -> tuple[float, float]:
+def instruction_cost(
+    record: Record, target: Target, reading: Reading = ISSUE
+) -> tuple[float, float]:
     """Return what one instruction costs in microseconds: (busy, latency)."""
     operands, flags = (*record.reads, *record.writes), record.flags
     if record.engine is Engine.dma:  # its data, and at least DESCRIPTOR_BYTES per contiguous piece
@@ -239,7 +244,9 @@ def instruction_cost(record: Record, target: Target, reading: Reading = ISSUE) -
         passes = (2 if flags["onezero"] else 4) if flags["fp32"] else 1
         cycles = reading.cycles(max(min(MIN_CYCLES, flags["M"]), flags["N"]), passes)
     elif engine is Engine.tensor:
-        cycles = reading.cycles(max(flags["P"], min(MIN_CYCLES, flags["F"])), 4 if flags["fp32"] else 1)
+        cycles = reading.cycles(
+            max(flags["P"], min(MIN_CYCLES, flags["F"])), 4 if flags["fp32"] else 1
+        )
     elif engine is Engine.scalar:
         cycles = max(MIN_CYCLES, F + SCALAR_OVERHEAD) + summing
     elif engine is Engine.gpsimd:
@@ -314,9 +321,13 @@ def list_dependencies(trace: Sequence[Record]) -> list[set[int]]:
                 writers[key].append((operand, i))
                 continue
             needs.update(
-                j for other, j in (*writers[key], *readers[key]) if j != i and _overlap(operand, other)
+                j
+                for other, j in (*writers[key], *readers[key])
+                if j != i and _overlap(operand, other)
             )
-            writers[key] = [(o, j) for o, j in writers[key] if not _covers(operand, o)] + [(operand, i)]
+            writers[key] = [(o, j) for o, j in writers[key] if not _covers(operand, o)] + [
+                (operand, i)
+            ]
             readers[key] = [(o, j) for o, j in readers[key] if j == i or not _covers(operand, o)]
         result.append(needs)
     return result

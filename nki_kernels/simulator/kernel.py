@@ -31,13 +31,17 @@ class Run:
     sbuf_peak: int
     psum_peak: int
     trace: tuple[Record, ...]
-    unprecedented: tuple[str, ...] = ()  # forms of instructions that no public kernel has; with a trace
+    unprecedented: tuple[
+        str, ...
+    ] = ()  # forms of instructions that no public kernel has; with a trace
 
 
 class Kernel:
     """A kernel that @nki.jit decorates. Calling it runs it; kernel[2] runs it on two cores."""
 
-    def __init__(self, function: Callable[..., Any], cores: int = 1, target: str | None = None) -> None:
+    def __init__(
+        self, function: Callable[..., Any], cores: int = 1, target: str | None = None
+    ) -> None:
         self.function = function
         self.cores = cores
         self.target = target
@@ -126,7 +130,9 @@ def record(
     machines = [Machine(chip, **options) for _ in range(kernel.cores)]
     machine = machines[0]
     bound = inspect.signature(kernel.function).bind(*args, **kwargs)
-    bound.arguments = {name: _argument(machine, name, value) for name, value in bound.arguments.items()}
+    bound.arguments = {
+        name: _argument(machine, name, value) for name, value in bound.arguments.items()
+    }
     nan_in = any(_has_nan(array) for array in _arrays((*args, *kwargs.values())))
     returned = _run(machines, kernel.function, bound)
     if strict:
@@ -155,7 +161,9 @@ def _is_strict() -> bool:
     return value == "1"
 
 
-def _run(machines: list[Machine], function: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
+def _run(
+    machines: list[Machine], function: Callable[..., Any], bound: inspect.BoundArguments
+) -> Any:
     """Run the kernel on every core and return what core 0 returns."""
 
     def run_on(machine: Machine) -> Any:

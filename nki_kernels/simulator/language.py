@@ -73,7 +73,9 @@ class NKIObject:
         arguments = dict(zip(declared, values, strict=False)) | fields
         unknown = sorted(set(arguments) - set(declared))
         if unknown or len(values) > len(declared):
-            raise TypeError(f"{type(self).__name__} has no field {', '.join(unknown) or len(values)}")
+            raise TypeError(
+                f"{type(self).__name__} has no field {', '.join(unknown) or len(values)}"
+            )
         for name, default in declared.items():
             setattr(self, name, arguments.get(name, default))
         self.__post_init__()
@@ -106,7 +108,11 @@ tile_size = _TileSize()
 
 
 def ndarray(
-    shape: Any, dtype: Any, buffer: Any = SBUF, name: str = "", address: tuple[int, int] | None = None
+    shape: Any,
+    dtype: Any,
+    buffer: Any = SBUF,
+    name: str = "",
+    address: tuple[int, int] | None = None,
 ) -> NkiTensor:
     """Return a tensor with undefined contents (poison: NaN, or 4 for integers)."""
     return current().allocate(shape, dtype, region_of(buffer), name, address)
@@ -195,11 +201,15 @@ def load_transpose2d(src: NkiTensor, dtype: Any = None) -> NkiTensor:
     for start in range(0, rows, PARTITIONS):
         block = src[start : builtins.min(start + PARTITIONS, rows)]
         block.form = src.form  # the kernel wrote no slice of a slice
-        tensor_copy(dst=out[:, start : start + block.shape[0]], src=transpose(load(block), out.dtype))
+        tensor_copy(
+            dst=out[:, start : start + block.shape[0]], src=transpose(load(block), out.dtype)
+        )
     return out
 
 
-def gather_flattened(data: NkiTensor, indices: NkiTensor, axis: int = 0, dtype: Any = None) -> NkiTensor:
+def gather_flattened(
+    data: NkiTensor, indices: NkiTensor, axis: int = 0, dtype: Any = None
+) -> NkiTensor:
     """Return data[p, indices[p, i]] with the free axes of data flattened."""
     require(axis == 0, f"gather_flattened flattens the free axes, axis must be 0, got {axis}")
     return issue(nc_n_gather, indices.shape, dtype or data.dtype, data=data, indices=indices)
@@ -258,7 +268,9 @@ def affine_range(start: int, stop: int | None = None, step: int = 1) -> range:
 
 
 sequential_range = static_range = affine_range
-dynamic_range = affine_range  # a hardware loop of NKI 0.3 to 0.6, also over registers; it is gone in 0.7
+dynamic_range = (
+    affine_range  # a hardware loop of NKI 0.3 to 0.6, also over registers; it is gone in 0.7
+)
 
 
 def fori_loop(lower: Any, upper: Any, body_fun: Callable[[int], None], step: int = 1) -> None:

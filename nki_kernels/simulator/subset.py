@@ -31,12 +31,18 @@ REFUSED: tuple[tuple[Any, str], ...] = (
     ),
     ((ast.Yield, ast.YieldFrom), "a generator is outside the compiler's subset; return a list"),
     (ast.Try, "try is outside the compiler's subset"),
-    ((ast.Global, ast.Nonlocal), "global and nonlocal state makes a kernel impure; pass it as an argument"),
+    (
+        (ast.Global, ast.Nonlocal),
+        "global and nonlocal state makes a kernel impure; pass it as an argument",
+    ),
     (
         (ast.Import, ast.ImportFrom),
         "import inside a kernel is outside the compiler's subset; import at the top",
     ),
-    (ast.ClassDef, "a class inside a kernel is outside the compiler's subset; define it at the top"),
+    (
+        ast.ClassDef,
+        "a class inside a kernel is outside the compiler's subset; define it at the top",
+    ),
     (ast.Set, "a set is not an NKI value; use a list or a tuple"),
     (ast.NamedExpr, ":= is outside the compiler's subset; assign first"),
     (ast.Delete, "del is outside the compiler's subset"),
@@ -55,7 +61,9 @@ def check(kernel: Callable[..., Any], nki: str | None = None) -> None:
             warnings.warn(text, NkiWarning, stacklevel=3)
     if refused:
         lines = "\n  ".join(refused)
-        releases = f"nki {nki}" if nki else "one of the releases 0.2.0 to 0.7.0 (name yours by nki=)"
+        releases = (
+            f"nki {nki}" if nki else "one of the releases 0.2.0 to 0.7.0 (name yours by nki=)"
+        )
         raise SubsetError(f"kernel source has what {releases} does not take:\n  {lines}")
 
 
@@ -94,7 +102,9 @@ def _find(kernel: Callable[..., Any], nki: str | None) -> tuple[tuple[str, bool]
         problems = [(node, what, False) for node, what in outside]
         problems += _find_refused(tree, scope, closure.nonlocals, nki)
         file = function.__code__.co_filename.rpartition("/")[2]
-        result += [(f"{file}:{first + node.lineno - 1}: {what}", warns) for node, what, warns in problems]
+        result += [
+            (f"{file}:{first + node.lineno - 1}: {what}", warns) for node, what, warns in problems
+        ]
         pending += _list_reached(tree, scope)
     return tuple(result)
 
@@ -108,7 +118,9 @@ def _body(tree: Any) -> Iterator[ast.AST]:
         for name, value in ast.iter_fields(node):
             if name in ("annotation", "returns", "decorator_list"):
                 continue
-            pending += [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, ast.AST)]
+            pending += [
+                v for v in (value if isinstance(value, list) else [value]) if isinstance(v, ast.AST)
+            ]
 
 
 def _find_outside(tree: Any, root: bool) -> Iterator[tuple[Any, str]]:
@@ -141,7 +153,9 @@ def _identity(node: ast.Compare, *, with_none: bool) -> bool:
     """
     sides = zip(node.ops, node.comparators, strict=True)
     compared = [side for op, side in sides if isinstance(op, (ast.Is, ast.IsNot))]
-    return any((isinstance(side, ast.Constant) and side.value is None) == with_none for side in compared)
+    return any(
+        (isinstance(side, ast.Constant) and side.value is None) == with_none for side in compared
+    )
 
 
 def _find_refused(
@@ -169,7 +183,11 @@ def _find_refused(
 
 def _owner(node: ast.AST) -> str:
     """Return the name that an attribute belongs to."""
-    return node.value.id if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) else ""
+    return (
+        node.value.id
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        else ""
+    )
 
 
 def _forms(node: ast.AST, scope: dict[str, Any]) -> Iterator[str]:

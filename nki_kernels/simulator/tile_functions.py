@@ -93,9 +93,13 @@ def _binary(op: Operator, x: Any, y: Any, dtype: DType) -> NkiTensor:
         return _binary(ops.subtract, x, _binary(ops.multiply, whole, y, float32), dtype)
     if not isinstance(x, NkiTensor) or not isinstance(y, NkiTensor):
         data, scalar, reverse = (x, y, False) if isinstance(x, NkiTensor) else (y, x, True)
-        return issue(tensor_scalar, data.shape, dtype, data=data, op0=op, operand0=scalar, reverse0=reverse)
+        return issue(
+            tensor_scalar, data.shape, dtype, data=data, op0=op, operand0=scalar, reverse0=reverse
+        )
     shape = np.broadcast_shapes(x.shape, y.shape)
-    return issue(tensor_tensor, shape, dtype, data1=stretch(x, shape), data2=stretch(y, shape), op=op)
+    return issue(
+        tensor_tensor, shape, dtype, data1=stretch(x, shape), data2=stretch(y, shape), op=op
+    )
 
 
 def stretch(x: NkiTensor, shape: Any) -> NkiTensor:
@@ -117,12 +121,16 @@ def floor(x: NkiTensor, dtype: Any = None) -> NkiTensor:
     """Round down: to nearest through int32, minus 1 where that rounded up."""
     nearest = issue(tensor_copy, x.shape, "int32", src=x)
     wide = issue(tensor_copy, x.shape, float32, src=nearest)
-    return _binary(ops.subtract, wide, _binary(ops.greater, wide, x, float32), dtype_of(dtype or x.dtype))
+    return _binary(
+        ops.subtract, wide, _binary(ops.greater, wide, x, float32), dtype_of(dtype or x.dtype)
+    )
 
 
 def trunc(x: NkiTensor, dtype: Any = None) -> NkiTensor:
     magnitude = floor(_unary(ops.abs, x, float32))
-    return _binary(ops.multiply, magnitude, _unary(ops.sign, x, float32), dtype_of(dtype or x.dtype))
+    return _binary(
+        ops.multiply, magnitude, _unary(ops.sign, x, float32), dtype_of(dtype or x.dtype)
+    )
 
 
 def ceil(x: NkiTensor, dtype: Any = None) -> NkiTensor:
@@ -130,7 +138,9 @@ def ceil(x: NkiTensor, dtype: Any = None) -> NkiTensor:
     return _binary(ops.multiply, down, -1.0, dtype_of(dtype or x.dtype))
 
 
-def reduce(op: Operator, x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
+def reduce(
+    op: Operator, x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False
+) -> NkiTensor:
     axes = [a + x.ndim if a < 0 else a for a in ([axis] if isinstance(axis, int) else axis)]
     shape = [n for a, n in enumerate(x.shape) if a not in axes]
     if keepdims or len(shape) < 2:
@@ -150,10 +160,14 @@ def var(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: bool = False) -> N
 
 
 def softmax(x: NkiTensor, axis: int = -1, dtype: Any = None) -> NkiTensor:
-    shifted = _binary(ops.subtract, x, reduce(ops.maximum, x, axis, float32, keepdims=True), float32)
+    shifted = _binary(
+        ops.subtract, x, reduce(ops.maximum, x, axis, float32, keepdims=True), float32
+    )
     weights = _unary(ops.exp, shifted, float32)
     total = reduce(ops.add, weights, axis, float32, keepdims=True)
-    return _binary(ops.multiply, weights, _unary(ops.reciprocal, total, float32), dtype_of(dtype or x.dtype))
+    return _binary(
+        ops.multiply, weights, _unary(ops.reciprocal, total, float32), dtype_of(dtype or x.dtype)
+    )
 
 
 def rms_norm(
@@ -205,7 +219,9 @@ def broadcast_to(x: NkiTensor, shape: Any, dtype: Any = None) -> NkiTensor:
     for start in range(0, wide.size, 512):
         stop = min(start + 512, wide.size)
         ps = current().allocate((shape[0], stop - start), float32, PSUM)
-        nc_matmul(dst=ps, stationary=ones, moving=flat_in[:, start:stop], is_stationary_onezero=True)
+        nc_matmul(
+            dst=ps, stationary=ones, moving=flat_in[:, start:stop], is_stationary_onezero=True
+        )
         tensor_copy(dst=flat_out[:, start:stop], src=ps)
     return out
 

@@ -76,12 +76,23 @@ def main(words: list[str]) -> int:
         purpose, hours, arms, keys = STAGES[name]
         folder = Path("runs/evidence") / name
         print(f"{name}: {purpose}; stops after {hours:g} h", flush=True)
-        options = {**keys, **changes, "out": str(folder), "threads": "1", "max_minutes": str(60 * hours)}
+        options = {
+            **keys,
+            **changes,
+            "out": str(folder),
+            "threads": "1",
+            "max_minutes": str(60 * hours),
+        }
         if arms:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "arms.json").write_text(json.dumps(arms))
             options["arms"] = str(folder / "arms.json")
-        command = ["delta-trn", "sweep", "transfer", *(f"{key}={value}" for key, value in options.items())]
+        command = [
+            "delta-trn",
+            "sweep",
+            "transfer",
+            *(f"{key}={value}" for key, value in options.items()),
+        ]
         if status := subprocess.run(command, check=False).returncode:
             return status
     return 0

@@ -86,7 +86,9 @@ def main(width: int = 256, length: int = 1024, seconds: int = 60, *chosen: str) 
         models = {"ours": make(family, width), "transformers": make(family, width)}
         with contextlib.redirect_stdout(io.StringIO()):
             patch_transformers(models["ours"])
-        optimizers = {name: torch.optim.AdamW(model.parameters(), lr=0.0) for name, model in models.items()}
+        optimizers = {
+            name: torch.optim.AdamW(model.parameters(), lr=0.0) for name, model in models.items()
+        }
         losses = {}
 
         def run(
@@ -101,7 +103,9 @@ def main(width: int = 256, length: int = 1024, seconds: int = 60, *chosen: str) 
         times = time_in_turns(calls, torch.device("cpu"), seconds)
         assert torch.allclose(losses["ours"], losses["transformers"], rtol=2**-14, atol=0), losses
         load = f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
-        print(f"{family}, transformers {transformers.__version__}: width {width}, length {length}, {load}")
+        print(
+            f"{family}, transformers {transformers.__version__}: width {width}, length {length}, {load}"
+        )
         for name, over in ratios(times, "ours").items():
             ms = Spread.of(times[name])
             print(

@@ -47,7 +47,13 @@ def test_a_case_of_the_rule_is_timed_beside_its_peer(tmp_path, capsys, monkeypat
         assert 0 < row["ms"]["p20"] <= row["ms"]["p50"] <= row["ms"]["p80"] and row["rounds"] == 3
         assert (row["ratio"] is None) == (row["backend"] == "chunked")
         assert (row["worst_error"] is None) == (row["backend"] == "hf")
-        assert row["dtype"] == "float32" and {"torch", "threads", "device", "commit", "dirty"} <= set(row)
+        assert row["dtype"] == "float32" and {
+            "torch",
+            "threads",
+            "device",
+            "commit",
+            "dirty",
+        } <= set(row)
         assert (row["memory_bytes"] is None) == (row["pass"] != "forward+backward")
         assert row["backend"] == "hf" or 0 < row["floor_ms"] < row["ms"]["p50"]
         assert row["flops_per_s"] > 1e8 and row["bytes_per_s"] > 1e8
@@ -59,9 +65,14 @@ def test_a_case_of_the_rule_is_timed_beside_its_peer(tmp_path, capsys, monkeypat
 def test_what_flash_linear_attention_hands_its_calls_to_is_named(monkeypatch):
     """Its release 0.6.0 notes every function that another backend than Triton has computed, or refused."""
     assert name_backends() == "Triton"
-    notes = {"gated_delta_rule:chunk_gated_delta_rule:flash_qla", "common:chunk_bwd_dqkwg:tilelang:fail"}
+    notes = {
+        "gated_delta_rule:chunk_gated_delta_rule:flash_qla",
+        "common:chunk_bwd_dqkwg:tilelang:fail",
+    }
     registry = SimpleNamespace(_logged=notes)
-    fla = SimpleNamespace(_operation_registries={"gated_delta_rule": registry}, _function_registries={})
+    fla = SimpleNamespace(
+        _operation_registries={"gated_delta_rule": registry}, _function_registries={}
+    )
     monkeypatch.setitem(sys.modules, "fla.backends", fla)
     assert name_backends() == "chunk_gated_delta_rule by flash_qla"
 
@@ -77,7 +88,9 @@ def test_a_step_is_timed_beside_its_peer_and_a_floor_above_its_time_is_refused(
     tmp_path, capsys, monkeypatch, quick
 ):
     """Ceilings of 1000 operations and bytes per second are planted, which any pass beats."""
-    monkeypatch.setattr(bench, "ceilings", lambda device, dtype: Ceilings(1e3, {2**21: 1e3, 2**28: 1e3}))
+    monkeypatch.setattr(
+        bench, "ceilings", lambda device, dtype: Ceilings(1e3, {2**21: 1e3, 2**28: 1e3})
+    )
     status, (ours, theirs) = run("step_paper_512", tmp_path / "bench.jsonl", "--peer", "hf")
     assert status == 1
     assert [(x["op"], x["pass"], x["backend"]) for x in (ours, theirs)] == [
@@ -87,7 +100,10 @@ def test_a_step_is_timed_beside_its_peer_and_a_floor_above_its_time_is_refused(
     assert theirs["ratio"]["p50"] > 0 and ours["memory_bytes"] is None and ours["ms"]["p50"] > 0
     assert ours["floor_ms"] is None and ours["flops_per_s"] == 1e3
     output = capsys.readouterr().out
-    assert "no floor: step_paper_512, step took" in output and "run this again when it is idle" in output
+    assert (
+        "no floor: step_paper_512, step took" in output
+        and "run this again when it is idle" in output
+    )
 
 
 def test_a_wrong_step_is_not_timed(monkeypatch, capsys, tmp_path):
@@ -100,7 +116,10 @@ def test_a_wrong_step_is_not_timed(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(rule, "gated_delta_rule_step", late)
     assert run("step_paper_512", tmp_path / "bench.jsonl") == (1, [])
     output = capsys.readouterr().out
-    assert "step_paper_512 is not timed, its parity is red" in output and " final_state: error" in output
+    assert (
+        "step_paper_512 is not timed, its parity is red" in output
+        and " final_state: error" in output
+    )
 
 
 def test_a_case_whose_parity_fails_is_not_timed(tmp_path, capsys, quick, without_cpu_kernel):
@@ -114,11 +133,15 @@ def test_the_peers_outputs_and_step_equal_ours():
         x = inputs(BY_NAME[name], torch.float32)
         assert_same(PEERS["hf"].run()(x), bench.contender("chunked")(x))
     x = inputs(BY_NAME["step_qwen3_next"], torch.float32)
-    for ours, theirs in zip(bench.step_call("chunked", x)(), bench.step_call("hf", x)(), strict=True):
+    for ours, theirs in zip(
+        bench.step_call("chunked", x)(), bench.step_call("hf", x)(), strict=True
+    ):
         assert_same(theirs, ours)
 
 
-@pytest.mark.skipif(bool(PEERS["hf"].absent("cpu", True)), reason="this transformers has no Kimi Linear")
+@pytest.mark.skipif(
+    bool(PEERS["hf"].absent("cpu", True)), reason="this transformers has no Kimi Linear"
+)
 @pytest.mark.parametrize("name", ["kimi_ragged", "kimi_gva", "kimi_gates", "kimi_bound"])
 def test_the_peers_kimi_delta_attention_equals_ours(name):
     x = inputs(channel_cases.BY_NAME[name], torch.float32)
@@ -126,7 +149,9 @@ def test_the_peers_kimi_delta_attention_equals_ours(name):
 
 
 def test_an_absent_peer_says_why():
-    old = replace(PEERS["hf"], channels_module="transformers.models.of_tomorrow").absent("cpu", True)
+    old = replace(PEERS["hf"], channels_module="transformers.models.of_tomorrow").absent(
+        "cpu", True
+    )
     assert "has no transformers.models.of_tomorrow: pip install --upgrade transformers" in old
     assert PEERS["hf"].absent("cpu") is None
     assert PEERS["hf"].absent("xla") == "runs on cpu, cuda, not on xla"
@@ -152,9 +177,13 @@ def test_floors_agree_with_the_published_counts():
     assert least["backward"].flops + again == pytest.approx(163e9, rel=2e-3)
     assert least["forward+backward"] == least["forward"] + least["backward"]
     grouped = work(BY_NAME["qwen3_next"], torch.bfloat16)["forward"]
-    assert grouped.flops == pytest.approx(39e9, rel=0.01) and grouped.bytes == pytest.approx(203e6, rel=0.02)
+    assert grouped.flops == pytest.approx(39e9, rel=0.01) and grouped.bytes == pytest.approx(
+        203e6, rel=0.02
+    )
     step = BY_NAME["step_qwen3_64"]
-    assert work(step, torch.bfloat16)["step"].bytes == pytest.approx(8 * 64 * 32 * 128 * 128, rel=0.01)
+    assert work(step, torch.bfloat16)["step"].bytes == pytest.approx(
+        8 * 64 * 32 * 128 * 128, rel=0.01
+    )
 
 
 def test_a_floor_is_the_longer_time_and_that_of_little_data_is_a_copy_in_the_cache():
@@ -173,7 +202,9 @@ def test_ceilings_of_this_machine_are_plausible(monkeypatch):
 
 def test_contenders_take_turns_after_a_warm_up(quick):
     order = []
-    times = time_in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, seconds=0.0)
+    times = time_in_turns(
+        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, seconds=0.0
+    )
     assert order == ["a", "b"] * 4
     assert {name: len(rounds) for name, rounds in times.items()} == {"a": 3, "b": 3}
 
@@ -202,7 +233,13 @@ def test_memory_of_a_pass_is_measured_in_a_fresh_process():
 
 
 def test_the_table_has_ratios_of_all_runs_and_the_floor_as_a_share_of_our_time(tmp_path, capsys):
-    about = {"case": "cpu_train", "pass": "forward", "device": "CPU", "device_type": "cpu", "threads": 2}
+    about = {
+        "case": "cpu_train",
+        "pass": "forward",
+        "device": "CPU",
+        "device_type": "cpu",
+        "threads": 2,
+    }
     files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     for file, ms in zip(files, (4.0, 5.0), strict=True):
         ours = {**about, "backend": "chunked", "ms": {"p50": ms}, "ratio": None, "floor_ms": 1.0}

@@ -42,11 +42,19 @@ def outcome(inputs, douts, backend, **options) -> list[Tensor]:
     return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, leaves, douts))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 @pytest.mark.parametrize("g", [-1e4, "min", -math.inf])
 def test_a_reset_forgets_the_state_exactly_and_has_no_gradient(dtype, g):
     """What comes after a reset has the bits that it has without what came before."""
-    g = torch.finfo(dtype).min if g == "min" else max(g, torch.finfo(dtype).min) if g > -math.inf else g
+    g = (
+        torch.finfo(dtype).min
+        if g == "min"
+        else max(g, torch.finfo(dtype).min)
+        if g > -math.inf
+        else g
+    )
     inputs, douts = draw(1, 96, 1, 8, 12, HV=2)
     inputs = [x.to(dtype) for x in inputs[:5]] + [inputs[5].to(state_dtype(dtype))]
     inputs[3][:, 40] = g
@@ -92,7 +100,10 @@ def test_the_triangular_inverse_is_accurate_for_equal_keys(C, beta):
         L.tril(-1) + torch.eye(C), torch.eye(C), upper=False, unitriangular=True
     )
     allowed = max(2 * (plain - expected).abs().max(), torch.finfo(torch.float32).eps)
-    assert inverse.triu(1).count_nonzero() == 0 and (inverse.double() - expected).abs().max() <= allowed
+    assert (
+        inverse.triu(1).count_nonzero() == 0
+        and (inverse.double() - expected).abs().max() <= allowed
+    )
 
 
 @pytest.mark.parametrize("lengths", [None, (0, 70, 1, 0, 64), (135,)])
@@ -127,7 +138,9 @@ def measure_seconds(*runs, repeats, clock=time.perf_counter):
             start = clock()
             run()
             durations.append(clock() - start)
-    return [min(durations) for durations in times], [statistics.median(durations) for durations in times]
+    return [min(durations) for durations in times], [
+        statistics.median(durations) for durations in times
+    ]
 
 
 def peak_bytes(run) -> int:
@@ -185,7 +198,9 @@ def test_sequences_of_one_token_take_at_most_three_times_one_of_as_many():
 @pytest.mark.serial
 def test_time_and_memory_of_chunks_grow_linearly_with_tokens():
     """8 times the tokens take 8 times the memory, and far less than 64 times the time."""
-    short, long = (training_pass(gated_delta_rule, 1, T, H=1, backend="chunked") for T in (8192, 65536))
+    short, long = (
+        training_pass(gated_delta_rule, 1, T, H=1, backend="chunked") for T in (8192, 65536)
+    )
     (few, many), _ = measure_seconds(short, long, repeats=3, clock=time.process_time)
     assert many < 16 * few
     assert peak_bytes(long) < 8.5 * peak_bytes(short)

@@ -17,9 +17,13 @@ RUNNABLE = [
     for name, backend in BACKENDS.items()
     if "delta_residual" in backend.rows
     and not backend.unavailable("cpu")
-    and not backend.refusals(Call("delta_residual", "cpu", torch.float32, {"D": D, "DV": DV}, gradients=True))
+    and not backend.refusals(
+        Call("delta_residual", "cpu", torch.float32, {"D": D, "DV": DV}, gradients=True)
+    )
 ]
-IN_FLOAT64 = [name for name in RUNNABLE if torch.float64 in BACKENDS[name].rows["delta_residual"].dtypes]
+IN_FLOAT64 = [
+    name for name in RUNNABLE if torch.float64 in BACKENDS[name].rows["delta_residual"].dtypes
+]
 
 
 def precision(backend: str) -> tuple[torch.dtype, float]:
@@ -42,7 +46,9 @@ def gates(beta: float, dtype: torch.dtype) -> Tensor:
 def operator(backend: str, k: Tensor, beta: float) -> Tensor:
     """Returns the matrix I - beta k k^T [M, D, D]: the operation applied to the identity, with v = 0."""
     X = torch.eye(D, dtype=k.dtype).expand(M, D, D).contiguous()
-    return delta_residual(X, k, torch.zeros(M, D, dtype=k.dtype), gates(beta, k.dtype), backend=backend)
+    return delta_residual(
+        X, k, torch.zeros(M, D, dtype=k.dtype), gates(beta, k.dtype), backend=backend
+    )
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0, 1.7, 2.0])
@@ -66,7 +72,9 @@ def test_the_update_is_identity_projector_and_reflection_at_beta_0_1_and_2(backe
     assert torch.equal(delta_residual(x, k, v, gates(0.0, dtype), backend=backend), x)
     P, R, identity = operator(backend, k, 1.0), operator(backend, k, 2.0), torch.eye(D, dtype=dtype)
     assert (P @ P - P).abs().max() <= allowed
-    assert (R @ R - identity).abs().max() <= allowed and (R @ R.mT - identity).abs().max() <= allowed
+    assert (R @ R - identity).abs().max() <= allowed and (
+        R @ R.mT - identity
+    ).abs().max() <= allowed
     assert (P @ P - R).abs().max() > 0.01, "a projector is no reflection"
 
 
@@ -78,7 +86,9 @@ def test_parity_fails_for_another_epsilon_in_the_norm_of_k():
     other = replace(case, k_eps=case.k_eps * case.shape[1] ** 0.5)
     wrong = operation.outcome(replace(x, case=other), "chunked")
     bounds = {v.tensor: v.allowed for v in layer_cases.verdicts(case, torch.float32, "chunked")}
-    assert all(judge.error(wrong[name], expected[name]) > 10 * bounds[name] for name in ("out", "dk", "dv"))
+    assert all(
+        judge.error(wrong[name], expected[name]) > 10 * bounds[name] for name in ("out", "dk", "dv")
+    )
 
 
 @pytest.mark.parametrize("k_eps", [None, 1e-3])
@@ -98,7 +108,9 @@ def test_the_update_keeps_dtype_and_leading_dimensions(backend):
     beta = gates(0.5, torch.float32)
     out = delta_residual(x, k, v, beta, k_eps=1e-5, backend=backend)
     assert out.dtype == torch.bfloat16
-    more = delta_residual(*(y.expand(2, *y.shape) for y in (x, k, v, beta)), k_eps=1e-5, backend=backend)
+    more = delta_residual(
+        *(y.expand(2, *y.shape) for y in (x, k, v, beta)), k_eps=1e-5, backend=backend
+    )
     assert more.shape == (2, M, D, DV) and torch.equal(more[1], out)
 
 

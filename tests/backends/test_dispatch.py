@@ -10,12 +10,20 @@ import pytest
 import torch
 
 from delta_trn import backends
-from delta_trn.backends import BackendRefusal, default_backend, dispatch, find_layer_backend, machine
+from delta_trn.backends import (
+    BackendRefusal,
+    default_backend,
+    dispatch,
+    find_layer_backend,
+    machine,
+)
 from delta_trn.backends import __main__ as command
 from delta_trn.backends.dispatch import BACKENDS, Backend, Call, Row, choose, register
 from delta_trn.backends.machine import ROOT
 
-CALL = Call("gated_delta_rule", "cpu", torch.float32, {"H": 2, "HV": 2, "K": 64, "V": 64}, gradients=True)
+CALL = Call(
+    "gated_delta_rule", "cpu", torch.float32, {"H": 2, "HV": 2, "K": 64, "V": 64}, gradients=True
+)
 
 
 def small_heads(call):
@@ -49,7 +57,8 @@ def test_nothing_falls_back_on_a_device_without_its_own_backend():
         choose(replace(CALL, device="xla"))
     message = " ".join(str(refusal.value).split())
     assert (
-        "no backend can run gated_delta_rule for H=2 HV=2 K=64 V=64 float32 on xla, gradients on" in message
+        "no backend can run gated_delta_rule for H=2 HV=2 K=64 V=64 float32 on xla, gradients on"
+        in message
     )
     assert 'chunked runs on xla only when asked for: backend="chunked"' in message
     assert 'recurrent runs on xla only when asked for: backend="recurrent"' in message
@@ -155,7 +164,9 @@ def test_a_refusal_lists_every_reason(add_backend):
         ((9, 4), "3.9.0", "this GPU has 9.4"),  # as ROCm says of an MI300X
     ],
 )
-def test_triton_refuses_gpus_that_it_has_no_launches_for(op, capability, version, reason, version_of):
+def test_triton_refuses_gpus_that_it_has_no_launches_for(
+    op, capability, version, reason, version_of
+):
     pytest.importorskip("triton", reason="the triton extra is not installed")
     version_of(version)
     call = Call(op, "cuda", torch.bfloat16, capability=capability)
@@ -170,7 +181,9 @@ def test_a_call_on_a_gpu_is_refused_by_its_own_capability_before_anything_is_lau
     pytest.importorskip("triton", reason="the triton extra is not installed")
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda place: asked.append(place) or (7, 0))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda place: asked.append(place) or (7, 0)
+    )
     machine.compute_capability.cache_clear()
     try:
         arguments = torch.bfloat16, (("K", 64),), (), False
@@ -235,7 +248,9 @@ def test_the_command_prints_one_short_row_per_operation_unless_it_is_asked_for_m
     assert command.main([]) == 0
     output = capsys.readouterr().out
     (row,) = (line for line in output.splitlines() if " gated_delta_rule " in line)
-    assert [cell.strip() for cell in row.split("│")][2] == "chunked" or machine.platforms()[0] != "cpu"
+    assert [cell.strip() for cell in row.split("│")][2] == "chunked" or machine.platforms()[
+        0
+    ] != "cpu"
     assert "tensors are on" not in output and "delta-trn backends --all" in output
 
 
@@ -254,7 +269,8 @@ def test_adapters_are_imported_at_their_first_call():
 
 
 @pytest.mark.parametrize(
-    ("version", "refused"), [("3.4.0", True), ("3.7.0+cu130", True), ("3.7.1", False), ("3.10.0", False)]
+    ("version", "refused"),
+    [("3.4.0", True), ("3.7.0+cu130", True), ("3.7.1", False), ("3.10.0", False)],
 )
 def test_a_triton_without_fences_is_refused_on_hopper_and_not_before(version, refused, version_of):
     pytest.importorskip("triton", reason="the triton extra is not installed")

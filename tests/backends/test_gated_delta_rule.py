@@ -125,7 +125,9 @@ def test_check_mode_names_bad_data_and_its_place(changes, message):
 
 
 def test_check_mode_accepts_data_at_its_bounds():
-    at_bounds = arguments(g=set_at((0, 1, 2), float("-inf")), beta=lambda x: torch.full_like(x, 2.0))
+    at_bounds = arguments(
+        g=set_at((0, 1, 2), float("-inf")), beta=lambda x: torch.full_like(x, 2.0)
+    )
     with checking():
         gated_delta_rule(**at_bounds)
         gated_delta_rule(**{name: x.bfloat16() for name, x in at_bounds.items()})
@@ -162,10 +164,26 @@ def test_check_mode_holds_inside_a_compiled_function():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"q": lambda x: x[:, None]}, ValueError, "q [2, 1, 2, 8] has 4 dimensions, expected [B, H, K]"),
-        ({"state": lambda x: x.mT}, ValueError, "state [2, 4, 5, 8] is [B, HV, K, V] with K=5, but K is 8"),
-        ({"state": lambda x: x.bfloat16()}, TypeError, "state is torch.bfloat16; with torch.float32 q it is"),
-        ({"beta": lambda x: x[:1]}, ValueError, "beta [1, 4] is [B, HV] with B=1, but B of q [2, 2, 8] is 2"),
+        (
+            {"q": lambda x: x[:, None]},
+            ValueError,
+            "q [2, 1, 2, 8] has 4 dimensions, expected [B, H, K]",
+        ),
+        (
+            {"state": lambda x: x.mT},
+            ValueError,
+            "state [2, 4, 5, 8] is [B, HV, K, V] with K=5, but K is 8",
+        ),
+        (
+            {"state": lambda x: x.bfloat16()},
+            TypeError,
+            "state is torch.bfloat16; with torch.float32 q it is",
+        ),
+        (
+            {"beta": lambda x: x[:1]},
+            ValueError,
+            "beta [1, 4] is [B, HV] with B=1, but B of q [2, 2, 8] is 2",
+        ),
         ({"state": None}, TypeError, "state is a NoneType; pass a torch.Tensor"),
     ],
 )
@@ -213,7 +231,12 @@ class TestFlashLinearAttention:
     def test_names_and_positions_are_those_of_its_release(self):
         positions = [
             *("q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state"),
-            *("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first"),
+            *(
+                "use_qk_l2norm_in_kernel",
+                "use_beta_sigmoid_in_kernel",
+                "allow_neg_eigval",
+                "state_v_first",
+            ),
             *("cu_seqlens", "cu_seqlens_cpu", "chunk_indices", "cp_context"),
         ]
         parameters = inspect.signature(gated_delta_rule).parameters.values()
@@ -233,7 +256,11 @@ class TestFlashLinearAttention:
         state = torch.ones(B, HV, K, V)
         o, final = gated_delta_rule(*tensors.values(), 0.3, state, True, True)
         expected = gated_delta_rule(
-            **tensors, scale=0.3, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+            **tensors,
+            scale=0.3,
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
         )
         assert torch.equal(o, expected[0]) and torch.equal(final, expected[1])
 
@@ -241,12 +268,19 @@ class TestFlashLinearAttention:
         tensors = {name: x[:1] for name, x in arguments().items()}
         o, _ = gated_delta_rule(**tensors, cu_seqlens=packed(0, 1, T))
         bounds = packed(0, 1, T).int()
-        ignored = {"cu_seqlens_cpu": bounds, "chunk_indices": torch.zeros(2, 2).long(), "chunk_size": 64}
+        ignored = {
+            "cu_seqlens_cpu": bounds,
+            "chunk_indices": torch.zeros(2, 2).long(),
+            "chunk_size": 64,
+        }
         again, _ = gated_delta_rule(**tensors, cu_seqlens=bounds, **ignored)
         assert torch.equal(o, again)
 
     def test_states_with_values_first_are_the_transposed_ones_and_their_gradients_too(self):
-        tensors, state = arguments(), torch.randn(B, HV, K, V, generator=torch.Generator().manual_seed(1))
+        tensors, state = (
+            arguments(),
+            torch.randn(B, HV, K, V, generator=torch.Generator().manual_seed(1)),
+        )
         results = []
         for first in (False, True):
             initial = (state.mT if first else state).clone().requires_grad_()
@@ -262,7 +296,8 @@ class TestFlashLinearAttention:
             pytest.skip(reason)
         options = {"output_final_state": True, "backend": backend}
         plain, turned = (
-            gated_delta_rule(**arguments(), state_v_first=first, **options)[1] for first in (False, True)
+            gated_delta_rule(**arguments(), state_v_first=first, **options)[1]
+            for first in (False, True)
         )
         assert plain is not None and turned is not None
         assert turned.shape == (B, HV, V, K) and torch.equal(plain, turned.mT)
@@ -271,7 +306,9 @@ class TestFlashLinearAttention:
     def test_a_state_in_the_dtype_of_q_is_widened_and_the_last_is_float32(self, dtype):
         tensors = {name: x.to(dtype) for name, x in arguments().items()}
         state = (
-            torch.randn(B, HV, K, V, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+            torch.randn(B, HV, K, V, generator=torch.Generator().manual_seed(1))
+            .to(dtype)
+            .requires_grad_()
         )
         results = []
         for initial in (state, state.float()):

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
-from delta_trn.backends import checking, gated_delta_rule, gated_delta_rule_step, log_decay, write_strength
+from delta_trn.backends import (
+    checking,
+    gated_delta_rule,
+    gated_delta_rule_step,
+    log_decay,
+    write_strength,
+)
 from delta_trn.backends.dispatch import BACKENDS
 from delta_trn.backends.gated_delta_rule.contract import LazyDecay
 from delta_trn.backends.parity import rule
@@ -18,7 +24,8 @@ from delta_trn.backends.parity.rule_cases import Case, inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_KERNELS = pytest.param(
-    "triton", marks=pytest.mark.skipif(bool(BACKENDS["triton"].unavailable(DEVICE)), reason="needs triton")
+    "triton",
+    marks=pytest.mark.skipif(bool(BACKENDS["triton"].unavailable(DEVICE)), reason="needs triton"),
 )
 B, T, H, HV, K, V = 2, 5, 1, 2, 16, 16
 
@@ -49,9 +56,13 @@ def test_gates_of_the_operation_follow_their_formulas(neg):
     )
     g = -A_log.exp() * softplus(a + dt_bias)
     beta = (2 if neg else 1) * z.sigmoid()
-    expected, _ = gated_delta_rule(q, k, v, g, beta, backend="recurrent", use_qk_l2norm_in_kernel=True)
+    expected, _ = gated_delta_rule(
+        q, k, v, g, beta, backend="recurrent", use_qk_l2norm_in_kernel=True
+    )
     assert error(o, expected) < 1e-14
-    assert torch.equal(log_decay(a, A_log, dt_bias), g) and torch.equal(write_strength(z, 1 + neg), beta)
+    assert torch.equal(log_decay(a, A_log, dt_bias), g) and torch.equal(
+        write_strength(z, 1 + neg), beta
+    )
 
 
 def test_lazy_decays_of_channels_have_the_gradients_of_autograd():
@@ -118,7 +129,10 @@ def test_a_float64_call_computes_gates_of_float32_parameters_in_float64():
     for parameters in ((A_log, dt_bias), (A_log.double(), dt_bias.double())):
         options = gate_options(*parameters, backend="chunked")
         results.append(
-            [gated_delta_rule(*inputs, **options)[0], *gated_delta_rule_step(*token, state, **options)]
+            [
+                gated_delta_rule(*inputs, **options)[0],
+                *gated_delta_rule_step(*token, state, **options),
+            ]
         )
     for single, double in zip(*results, strict=True):
         assert torch.equal(single, double)
@@ -142,7 +156,11 @@ def test_a_token_has_the_same_bits_at_any_place_and_beside_any_other(heads, dtyp
         return [o.detach(), *torch.autograd.grad(o.float().square().sum(), leaves)]
 
     together = outcome((0, 96), cu_seqlens=torch.tensor([0, 32, 69, 96])), outcome((0, 96), rows=3)
-    for bounds, results in (((32, 69), together[0]), ((69, 96), together[0]), ((64, 96), together[1])):
+    for bounds, results in (
+        ((32, 69), together[0]),
+        ((69, 96), together[0]),
+        ((64, 96), together[1]),
+    ):
         whole = [x.flatten(0, 1)[slice(*bounds)] for x in results]
         for alone, x in zip(outcome(bounds), whole, strict=True):
             assert torch.equal(alone[0], x)
@@ -151,7 +169,9 @@ def test_a_token_has_the_same_bits_at_any_place_and_beside_any_other(heads, dtyp
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_extreme_projections_and_parameters_give_the_gates_of_the_formula(dtype):
     """exp(A_log) overflows from 89 on in float32, and softplus underflows from -104 on: 0 times infinity."""
-    values = torch.tensor([-1e30, -1e4, -300.0, -150.0, -100.0, -61.0, -59.0, 0.0, 90.0, 301.0, 1e20])
+    values = torch.tensor(
+        [-1e30, -1e4, -300.0, -150.0, -100.0, -61.0, -59.0, 0.0, 90.0, 301.0, 1e20]
+    )
     a, A_log = (x.to(dtype).requires_grad_() for x in (values[:, None], values))
     g = log_decay(a.expand(11, 11), A_log)
     # exp(A_log + log softplus(a)); below -40, softplus(a) is exp(a) in every dtype
@@ -168,7 +188,11 @@ def test_extreme_projections_and_parameters_give_the_gates_of_the_formula(dtype)
 
 
 BAD = {
-    "no A_log": ({"A_log": None, "dt_bias": None}, ValueError, "use_gate_in_kernel=True without A_log"),
+    "no A_log": (
+        {"A_log": None, "dt_bias": None},
+        ValueError,
+        "use_gate_in_kernel=True without A_log",
+    ),
     "not asked for": (
         {"use_gate_in_kernel": False},
         ValueError,
@@ -179,8 +203,16 @@ BAD = {
         ValueError,
         "allow_neg_eigval=True doubles the sigmoid",
     ),
-    "shape": ({"A_log": torch.zeros(3)}, ValueError, r"A_log \[3\] is \[HV\] with HV=3, but HV is 2"),
-    "integers": ({"dt_bias": torch.zeros(2, dtype=torch.int32)}, TypeError, "dt_bias is torch.int32"),
+    "shape": (
+        {"A_log": torch.zeros(3)},
+        ValueError,
+        r"A_log \[3\] is \[HV\] with HV=3, but HV is 2",
+    ),
+    "integers": (
+        {"dt_bias": torch.zeros(2, dtype=torch.int32)},
+        TypeError,
+        "dt_bias is torch.int32",
+    ),
     "a list": ({"A_log": [0.0, 0.0]}, TypeError, "A_log is a list; pass a torch.Tensor"),
     "device": ({"A_log": torch.zeros(2, device="meta")}, ValueError, "A_log is on meta, q is on"),
 }
@@ -193,7 +225,9 @@ def test_bad_gate_arguments_are_named(changes, error, message):
         gated_delta_rule(*tensors, **gate_options(A_log, dt_bias) | changes)
     token = [x[:, 0] for x in tensors]
     with pytest.raises(error, match=message):
-        gated_delta_rule_step(*token, torch.zeros(B, HV, K, V), **gate_options(A_log, dt_bias) | changes)
+        gated_delta_rule_step(
+            *token, torch.zeros(B, HV, K, V), **gate_options(A_log, dt_bias) | changes
+        )
 
 
 @pytest.mark.parametrize("backend", ["chunked", IN_KERNELS])
@@ -218,7 +252,9 @@ def test_gates_of_huge_rates_have_gradients(backend, rate):
     a[0, 0] = 30.0  # a reset of the first head
     x = replace(x, g=a, A_log=torch.tensor([rate, rate - 10]), dt_bias=torch.zeros(2))
     reference = rule.reference_for(x)
-    assert {spread.count for spread in reference.spreads.values()} == {2 + len(rule.CHUNKS) * rule.SAMPLES}
+    assert {spread.count for spread in reference.spreads.values()} == {
+        2 + len(rule.CHUNKS) * rule.SAMPLES
+    }
     assert reference.judge["dg"].abs().max() > 1e-3
     verdicts = reference.verdicts(backend, rule.outcome(x.to(DEVICE), backend))
     assert [str(verdict) for verdict in verdicts if not verdict.passed] == []

@@ -53,7 +53,9 @@ def test_a_golden_with_other_inputs_is_refused(golden):
 
 def test_a_golden_whose_outputs_were_changed_is_refused(golden):
     rewrite(golden, tensors=lambda content: content["one/float32/dq"].add_(1.0))
-    with pytest.raises(goldens.GoldenRefusal, match=r"claims error .* the file or the judge was changed"):
+    with pytest.raises(
+        goldens.GoldenRefusal, match=r"claims error .* the file or the judge was changed"
+    ):
         goldens.check(golden)
 
 

@@ -142,7 +142,9 @@ def test_a_difference_that_is_none_is_not_taken_from_the_samples():
         assert reference.verdicts("", {"dg": (exact + size * off).float()})[0].passed == passed
 
 
-@pytest.mark.parametrize("sizes", [(1, 7, 1), (5, 40, 1), (1, 40, 6), (64, 128, 64), (3, 1, 2), (3, 0, 2)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 7, 1), (5, 40, 1), (1, 40, 6), (64, 128, 64), (3, 1, 2), (3, 0, 2)]
+)
 def test_samples_add_terms_one_by_one_so_that_no_cpu_adds_them_otherwise(sizes):
     M, K, N = sizes
     generator = torch.Generator().manual_seed(0)
@@ -165,17 +167,27 @@ def test_what_is_0_must_be_as_near_to_0_as_the_samples():
     exact = torch.zeros(2, 3, dtype=torch.float64)
     spread = Spread(exact)
     reference = Reference("", "zero", torch.float32, {"dq": exact}, {"dq": spread}, 10)
-    assert [reference.verdicts("", {"dq": exact + y})[0].passed for y in (0.0, 1e-7)] == [True, False]
+    assert [reference.verdicts("", {"dq": exact + y})[0].passed for y in (0.0, 1e-7)] == [
+        True,
+        False,
+    ]
     spread.add([exact + 1e-7])
-    assert [reference.verdicts("", {"dq": exact + y})[0].passed for y in (2e-7, 3e-7)] == [True, False]
+    assert [reference.verdicts("", {"dq": exact + y})[0].passed for y in (2e-7, 3e-7)] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_gradient_of_a_bfloat16_parameter_may_be_rounded_to_bfloat16(dtype):
     """Also where the rest of the case has a dtype of more digits, and each sample rounds to the judge."""
     exact = torch.linspace(1, 2, 99, dtype=torch.float64)
-    reference = Reference("", "short", dtype, {"dA_log": exact}, {"dA_log": Spread(exact)}, 100, dtype)
-    results = ({"dA_log": y} for y in (exact.bfloat16(), exact.bfloat16() * 1.02, exact.to(dtype) * 1.003))
+    reference = Reference(
+        "", "short", dtype, {"dA_log": exact}, {"dA_log": Spread(exact)}, 100, dtype
+    )
+    results = (
+        {"dA_log": y} for y in (exact.bfloat16(), exact.bfloat16() * 1.02, exact.to(dtype) * 1.003)
+    )
     assert [reference.verdicts("", y)[0].passed for y in results] == [True, False, False]
 
 
@@ -185,7 +197,10 @@ def test_results_near_the_end_of_float16_may_be_rounded_four_times():
     spread = Spread(exact, absolute=absolute(torch.float16))
     reference = Reference("", "end", torch.float16, {"o": exact}, {"o": spread}, 10)
     for steps, passed in ((5, True), (6, False), (1, False)):
-        assert reference.verdicts("", {"o": torch.full_like(exact, steps * 2**-24)})[0].passed == passed
+        assert (
+            reference.verdicts("", {"o": torch.full_like(exact, steps * 2**-24)})[0].passed
+            == passed
+        )
 
 
 def test_the_bounds_are_those_of_the_documentation():
@@ -234,7 +249,10 @@ def test_chance_exceeds_the_factor_of_a_whole_tensor_as_seldom_for_any_number_of
 )
 def test_effective_parts_are_those_that_carry_the_error(sizes):
     """From few samples without bias: (sum s)^2 / sum s^2 for variances s. One that nobody misses counts 0."""
-    exact, generator = torch.zeros(len(sizes), dtype=torch.float64), torch.Generator().manual_seed(0)
+    exact, generator = (
+        torch.zeros(len(sizes), dtype=torch.float64),
+        torch.Generator().manual_seed(0),
+    )
     draws = torch.randn(4000, len(sizes), generator=generator, dtype=torch.float64)
     draws, few = draws * torch.tensor(sizes, dtype=torch.float64) * 1e-90, []
     spread = Spread(exact, torch.arange(len(sizes)))

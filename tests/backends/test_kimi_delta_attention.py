@@ -28,17 +28,32 @@ MODULE = "backends.kimi_delta_attention"
 
 def arguments(**changes: Any) -> dict[str, Any]:
     """Returns valid arguments; `changes` replaces some, by name=value or name=function of the tensor."""
-    x = inputs(Case("arguments", B, T, H, K, V, "", HV=HV, op="kimi_delta_attention"), torch.float32)
+    x = inputs(
+        Case("arguments", B, T, H, K, V, "", HV=HV, op="kimi_delta_attention"), torch.float32
+    )
     tensors: dict[str, Any] = {name: getattr(x, name) for name in ("q", "k", "v", "g", "beta")}
-    return tensors | {n: change(tensors[n]) if callable(change) else change for n, change in changes.items()}
+    return tensors | {
+        n: change(tensors[n]) if callable(change) else change for n, change in changes.items()
+    }
 
 
 def test_names_and_positions_are_those_of_flash_linear_attention():
     parameters = inspect.signature(kimi_delta_attention).parameters.values()
     assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == [
         *("q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state"),
-        *("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"),
-        *("safe_gate", "lower_bound", "disable_recompute", "return_intermediate_states", "state_v_first"),
+        *(
+            "use_qk_l2norm_in_kernel",
+            "use_gate_in_kernel",
+            "use_beta_sigmoid_in_kernel",
+            "allow_neg_eigval",
+        ),
+        *(
+            "safe_gate",
+            "lower_bound",
+            "disable_recompute",
+            "return_intermediate_states",
+            "state_v_first",
+        ),
         *("cu_seqlens", "cu_seqlens_cpu", "cp_context", "use_graph", "max_num_seqs"),
     ]
     keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -83,7 +98,9 @@ def test_bad_arguments_of_a_step_are_named():
     token: dict[str, Any] = {name: x[:, 0] for name, x in arguments().items()} | {
         "state": torch.zeros(B, HV, K, V)
     }
-    with pytest.raises(ValueError, match=re.escape("g [2, 4] has 2 dimensions, expected [B, HV, K]")):
+    with pytest.raises(
+        ValueError, match=re.escape("g [2, 4] has 2 dimensions, expected [B, HV, K]")
+    ):
         kimi_delta_attention_step(**token | {"g": token["g"][..., 0]})
     with pytest.raises(ValueError, match="safe_gate=True with lower_bound=None"):
         kimi_delta_attention_step(**token, **GATE, safe_gate=True)
@@ -92,7 +109,10 @@ def test_bad_arguments_of_a_step_are_named():
 def test_check_mode_reads_every_channel():
     late = arguments()["g"].clone()
     late[1, 2, 3, 7] = 0.5
-    with checking(), pytest.raises(ValueError, match=r"g at \(1, 2, 3, 7\) is 0.5, which is above 0"):
+    with (
+        checking(),
+        pytest.raises(ValueError, match=r"g at \(1, 2, 3, 7\) is 0.5, which is above 0"),
+    ):
         kimi_delta_attention(**arguments(g=late))
     with checking():
         kimi_delta_attention(**arguments(g=lambda g: torch.full_like(g, -torch.inf)))
@@ -106,7 +126,10 @@ def test_other_devices_say_what_computes_it(monkeypatch):
     assert "nki            needs torch_xla and nki" in str(refusal.value)
     on_gpu = choose(replace(call, device="cuda", capability=(9, 0)))
     assert on_gpu is BACKENDS["triton"]
-    assert choose(replace(call, device="cuda", dtype=torch.float64, capability=(9, 0))) is BACKENDS["chunked"]
+    assert (
+        choose(replace(call, device="cuda", dtype=torch.float64, capability=(9, 0)))
+        is BACKENDS["chunked"]
+    )
     x = SimpleNamespace(is_cuda=True)
     with pytest.warns(
         UserWarning, match="as PyTorch operations, chunk by chunk, since Triton's kernels do not"
@@ -161,7 +184,11 @@ def test_options_that_mean_nothing_change_nothing_and_others_have_two_names():
     assert torch.equal(o, again) and torch.equal(state, turned.mT)
     bias = torch.randn(HV, K, generator=torch.Generator().manual_seed(0))
     gate: dict[str, Any] = GATE | {"lower_bound": -3.0}
-    forms: list[Any] = [{"dt_bias": bias}, {"dt_bias": bias.flatten()}, {"dt_bias": bias, "A_log": None}]
+    forms: list[Any] = [
+        {"dt_bias": bias},
+        {"dt_bias": bias.flatten()},
+        {"dt_bias": bias, "A_log": None},
+    ]
     ours = [kimi_delta_attention(**tensors, **{**gate, **form})[0] for form in forms]
     assert torch.equal(ours[0], ours[1]) and torch.equal(ours[0], ours[2])
     g = -3.0 * torch.sigmoid(tensors["g"] + bias)
@@ -173,7 +200,9 @@ def test_states_inside_of_a_sequence_are_those_of_shorter_ones():
     states: Any = kimi_delta_attention(**tensors, return_states_at=(1, T))[1]
     short: dict[str, Any] = {name: x[:, :1] for name, x in tensors.items()}
     for n, x in enumerate((short, tensors)):
-        torch.testing.assert_close(states[:, n], kimi_delta_attention(**x, output_final_state=True)[1])
+        torch.testing.assert_close(
+            states[:, n], kimi_delta_attention(**x, output_final_state=True)[1]
+        )
 
 
 def test_it_compiles_to_one_graph():
@@ -204,7 +233,9 @@ def test_the_gates_of_a_token_have_the_same_bits_alone(lower_bound):
     a = torch.randn(40, 9, 160, generator=generator)
     A_log, dt_bias = torch.randn(9, generator=generator), torch.randn(9, 160, generator=generator)
     together, alone = (
-        torch.cat([make_gates(x, x[..., 0], A_log, dt_bias, 0.0, lower_bound)[0] for x in a.split(n)])
+        torch.cat(
+            [make_gates(x, x[..., 0], A_log, dt_bias, 0.0, lower_bound)[0] for x in a.split(n)]
+        )
         for n in (40, 1)
     )
     assert torch.equal(together, alone)

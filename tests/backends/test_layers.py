@@ -40,7 +40,9 @@ def test_a_float64_norm_computes_the_silu_of_a_float32_gate_in_float64():
 def test_triton_repeats_its_bits_and_writes_every_element(name, poison):
     x = layer_cases.inputs(BY_NAME[name], torch.bfloat16)
     first, second = (layer_cases.OPERATIONS[x.case.op].outcome(x, "triton") for _ in range(2))
-    assert all(torch.equal(first[key], second[key]) and first[key].isfinite().all() for key in first)
+    assert all(
+        torch.equal(first[key], second[key]) and first[key].isfinite().all() for key in first
+    )
 
 
 def test_the_gradient_of_add_rms_norm_is_rounded_once():
@@ -49,7 +51,9 @@ def test_the_gradient_of_add_rms_norm_is_rounded_once():
     x, residual, dy, dtotal = torch.randn(4, 50, 64, generator=generator).bfloat16()
     exact = [y.double().requires_grad_() for y in ((residual + x), torch.ones(64))]
     y = exact[0] * (exact[0].square().mean(-1, keepdim=True) + EPS).rsqrt() * exact[1]
-    expected = torch.autograd.grad([y, exact[0]], exact[0], [dy.double(), dtotal.double()])[0].bfloat16()
+    expected = torch.autograd.grad([y, exact[0]], exact[0], [dy.double(), dtotal.double()])[
+        0
+    ].bfloat16()
     for backend in ("chunked", "triton"):
         leaf = x.clone().requires_grad_()
         outputs = add_rms_norm(leaf, residual, torch.ones(64), eps=EPS, backend=backend)
@@ -91,7 +95,9 @@ def test_a_default_backend_refuses_an_operation_that_it_lacks_unless_another_is_
     with default_backend("nki-simulator"):
         assert choose(norm_call()).name == "nki-simulator"
         for call in (total, norm_call(5000)):
-            with pytest.raises(BackendRefusal, match=r'default_backend\("nki-simulator", allow=\["\w+"\]\)'):
+            with pytest.raises(
+                BackendRefusal, match=r'default_backend\("nki-simulator", allow=\["\w+"\]\)'
+            ):
                 choose(call)
     with default_backend("nki-simulator", allow=["chunked"]):
         assert choose(norm_call()).name == "nki-simulator"
@@ -99,17 +105,24 @@ def test_a_default_backend_refuses_an_operation_that_it_lacks_unless_another_is_
 
 
 def test_a_default_backend_that_cannot_run_here_is_not_replaced_by_pytorch(without_triton):
-    with default_backend("triton"), pytest.raises(BackendRefusal, match="only in Triton's interpreter"):
+    with (
+        default_backend("triton"),
+        pytest.raises(BackendRefusal, match="only in Triton's interpreter"),
+    ):
         gated_rms_norm(ONES, None, torch.ones(4), eps=1e-6)
     with default_backend("triton", allow=["chunked"]):
         gated_rms_norm(ONES, None, torch.ones(4), eps=1e-6)
 
 
 def test_a_backend_named_by_the_caller_refuses_what_it_cannot_run():
-    with pytest.raises(BackendRefusal, match="N=5000 is above 4096: the sums of dweight fill the 8 banks"):
+    with pytest.raises(
+        BackendRefusal, match="N=5000 is above 4096: the sums of dweight fill the 8 banks"
+    ):
         choose(norm_call(5000), "nki-simulator")
     with pytest.raises(BackendRefusal, match="nki-simulator  computes silu; this call is linear"):
-        short_convolution(torch.ones(1, 2, 3), torch.ones(3, 4), activation="linear", backend="nki-simulator")
+        short_convolution(
+            torch.ones(1, 2, 3), torch.ones(3, 4), activation="linear", backend="nki-simulator"
+        )
     assert {row.op for row in backends.describe() if row.automatic} >= set(LAYERS)
 
 
@@ -131,32 +144,52 @@ ONES = torch.ones(2, 3, 4)
             lambda: short_convolution(ONES, torch.ones(4, 4), prefix=ONES[:, :2]),
             "before=2, but before is 3",
         ),
-        (lambda: short_convolution(ONES, torch.ones(4, 4), prefix=ONES.double()), "prefix is torch.float64"),
+        (
+            lambda: short_convolution(ONES, torch.ones(4, 4), prefix=ONES.double()),
+            "prefix is torch.float64",
+        ),
         (
             lambda: short_convolution(ONES, torch.ones(4, 4), position=torch.arange(3)),
             "lie end to end in B=1",
         ),
         (
-            lambda: short_convolution(ONES[:1], torch.ones(4, 4), prefix=ONES[:1], position=torch.arange(3)),
+            lambda: short_convolution(
+                ONES[:1], torch.ones(4, 4), prefix=ONES[:1], position=torch.arange(3)
+            ),
             "prefix and position exclude each other",
         ),
         (
             lambda: short_convolution(ONES, torch.ones(4, 4), activation="gelu"),
             "'gelu' is none of silu, linear",
         ),
-        (lambda: gated_rms_norm(ONES, ONES[0], torch.ones(4), eps=1e-6), r"gate \[3, 4\] differs from x"),
-        (lambda: gated_rms_norm(ONES, None, torch.ones(3), eps=1e-6), r"weight \[3\] does not fit x"),
-        (lambda: gated_rms_norm(ONES, None, torch.ones(4), eps=-1.0), "eps=-1.0 must be at least 0"),
+        (
+            lambda: gated_rms_norm(ONES, ONES[0], torch.ones(4), eps=1e-6),
+            r"gate \[3, 4\] differs from x",
+        ),
+        (
+            lambda: gated_rms_norm(ONES, None, torch.ones(3), eps=1e-6),
+            r"weight \[3\] does not fit x",
+        ),
+        (
+            lambda: gated_rms_norm(ONES, None, torch.ones(4), eps=-1.0),
+            "eps=-1.0 must be at least 0",
+        ),
         (
             lambda: gated_rms_norm(ONES.long(), None, torch.ones(4), eps=1.0),
             "x is torch.int64; pass floating",
         ),
-        (lambda: add_rms_norm(ONES, ONES.bfloat16(), torch.ones(4), eps=1.0), "the sum has residual's dtype"),
+        (
+            lambda: add_rms_norm(ONES, ONES.bfloat16(), torch.ones(4), eps=1.0),
+            "the sum has residual's dtype",
+        ),
         (
             lambda: linear_cross_entropy(ONES[0], torch.ones(9, 5), torch.zeros(3)),
             "d=5, but d of hidden",
         ),
-        (lambda: linear_cross_entropy(ONES[0], torch.ones(9, 4), torch.zeros(3)), "targets is torch.float32"),
+        (
+            lambda: linear_cross_entropy(ONES[0], torch.ones(9, 4), torch.zeros(3)),
+            "targets is torch.float32",
+        ),
     ],
 )
 def test_arguments_of_layers_that_do_not_fit_are_named(call, message):
@@ -168,7 +201,10 @@ def test_check_mode_names_bad_data_of_a_norm():
     bad = ONES.clone()
     bad[1, 2, 3] = float("nan")
     gated_rms_norm(bad, None, torch.ones(4), eps=1e-6)
-    with checking(), pytest.raises(ValueError, match=r"x at \(1, 2, 3\) is nan, which is not finite"):
+    with (
+        checking(),
+        pytest.raises(ValueError, match=r"x at \(1, 2, 3\) is nan, which is not finite"),
+    ):
         gated_rms_norm(bad, None, torch.ones(4), eps=1e-6)
 
 

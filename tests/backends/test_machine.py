@@ -61,7 +61,9 @@ def test_neuron_is_recognized_by_the_accelerator_it_registers(monkeypatch):
     monkeypatch.setattr(machine, "find_spec", lambda name: name in installed or None)
     monkeypatch.setattr(machine, "import_module", lambda name: installed.add("registered"))
     monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda **_: neuron if "registered" in installed else None
+        torch.accelerator,
+        "current_accelerator",
+        lambda **_: neuron if "registered" in installed else None,
     )
     monkeypatch.setattr(torch.accelerator, "synchronize", synchronized.append)
     machine.platforms.cache_clear()

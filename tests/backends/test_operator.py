@@ -39,7 +39,9 @@ def tensors(B=2, T=5, H=2, HV=2, K=3, V=2, N=None, dtype=torch.float64, state=Tr
     leaves = [q, k, normal(B, T, HV, V), -normal(B, T, HV).abs(), 2 * normal(B, T, HV).sigmoid()]
     leaves = [x.to(dtype) for x in leaves]
     if state:
-        leaves.append(normal(N or B, HV, K, V).to(torch.float64 if dtype == torch.float64 else torch.float32))
+        leaves.append(
+            normal(N or B, HV, K, V).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        )
     return [x.requires_grad_() for x in leaves]
 
 
@@ -93,7 +95,9 @@ def test_operators_pass_pytorchs_opcheck():
         torch.ops.delta_trn.gated_delta_rule_step.default,
         (*step, leaves[5].detach(), *no_gates, None, None, 0.5, 0.0, True, None, False, "chunked"),
     )
-    channels = -leaves[0].detach().repeat(1, 1, leaves[2].shape[2], 1)[:, :, : leaves[2].shape[2]].abs()
+    channels = (
+        -leaves[0].detach().repeat(1, 1, leaves[2].shape[2], 1)[:, :, : leaves[2].shape[2]].abs()
+    )
     channels.requires_grad_()
     kimi = (*leaves[:3], channels, leaves[4], *no_gates, leaves[5], None, *options)
     torch.library.opcheck(torch.ops.delta_trn.kimi_delta_attention.default, kimi)
@@ -114,7 +118,8 @@ def test_the_rule_compiles_to_one_graph_with_the_same_bits(dynamic):
         leaves = tensors(T=T, dtype=torch.float32)
         expected, outputs = layer(*leaves), compiled(*leaves)
         gradients = [
-            torch.autograd.grad(y[0].sum() + y[1].square().sum(), leaves) for y in (expected, outputs)
+            torch.autograd.grad(y[0].sum() + y[1].square().sum(), leaves)
+            for y in (expected, outputs)
         ]
         for x, y in zip((*expected, *gradients[0]), (*outputs, *gradients[1]), strict=True):
             assert torch.equal(x, y)
@@ -127,7 +132,9 @@ def test_packed_calls_compile_to_the_same_bits():
     bounds = torch.tensor([0, 1, 1, 5])
 
     def packed(*leaves):
-        return gated_delta_rule(*leaves, cu_seqlens=bounds, output_final_state=True, backend="chunked")
+        return gated_delta_rule(
+            *leaves, cu_seqlens=bounds, output_final_state=True, backend="chunked"
+        )
 
     outputs = torch.compile(packed, backend="aot_eager", fullgraph=True)(*leaves)
     for x, y in zip(outputs, packed(*leaves), strict=True):
@@ -146,7 +153,9 @@ def test_autocast_changes_no_bit_of_outputs_and_gradients():
         after = gated_delta_rule_step(*step, backend="chunked")
     expected_after = gated_delta_rule_step(*step, backend="chunked")
     for x, y in zip(
-        (*outputs, *gradients, *after), (*expected, *expected_gradients, *expected_after), strict=True
+        (*outputs, *gradients, *after),
+        (*expected, *expected_gradients, *expected_after),
+        strict=True,
     ):
         assert torch.equal(x, y)
 
@@ -159,20 +168,30 @@ def test_only_compiled_calls_go_through_the_custom_operators(monkeypatch):
     def fail(*arguments):
         raise AssertionError("a custom operator was called")
 
-    for operator, direction in ((OPERATOR, "forward"), (OPERATOR, "backward"), (STEP_OPERATOR, "forward")):
+    for operator, direction in (
+        (OPERATOR, "forward"),
+        (OPERATOR, "backward"),
+        (STEP_OPERATOR, "forward"),
+    ):
         monkeypatch.setattr(operator, direction, fail)
     outputs = call(*leaves, backend="chunked")
     torch.autograd.grad(outputs[0].sum(), leaves)
-    gated_delta_rule_step(*(x.detach()[:, 0] for x in leaves[:5]), leaves[5].detach(), backend="chunked")
+    gated_delta_rule_step(
+        *(x.detach()[:, 0] for x in leaves[:5]), leaves[5].detach(), backend="chunked"
+    )
     assert torch.equal(outputs[0], expected[0])
-    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="a custom operator was called"):
+    with pytest.raises(
+        torch._dynamo.exc.TorchDynamoException, match="a custom operator was called"
+    ):
         torch.compile(call, backend="eager", fullgraph=True)(*leaves, backend="chunked")
 
 
 def test_a_second_derivative_of_the_rule_is_refused():
     leaves = tensors()
     o, _ = call(*leaves, backend="chunked")
-    with pytest.raises(RuntimeError, match="gated_delta_rule has no second derivative; drop create_graph"):
+    with pytest.raises(
+        RuntimeError, match="gated_delta_rule has no second derivative; drop create_graph"
+    ):
         torch.autograd.grad(o.sum(), leaves[:1], create_graph=True)
 
 
@@ -181,7 +200,9 @@ def test_gradients_of_a_call_with_save_false_are_refused():
     o, _, _ = torch.ops.delta_trn.gated_delta_rule(
         *leaves[:5], None, None, leaves[5], None, 1.0, 0.0, False, False, None, False, "chunked"
     )
-    with pytest.raises(RuntimeError, match="was called with save=False and is now asked for gradients"):
+    with pytest.raises(
+        RuntimeError, match="was called with save=False and is now asked for gradients"
+    ):
         o.sum().backward()
 
 
@@ -223,7 +244,13 @@ def operations(B=2, T=3):
     def normal(*shape):
         return torch.randn(shape, generator=torch.Generator().manual_seed(6))
 
-    token = [normal(B, H, K), normal(B, H, K), normal(B, H, V), -normal(B, H).abs(), normal(B, H).sigmoid()]
+    token = [
+        normal(B, H, K),
+        normal(B, H, K),
+        normal(B, H, V),
+        -normal(B, H).abs(),
+        normal(B, H).sigmoid(),
+    ]
     tokens = [x[:, None].expand(B, T, *x.shape[1:]) for x in token]
     gates, state = [normal(H), normal(H)], normal(B, H, K, V)
     targets = torch.arange(B * T) % 5
@@ -283,7 +310,9 @@ EMPTY = [
 
 
 @pytest.mark.parametrize(("name", "backend", "B", "T"), EMPTY)
-def test_a_call_without_elements_returns_its_states_and_zero_gradients(name, backend, B, T, monkeypatch):
+def test_a_call_without_elements_returns_its_states_and_zero_gradients(
+    name, backend, B, T, monkeypatch
+):
     monkeypatch.setattr(Operator, "compute", lambda *arguments: pytest.fail("a backend was called"))
     function, tensors = operations(B, T)[name]
     shapes = [y.shape for y in function(*(x.to("meta") for x in tensors))]
@@ -302,9 +331,13 @@ def test_a_call_without_elements_returns_its_states_and_zero_gradients(name, bac
 
 @pytest.mark.parametrize("backend", RUNNABLE)
 def test_packed_sequences_may_all_be_empty(backend):
-    leaves = [x[:1, :0].detach().requires_grad_() for x in tensors(state=False, dtype=torch.float32)]
+    leaves = [
+        x[:1, :0].detach().requires_grad_() for x in tensors(state=False, dtype=torch.float32)
+    ]
     bounds = torch.zeros(4, dtype=torch.int64)
-    o, state = gated_delta_rule(*leaves, cu_seqlens=bounds, output_final_state=True, backend=backend)
+    o, state = gated_delta_rule(
+        *leaves, cu_seqlens=bounds, output_final_state=True, backend=backend
+    )
     assert o.shape == (1, 0, 2, 2) and torch.equal(state, torch.zeros(3, 2, 3, 2))
     with pytest.raises(ValueError, match="cu_seqlens runs from 0 to 1; it must run from 0 to T=0"):
         gated_delta_rule(*leaves, cu_seqlens=bounds + torch.tensor([0, 0, 0, 1]), backend=backend)
@@ -326,7 +359,9 @@ class CheckedGraph(torch.fx.Interpreter):
     def call_function(self, target, args, kwargs):
         if "delta_trn" in str(target):
             self.checked += 1
-            torch.library.opcheck(target, args, kwargs, test_utils=("test_schema", "test_faketensor"))
+            torch.library.opcheck(
+                target, args, kwargs, test_utils=("test_schema", "test_faketensor")
+            )
         return super().call_function(target, args, kwargs)
 
 
@@ -357,7 +392,9 @@ def test_a_traced_call_is_one_operation_with_gradients(name):
     function, tensors = operations()[name]
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch.jit: it is deprecated, and shapes become constants
+        warnings.simplefilter(
+            "ignore"
+        )  # of torch.jit: it is deprecated, and shapes become constants
         traced = torch.jit.trace(function, tuple(leaves))
     for x, y in zip(results(traced, tensors), results(function, tensors), strict=True):
         assert torch.equal(x, y)

@@ -32,7 +32,11 @@ def draw(size="groups", channels=False, made=False, device="cpu"):
     x |= {"g": normal(B, T, HV, *[K] * channels), "beta": normal(B, T, HV)}
     options = {"use_qk_l2norm_in_kernel": made}
     if made:
-        options |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
+        options |= {
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": True,
+        }
         options |= {"A_log": normal(HV), "dt_bias": normal(HV, *[K] * channels)}
     else:
         x |= {"k": normalize(x["k"], dim=-1), "g": -x["g"].abs(), "beta": 2 * x["beta"].sigmoid()}
@@ -95,12 +99,18 @@ def skip(backend, channels=False):
     assert_same(pool, expected)
 
 
-FORMS = [*product(["groups"], [False, True], [False, True]), ("odd", False, True), ("wide", True, False)]
+FORMS = [
+    *product(["groups"], [False, True], [False, True]),
+    ("odd", False, True),
+    ("wide", True, False),
+]
 
 
 @pytest.mark.parametrize(("size", "channels", "made"), FORMS)
 @pytest.mark.parametrize("backend", RUNNABLE)
-def test_a_pool_has_the_bits_of_plain_states_and_nothing_else_changes(backend, size, channels, made):
+def test_a_pool_has_the_bits_of_plain_states_and_nothing_else_changes(
+    backend, size, channels, made
+):
     if "nki" in backend and channels and size == "wide":
         pytest.skip("NKI's kernels of Kimi Delta Attention take K up to 128")
     agree(backend, size, channels, made)
@@ -112,7 +122,10 @@ def test_skipped_tokens_read_and_write_nothing(backend, channels):
     skip(backend, channels)
 
 
-STEP, GENERIC = "triton_kernels.gated_delta_rule_step", "backends.gated_delta_rule.states:step_in_pool"
+STEP, GENERIC = (
+    "triton_kernels.gated_delta_rule_step",
+    "backends.gated_delta_rule.states:step_in_pool",
+)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +133,12 @@ STEP, GENERIC = "triton_kernels.gated_delta_rule_step", "backends.gated_delta_ru
     [
         (f"{STEP}:find_first", "tl.load(accepted + i_n) - 1", "0 * tl.load(accepted + i_n)", agree),
         (f"{STEP}:step_kernel", "i_x = i_n * T + i_t", "i_x = i_n * T", agree),
-        (f"{STEP}:step_kernel", "(slot * row + p_state), b_new", "(first * row + p_state), b_new", agree),
+        (
+            f"{STEP}:step_kernel",
+            "(slot * row + p_state), b_new",
+            "(first * row + p_state), b_new",
+            agree,
+        ),
         (f"{STEP}:step_kernel", "m_x = m_k & there", "m_x = m_k", skip),
         (f"{STEP}:step_kernel", "tl.where(there, exp(b_g), 1.0)", "exp(b_g)", skip),
         (GENERIC, "accepted is None", "True", agree),
@@ -133,7 +151,10 @@ def test_a_planted_bug_is_found(place, line, mistake, check):
     backend = "chunked" if place == GENERIC else "triton"
     if backend not in RUNNABLE:
         pytest.skip("the triton extra is not installed")
-    with planted(Bug(place, place, line, mistake, "")), pytest.raises((AssertionError, RuntimeError)):
+    with (
+        planted(Bug(place, place, line, mistake, "")),
+        pytest.raises((AssertionError, RuntimeError)),
+    ):
         check(backend)
 
 
@@ -143,14 +164,19 @@ def test_compiled_calls_write_into_the_pool(backend):
     x, options, pool = draw(made=True, device=device)
     options |= {"backend": backend, "state_indices": SLOTS.to(device)}
     compiled = torch.compile(
-        lambda x, pool: (2 * step(x, pool, **options)[0], pool.sum()), backend="aot_eager", fullgraph=True
+        lambda x, pool: (2 * step(x, pool, **options)[0], pool.sum()),
+        backend="aot_eager",
+        fullgraph=True,
     )
     other = pool.clone()
     o, total = compiled(x, pool)
     assert_same(o, 2 * step(x, other, **options)[0])
     assert_same(pool, other)
     assert_same(total, pool.sum())
-    assert step(at(x, slice(0)), pool, **options | {"state_indices": SLOTS[:0].to(device)})[0].numel() == 0
+    assert (
+        step(at(x, slice(0)), pool, **options | {"state_indices": SLOTS[:0].to(device)})[0].numel()
+        == 0
+    )
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -165,7 +191,10 @@ def test_bfloat16_states_err_like_exact_ones_that_are_rounded_each_token(backend
 
     def decode(backend, dtype, states):
         device = DEVICES.get(backend, "cpu")
-        pool, own = torch.zeros((1, HV, K, K), dtype=states, device=device), torch.tensor([0], device=device)
+        pool, own = (
+            torch.zeros((1, HV, K, K), dtype=states, device=device),
+            torch.tensor([0], device=device),
+        )
         token = {name: y.to(device, dtype) for name, y in x.items()}
         outs = [
             step(at(token, slice(t, t + 1)), pool, state_indices=own, backend=backend)[0]
@@ -195,18 +224,50 @@ INDICES = "state_indices"
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({INDICES: None, "accepted": SLOTS[:, 0]}, ValueError, "accepted passed without state_indices"),
+        (
+            {INDICES: None, "accepted": SLOTS[:, 0]},
+            ValueError,
+            "accepted passed without state_indices",
+        ),
         ({INDICES: SLOTS[:2]}, ValueError, "state_indices [2, 3] is [B, T] with B=2, but B is 3"),
-        ({INDICES: SLOTS[:, 0]}, ValueError, "q [3, 3, 2, 32] has 4 dimensions, expected [B, H, K]"),
-        ({INDICES: SLOTS.float()}, TypeError, "state_indices is torch.float32; pass int64 or int32"),
+        (
+            {INDICES: SLOTS[:, 0]},
+            ValueError,
+            "q [3, 3, 2, 32] has 4 dimensions, expected [B, H, K]",
+        ),
+        (
+            {INDICES: SLOTS.float()},
+            TypeError,
+            "state_indices is torch.float32; pass int64 or int32",
+        ),
         ({INDICES: SLOTS.tolist()}, TypeError, "state_indices is a list; pass a torch.Tensor"),
-        ({INDICES: SLOTS + 1}, ValueError, "state_indices at (1, 1) is 12, which is not in a pool of N=12"),
+        (
+            {INDICES: SLOTS + 1},
+            ValueError,
+            "state_indices at (1, 1) is 12, which is not in a pool of N=12",
+        ),
         ({INDICES: SLOTS.where(SLOTS != 8, 7)}, ValueError, "is 7, which another row has, too"),
-        ({"accepted": torch.tensor([1, 4, 3])}, ValueError, "accepted at (1,) is 4, which is outside of 1"),
+        (
+            {"accepted": torch.tensor([1, 4, 3])},
+            ValueError,
+            "accepted at (1,) is 4, which is outside of 1",
+        ),
         ({"accepted": SLOTS}, ValueError, "accepted [3, 3] has 2 dimensions, expected [B]"),
-        ({"state": torch.zeros(N, 4, 32, 48).half()}, TypeError, "it is torch.float32 or torch.bfloat16"),
-        ({"state": torch.zeros(N, 32, 4, 48).transpose(1, 2)}, ValueError, "its slots must be contiguous"),
-        ({"v": torch.zeros(B, T, 4, 48).requires_grad_()}, ValueError, "call it under torch.no_grad()"),
+        (
+            {"state": torch.zeros(N, 4, 32, 48).half()},
+            TypeError,
+            "it is torch.float32 or torch.bfloat16",
+        ),
+        (
+            {"state": torch.zeros(N, 32, 4, 48).transpose(1, 2)},
+            ValueError,
+            "its slots must be contiguous",
+        ),
+        (
+            {"v": torch.zeros(B, T, 4, 48).requires_grad_()},
+            ValueError,
+            "call it under torch.no_grad()",
+        ),
     ],
 )
 def test_what_does_not_fit_a_pool_is_refused_before_any_work(changes, error, message):

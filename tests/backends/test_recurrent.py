@@ -67,7 +67,8 @@ def test_outputs_and_gradients_of_the_judge_are_those_of_the_equations(T, groupe
         q, k, v, g, beta, initial_state=S, output_final_state=True, backend="recurrent"
     )
     weights = [
-        torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(3)) for y in expected
+        torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(3))
+        for y in expected
     ]
     expected_gradients = torch.autograd.grad(expected, leaves, weights)
     gradients = torch.autograd.grad(outputs, leaves, weights)
@@ -87,7 +88,11 @@ def test_the_judge_agrees_with_hugging_face(form, name):
     """
     expected = reference(BY_NAME[name], torch.float32)
     tensors, case = expected.inputs, expected.inputs.case
-    leaves = {n: x.clone().requires_grad_() for n, x in tensors.tensors().items() if n in GRADIENTS.values()}
+    leaves = {
+        n: x.clone().requires_grad_()
+        for n, x in tensors.tensors().items()
+        if n in GRADIENTS.values()
+    }
     group = case.value_heads // case.H
     o, state = FORMS[form](
         *(leaves[name].repeat_interleave(group, dim=2) for name in ("q", "k")),
@@ -99,9 +104,13 @@ def test_the_judge_agrees_with_hugging_face(form, name):
         use_qk_l2norm_in_kernel=case.normalized_inside,
     )
     pairs = [(y, dy) for y, dy in ((o, tensors.do), (state, tensors.dstate)) if dy is not None]
-    gradients = torch.autograd.grad([y for y, _ in pairs], list(leaves.values()), [dy for _, dy in pairs])
+    gradients = torch.autograd.grad(
+        [y for y, _ in pairs], list(leaves.values()), [dy for _, dy in pairs]
+    )
     names = {source: tensor for tensor, source in GRADIENTS.items()}
-    results = {"o": o, "final_state": state} | {names[n]: d for n, d in zip(leaves, gradients, strict=True)}
+    results = {"o": o, "final_state": state} | {
+        names[n]: d for n, d in zip(leaves, gradients, strict=True)
+    }
     for verdict in expected.verdicts("huggingface", results):
         if (form, verdict.tensor) == ("chunk", "dg"):
             assert verdict.error <= SPREAD * verdict.baseline, str(verdict)

@@ -31,7 +31,9 @@ def stopped_clock(monkeypatch):
     def time_in_turns(calls, device, seconds):
         # eight warps of the scan take half the time, half the columns of the gradients five times as long
         def ms(row):
-            return (0.5 if row.scan.warps == 8 else 1.0) * (5.0 if row.gradients.columns < 32 else 1.0)
+            return (0.5 if row.scan.warps == 8 else 1.0) * (
+                5.0 if row.gradients.columns < 32 else 1.0
+            )
 
         return {name: [ms(rows[call])] * 3 for name, call in calls.items()}
 
@@ -49,9 +51,13 @@ def test_candidate_tiles_stay_within_a_kernels_limits():
     assert tune.candidates(Tile(16, 8, 4), 16, turns=True)[-1] == Tile(16, 8, 4, upright=True)
 
 
-def test_the_fastest_tile_is_kept_and_its_parity_judged(stopped_clock, monkeypatch, capsys, tmp_path):
+def test_the_fastest_tile_is_kept_and_its_parity_judged(
+    stopped_clock, monkeypatch, capsys, tmp_path
+):
     judged = []
-    monkeypatch.setattr(tune, "failures", lambda subject, case, dtype, row: judged.append(row) or "")
+    monkeypatch.setattr(
+        tune, "failures", lambda subject, case, dtype, row: judged.append(row) or ""
+    )
     file = tmp_path / "tune.jsonl"
     assert tune.main([CASE, "--json", str(file)]) == 0
     (row,) = judged
@@ -79,9 +85,7 @@ def test_a_launch_that_the_device_refuses_is_named(stopped_clock, monkeypatch, c
     assert tune.main(["carry"]) == 2
     output, err = capsys.readouterr()
     assert "carry starts from a state" in err
-    refusal = (
-        "stages=2, rows=0, registers=None, upright=False): RuntimeError: out of resource: shared memory\n"
-    )
+    refusal = "stages=2, rows=0, registers=None, upright=False): RuntimeError: out of resource: shared memory\n"
     assert refusal in output
     if not torch.cuda.is_available():
         assert "in the interpreter: these times say nothing about a GPU" in output

@@ -99,7 +99,9 @@ def test_deep_delta_is_causal_and_separates_packed_and_padded_sequences(variant)
         padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), ids], dim=1)
         mask = torch.tensor([[0] * 3 + [1] * 11])
         assert_same(logits(m, padded, attention_mask=mask)[:, 3:], whole, what="padded", factor=4)
-        assert (whole[:, 4:] - logits(m, ids[:, 4:])).abs().max() > 1e-3, "earlier tokens have no influence"
+        assert (whole[:, 4:] - logits(m, ids[:, 4:])).abs().max() > 1e-3, (
+            "earlier tokens have no influence"
+        )
     m.loss(ids[:, :-1], ids[:, 1:]).backward()
     assert [name for name, p in m.named_parameters() if p.grad is None or not p.grad.any()] == []
 
@@ -110,7 +112,9 @@ def test_a_saved_deep_delta_model_loads_as_the_same(tmp_path):
     again = DeltaForCausalLM.from_pretrained(tmp_path)
     saved, loaded = m.state_dict(), again.state_dict()
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
-    with torch.no_grad():  # not to the bit: where weights lie in memory decides how products are summed
+    with (
+        torch.no_grad()
+    ):  # not to the bit: where weights lie in memory decides how products are summed
         assert_same(logits(again.eval(), ids), logits(m, ids), what="loaded", factor=4)
 
 
@@ -155,9 +159,16 @@ def test_copies_of_the_state_start_equal_and_diverge():
 @pytest.mark.parametrize("compressor", ["channel", "token"])
 def test_inputs_of_sublayers_have_rms_one_at_initialization(compressor):
     """Holds for the averaging initialization; the released one leaves far less."""
-    sizes = {"hidden_size": 256, "base_width": 256, "num_hidden_layers": 2, "initializer_range": 0.02}
+    sizes = {
+        "hidden_size": 256,
+        "base_width": 256,
+        "num_hidden_layers": 2,
+        "initializer_range": 0.02,
+    }
     sizes["rms_norm_eps"] = 1e-5
-    m = model(**sizes, **MATRIX, ddl_compressor=compressor, attention_layers=[0, 1], dtype=torch.float32)
+    m = model(
+        **sizes, **MATRIX, ddl_compressor=compressor, attention_layers=[0, 1], dtype=torch.float32
+    )
     seen: list[float] = []
     for block in blocks(m):
         for norm in (block.mixer_norm, block.mlp_norm):
@@ -223,7 +234,10 @@ def test_gates_of_ddl_lm_start_at_0238():
     ("changes", "message"),
     [
         ({"residual": "delta"}, "residual=delta: expected 'additive', 'ddl'"),
-        ({"residual": "ddl", "ddl_value_channels": 4}, "ddl_value_channels=4 with ddl_compressor='none'"),
+        (
+            {"residual": "ddl", "ddl_value_channels": 4},
+            "ddl_value_channels=4 with ddl_compressor='none'",
+        ),
         (
             {"ddl_value_channels": 4, "ddl_compressor": "token"},
             "residual='additive' has one value per feature",
@@ -248,5 +262,7 @@ def test_wrong_options_are_refused_by_name(changes, message):
 
 def test_a_position_beyond_the_last_learned_one_is_refused():
     m = model(**VARIANTS["lm"])
-    with pytest.raises(ValueError, match="position 64 has no embedding: max_position_embeddings=64"):
+    with pytest.raises(
+        ValueError, match="position 64 has no embedding: max_position_embeddings=64"
+    ):
         m(tokens(1, 65))

@@ -13,7 +13,10 @@ from tests.support.tiny_models import assert_same, config, model, rows, tokens
 
 ATTENTION = {"attention_layers": [0, 1, 2], "expand_v": 1.0}
 # one attention layer where options of attention count, and an expanded state
-MODELS = {name: VARIANTS[name] for name in ("vector", "token-conv", "channel", "write-only", "shifts", "lm")}
+MODELS = {
+    name: VARIANTS[name]
+    for name in ("vector", "token-conv", "channel", "write-only", "shifts", "lm")
+}
 
 
 class TestAttention:
@@ -22,7 +25,9 @@ class TestAttention:
         return model(**{**ATTENTION, **changes}).model.blocks[0].mixer
 
     def test_rope_rotates_the_first_channels_in_pairs_and_leaves_the_rest(self):
-        rotated = [self.layer(head_dim_k=8, rope_ratio=x).rotated for x in (0.0, 0.3, 0.5, 0.99, 1.0)]
+        rotated = [
+            self.layer(head_dim_k=8, rope_ratio=x).rotated for x in (0.0, 0.3, 0.5, 0.99, 1.0)
+        ]
         assert rotated == [0, 2, 4, 6, 8]
         layer = self.layer(head_dim_k=8, rope_ratio=0.5)
         x = torch.randn(1, 4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -30,7 +35,10 @@ class TestAttention:
         y = layer._rotate(x, cos, sin)
         assert torch.equal(y[..., 4:], x[..., 4:]) and torch.equal(y[:, :, 0], x[:, :, 0])
         # pairs (0, 2) and (1, 3) of four channels, at angles t and t / 10000^(1/2)
-        t, z = torch.arange(5.0).double(), torch.view_as_complex(torch.stack([x[..., :2], x[..., 2:4]], -1))
+        t, z = (
+            torch.arange(5.0).double(),
+            torch.view_as_complex(torch.stack([x[..., :2], x[..., 2:4]], -1)),
+        )
         for pair, speed in ((0, 1.0), (1, 0.01)):
             rotated = z[0, :, :, pair] * torch.exp(1j * t * speed)
             pairs = torch.complex(y[0, :, :, pair], y[0, :, :, pair + 2])
@@ -114,12 +122,14 @@ def test_label_smoothing_is_pytorchs_and_only_in_training():
         expected = F.cross_entropy(z, targets.flatten(), label_smoothing=smoothing)
         assert_same(loss, expected, what="loss")
         gradient, expected_gradient = (
-            torch.autograd.grad(y, m.model.embed.weight, retain_graph=True)[0] for y in (loss, expected)
+            torch.autograd.grad(y, m.model.embed.weight, retain_graph=True)[0]
+            for y in (loss, expected)
         )
         assert_same(gradient, expected_gradient, what="gradient", factor=4)
     assert (
         abs(
-            F.cross_entropy(z, targets.flatten()) - F.cross_entropy(z, targets.flatten(), label_smoothing=0.1)
+            F.cross_entropy(z, targets.flatten())
+            - F.cross_entropy(z, targets.flatten(), label_smoothing=0.1)
         )
         > 1e-3
     )
@@ -130,7 +140,9 @@ def test_forgetting_multiplies_every_decay_rate():
         decay_rates(torch.empty(1000), torch.Generator().manual_seed(0), factor=factor).exp()
         for factor in (1.0, 1 / 16)
     ]
-    assert torch.allclose(draws[0], (16 * draws[1]).clamp(min=1e-4), atol=2e-3) and draws[0].max() > 15
+    assert (
+        torch.allclose(draws[0], (16 * draws[1]).clamp(min=1e-4), atol=2e-3) and draws[0].max() > 15
+    )
 
 
 @pytest.mark.parametrize("name", ["token-conv", "lm"])  # which have every module between them
@@ -149,7 +161,9 @@ def test_deep_delta_compiles_into_one_graph_with_the_same_gradients(name: str):
     plain = gradients(m.loss)
     compiled = gradients(torch.compile(m.loss, fullgraph=True, backend="aot_eager"))
     torch._dynamo.reset()
-    for p, (found, expected) in zip(m.named_parameters(), zip(compiled, plain, strict=True), strict=True):
+    for p, (found, expected) in zip(
+        m.named_parameters(), zip(compiled, plain, strict=True), strict=True
+    ):
         assert_same(found.float(), expected.float(), what=p[0], factor=16)
 
 

@@ -27,7 +27,9 @@ every_model = pytest.mark.parametrize("name", MODELS)
 
 def places(lengths: tuple[list[int], ...] = LENGTHS) -> Tensor:
     """Returns the position_ids of rows with documents of these lengths."""
-    return torch.stack([torch.cat([torch.arange(n, dtype=torch.int32) for n in row]) for row in lengths])
+    return torch.stack(
+        [torch.cat([torch.arange(n, dtype=torch.int32) for n in row]) for row in lengths]
+    )
 
 
 def gradients(m: DeltaForCausalLM) -> dict[str, Tensor]:
@@ -74,7 +76,9 @@ def test_no_gradient_passes_from_a_document_to_the_one_before(name):
     m = model(**MODELS[name])
     passed = leak(m, places(([33, 7],)))
     assert bool((passed[:33] == 0).all()) and bool((passed[33:] > 0).all())
-    assert bool((leak(m, None)[:33] > 0).all()), "without position_ids every token before has an influence"
+    assert bool((leak(m, None)[:33] > 0).all()), (
+        "without position_ids every token before has an influence"
+    )
 
 
 @pytest.mark.parametrize("backend", ["chunked", "triton", "nki-simulator"])
@@ -92,5 +96,7 @@ def test_every_backend_forgets_all_at_a_document_whatever_its_rates(backend):
 
 
 def test_contradictory_bounds_are_refused():
-    with pytest.raises(ValueError, match=r"give each token its place in its own document, and no cache"):
+    with pytest.raises(
+        ValueError, match=r"give each token its place in its own document, and no cache"
+    ):
         model().loss(tokens(2, 40), tokens(2, 40), places()[:1])

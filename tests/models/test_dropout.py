@@ -17,7 +17,13 @@ def random_noise(rows: int, tokens: int = T, seed: int = 0) -> Tensor:
 
 def make_model(**changes: object) -> DeltaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "base_width": 32, "num_hidden_layers": 2, "num_heads": 2}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "base_width": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 2,
+    }
     model = DeltaForCausalLM(DeltaConfig(**sizes, intermediate_multiple=16, dropout=0.3, **changes))
     return model.double().train()
 
@@ -47,8 +53,12 @@ def test_entries_are_dropped_with_the_probability_and_the_mean_stays(p):
     [
         pytest.param(lambda noise: (draw(noise, D, 1), draw(noise, D, 2)), id="sites"),
         pytest.param(lambda noise: (draw(noise, D, 1), draw(noise.roll(1, 0), D, 1)), id="samples"),
-        pytest.param(lambda noise: (draw(noise, D, 1)[..., :-1], draw(noise, D, 1)[..., 1:]), id="channels"),
-        pytest.param(lambda noise: (draw(noise, D, 1), draw(noise ^ 1, D, 1)), id="numbers of one bit apart"),
+        pytest.param(
+            lambda noise: (draw(noise, D, 1)[..., :-1], draw(noise, D, 1)[..., 1:]), id="channels"
+        ),
+        pytest.param(
+            lambda noise: (draw(noise, D, 1), draw(noise ^ 1, D, 1)), id="numbers of one bit apart"
+        ),
     ],
 )
 def test_masks_of_two_places_are_independent(apart):
@@ -66,7 +76,9 @@ def test_a_batch_with_dropout_has_the_mean_gradient_of_its_sequences(residual):
     for expected, *terms in zip(whole, *parts, strict=True):
         torch.testing.assert_close(sum(terms) / 4, expected, rtol=1e-9, atol=1e-12)
     others = loss_and_gradients(model, ids, noise.roll(1, 0))
-    assert abs(others[0] - whole[0]) > 1e-6, "the masks have no effect, so that the comparison shows nothing"
+    assert abs(others[0] - whole[0]) > 1e-6, (
+        "the masks have no effect, so that the comparison shows nothing"
+    )
 
 
 def test_gradient_checkpointing_draws_the_same_masks_again():

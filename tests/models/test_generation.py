@@ -56,10 +56,15 @@ def test_a_left_padded_batch_generates_what_its_rows_do_alone(variant: str):
 
 @variants
 def test_beam_search_reorders_the_cache(variant: str):
-    m, ids, options = model(**VARIANTS[variant]), tokens(2, 5), {"num_beams": 4, "num_return_sequences": 2}
+    m, ids, options = (
+        model(**VARIANTS[variant]),
+        tokens(2, 5),
+        {"num_beams": 4, "num_return_sequences": 2},
+    )
     mask = torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])
     cached, uncached = (
-        m.generate(ids, attention_mask=mask, **GREEDY, **options, use_cache=use) for use in (True, False)
+        m.generate(ids, attention_mask=mask, **GREEDY, **options, use_cache=use)
+        for use in (True, False)
     )
     assert torch.equal(cached, uncached)
     assert not torch.equal(cached[: len(ids)], m.generate(ids, attention_mask=mask, **GREEDY)), (
@@ -85,8 +90,12 @@ def test_a_conversation_continues_from_its_cache(variant: str):
     more = torch.cat([first.sequences, tokens(1, 3, seed=9)], dim=1)
     cache = copy.deepcopy(first.past_key_values)
     assert cache.get_seq_length() == 16  # the last token was drawn but not read
-    assert torch.equal(m.generate(more, past_key_values=cache, **GREEDY), greedy_by_hand(m, more, 12))
-    assert first.past_key_values.get_seq_length() == 16, "generation changed the original of a copied cache"
+    assert torch.equal(
+        m.generate(more, past_key_values=cache, **GREEDY), greedy_by_hand(m, more, 12)
+    )
+    assert first.past_key_values.get_seq_length() == 16, (
+        "generation changed the original of a copied cache"
+    )
 
 
 def test_embeddings_as_prompt_generate_what_their_ids_do():
@@ -145,7 +154,9 @@ class TestCache:
             DeltaCache(2).crop(-1)
         with pytest.raises(ValueError, match="two names of one argument: give one of them"):
             model()(tokens(1, 2), past_key_values=DeltaCache(3), cache=DeltaCache(3))
-        with pytest.raises(ValueError, match="past_key_values is a DynamicCache; pass a DeltaCache"):
+        with pytest.raises(
+            ValueError, match="past_key_values is a DynamicCache; pass a DeltaCache"
+        ):
             model()(tokens(1, 2), past_key_values=DynamicCache())
 
     @pytest.mark.parametrize("name", ["cache", "cache_params"])
@@ -155,14 +166,18 @@ class TestCache:
         ids = tokens(3, 2, seed=5)
         with torch.no_grad():
             expected = m(ids, past_key_values=copy.deepcopy(cache), use_cache=True).logits
-            assert torch.equal(m(ids, **{name: copy.deepcopy(cache)}, use_cache=True).logits, expected)
+            assert torch.equal(
+                m(ids, **{name: copy.deepcopy(cache)}, use_cache=True).logits, expected
+            )
             backbone = DeltaModel(m.config).to(torch.float64).eval()
             labels = config(num_labels=3, pad_token_id=0, **VARIANTS["hybrid"])
             classifier = DeltaForSequenceClassification(labels).to(torch.float64).eval()
             for other in (backbone, classifier):
                 moved = copy.deepcopy(cache)
                 other(ids, **{name: moved}, use_cache=True)
-                assert moved.get_seq_length() == 11, f"{type(other).__name__} left the cache as it was"
+                assert moved.get_seq_length() == 11, (
+                    f"{type(other).__name__} left the cache as it was"
+                )
 
     def test_the_cache_says_that_it_knows_its_length(self):
         """From 5.24 on, generate() reads all tokens again if all layers of a cache call themselves linear."""

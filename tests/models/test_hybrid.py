@@ -26,7 +26,8 @@ def by_the_formula(layer: Attention, x: Tensor) -> Tensor:
     """Returns y [T, d], with pairs as complex numbers that only the distance of query and key rotates."""
     T, D = x.shape[0], layer.D
     q, k, v = (
-        (x @ p.weight.T).unflatten(1, (-1, D)).unbind(1) for p in (layer.q_proj, layer.k_proj, layer.v_proj)
+        (x @ p.weight.T).unflatten(1, (-1, D)).unbind(1)
+        for p in (layer.q_proj, layer.k_proj, layer.v_proj)
     )
     wavelengths = layer.theta ** -(torch.arange(D // 2, dtype=x.dtype) * 2 / D)
     heads = []
@@ -66,7 +67,10 @@ def test_positions_off_by_one_change_attention():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"parametrization": "mup"}, 12**-0.5 * 2**-0.5),  # 1 / D at m = 1 times a constant, D = 12 at m = 2
+        (
+            {"parametrization": "mup"},
+            12**-0.5 * 2**-0.5,
+        ),  # 1 / D at m = 1 times a constant, D = 12 at m = 2
         ({"parametrization": "mup_original"}, 12**-0.5 * 2**-0.5),
         ({"parametrization": "sp"}, 12**-0.5),
         ({"parametrization": "mup", "base_width": 32}, 12**-0.5),

@@ -16,7 +16,16 @@ from delta_trn.models import DeltaConfig, DeltaForCausalLM
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.kimi_delta_attention import KimiDeltaAttention
 from delta_trn.models.sequence import places_in_sequences
-from tests.support.tiny_models import VARIANTS, VOCABULARY, assert_same, config, model, packed, rows, tokens
+from tests.support.tiny_models import (
+    VARIANTS,
+    VOCABULARY,
+    assert_same,
+    config,
+    model,
+    packed,
+    rows,
+    tokens,
+)
 
 variants = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -26,7 +35,9 @@ class TestLayer:
     def by_its_equations(layer: GatedDeltaNet, x: Tensor) -> Tensor:
         """Returns y [1, T, d] of x [1, T, d] by the docstring's equations; the judge computes the rule."""
         T, W = x.shape[1], layer.conv.weight.shape[1]
-        qkv = torch.cat([x @ p.weight.T for p in (layer.q_proj, layer.k_proj, layer.v_proj)], dim=-1).mT
+        qkv = torch.cat(
+            [x @ p.weight.T for p in (layer.q_proj, layer.k_proj, layer.v_proj)], dim=-1
+        ).mT
         taps = layer.conv.weight[:, None]
         qkv = F.silu(F.conv1d(qkv, taps, padding=W - 1, groups=len(taps))[..., :T]).mT
         sizes = (layer.K, layer.K, layer.V)
@@ -43,7 +54,14 @@ class TestLayer:
             g = -layer.A_log.exp() * F.softplus(x @ layer.a_proj.weight.T + layer.dt_bias)
             gate = F.silu(x @ layer.g_proj.weight.T)
         o, _ = rule(
-            q, k, v, g, beta, scale=math.sqrt(layer.K), use_qk_l2norm_in_kernel=True, backend="recurrent"
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale=math.sqrt(layer.K),
+            use_qk_l2norm_in_kernel=True,
+            backend="recurrent",
         )
         gate = gate.unflatten(-1, (-1, layer.V))
         normalized = o / torch.sqrt(o.square().mean(-1, keepdim=True) + 1e-6) * layer.o_norm.weight
@@ -79,7 +97,9 @@ class TestInfluenceOfTokens:
 
     @variants
     @pytest.mark.parametrize("lengths", [[1, 2, 3, 0, 4], [65, 1, 0, 0, 7]], ids=str)
-    def test_packed_sequences_have_the_logits_of_separate_ones(self, variant: str, lengths: list[int]):
+    def test_packed_sequences_have_the_logits_of_separate_ones(
+        self, variant: str, lengths: list[int]
+    ):
         m = model(**VARIANTS[variant])
         cu_seqlens, places = packed(lengths)
         ids = tokens(1, sum(lengths))
@@ -163,7 +183,10 @@ class TestPadding:
         with torch.no_grad():
             for first, last in ((0, 8), (8, 16), (16, 17), (17, 25)):
                 output = m(
-                    ids[:, first:last], attention_mask=masks[:, :last], past_key_values=cache, use_cache=True
+                    ids[:, first:last],
+                    attention_mask=masks[:, :last],
+                    past_key_values=cache,
+                    use_cache=True,
                 )
                 cache = output.past_key_values
                 parts.append(output.logits)
@@ -252,13 +275,19 @@ class TestBadConfigurations:
             ({"intermediate_size": -1}, r"intermediate_size=-1: expected at least 1"),
             ({"rms_norm_eps": 0.0}, r"rms_norm_eps=0.0: expected more than 0"),
             ({"expand_v": float("nan")}, r"expand_v=nan: expected a finite number"),
-            ({"attention_layers": [3]}, r"attention_layers=\[3\] must be different layers of 0 to 2"),
+            (
+                {"attention_layers": [3]},
+                r"attention_layers=\[3\] must be different layers of 0 to 2",
+            ),
             ({"attention_layers": [1, 1]}, r"must be different layers"),
             (
                 {"attention_layers": [0], "head_dim_k": 3, "expand_v": 1},
                 r"V=3 must be even in attention_layers",
             ),
-            ({"parametrization": "mu"}, r"parametrization=mu: expected 'sp', 'mup_original', 'mup'"),
+            (
+                {"parametrization": "mu"},
+                r"parametrization=mu: expected 'sp', 'mup_original', 'mup'",
+            ),
             ({"readout": "k"}, r"readout=k: expected 'sqrt_k' or 'none'"),
             ({"value_skip": 1.0}, r"value_skip=1.0 is a setting of an earlier version"),
             ({"init": "authors"}, r"init='authors' is a setting of an earlier version"),
@@ -269,16 +298,22 @@ class TestBadConfigurations:
         ],
         ids=lambda x: str(x) if isinstance(x, dict) else "",
     )
-    def test_a_wrong_setting_is_refused_with_what_was_expected(self, changes: dict[str, Any], message: str):
+    def test_a_wrong_setting_is_refused_with_what_was_expected(
+        self, changes: dict[str, Any], message: str
+    ):
         with pytest.raises(ValueError, match=message):
             config(**changes)
 
     def test_arguments_of_transformers_are_accepted(self):
-        c = DeltaConfig.from_dict({**config().to_dict(), "torch_dtype": "float32", "_name_or_path": "x"})
+        c = DeltaConfig.from_dict(
+            {**config().to_dict(), "torch_dtype": "float32", "_name_or_path": "x"}
+        )
         assert c.hidden_size == 32
 
     def test_settings_of_an_earlier_version_that_asked_for_nothing_are_dropped(self):
-        old = DeltaConfig.from_dict({**config().to_dict(), "init": "delta_trn", "output_norm_eps": None})
+        old = DeltaConfig.from_dict(
+            {**config().to_dict(), "init": "delta_trn", "output_norm_eps": None}
+        )
         assert old.to_dict() == config().to_dict()
 
 
@@ -287,18 +322,25 @@ class TestBadCalls:
         ("arguments", "message"),
         [
             ({}, "give either input_ids or inputs_embeds, and not both"),
-            ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \(2, 4\), expected \(2, 5\)"),
+            (
+                {"attention_mask": torch.ones(2, 4)},
+                r"attention_mask is \(2, 4\), expected \(2, 5\)",
+            ),
             ({"cu_seqlens": torch.tensor([0, 10])}, "packs sequences into one row, not into B=2"),
             ({"past_key_values": ((1, 2),)}, "past_key_values is a tuple; pass a DeltaCache"),
         ],
         ids=["nothing", "mask", "packed rows", "cache"],
     )
-    def test_contradictory_arguments_of_forward_are_refused(self, arguments: dict[str, Any], message: str):
+    def test_contradictory_arguments_of_forward_are_refused(
+        self, arguments: dict[str, Any], message: str
+    ):
         ids = tokens(2, 5) if arguments else None
         with pytest.raises(ValueError, match=message):
             model()(ids, **arguments)
 
-    @pytest.mark.parametrize("others", [{"use_cache": True}, {"attention_mask": torch.ones(1, 5)}], ids=str)
+    @pytest.mark.parametrize(
+        "others", [{"use_cache": True}, {"attention_mask": torch.ones(1, 5)}], ids=str
+    )
     def test_packed_sequences_with_a_cache_or_a_mask_are_refused(self, others: dict[str, Any]):
         with pytest.raises(ValueError, match=r"cu_seqlens packs whole sequences: leave out"):
             model()(tokens(1, 5), cu_seqlens=torch.tensor([0, 5]), **others)
@@ -306,7 +348,9 @@ class TestBadCalls:
             model()(tokens(1, 5), cu_seqlens=torch.tensor([0, 5]).int())
 
     def test_targets_of_another_shape_are_refused(self):
-        with pytest.raises(ValueError, match=r"targets \(2, 4\) must have the shape of input_ids \(2, 5\)"):
+        with pytest.raises(
+            ValueError, match=r"targets \(2, 4\) must have the shape of input_ids \(2, 5\)"
+        ):
             model().loss(tokens(2, 5), tokens(2, 4))
 
     def test_a_cache_with_gradient_checkpointing_is_refused(self):

@@ -71,7 +71,10 @@ def test_a_map_that_is_watched_is_called(watch):
 
 def test_a_block_maps_rows_unless_it_is_watched():
     model = tiny_models.model()
-    block, x = model.model.blocks[0], torch.randn(3, 5, model.config.hidden_size, dtype=torch.float64)
+    block, x = (
+        model.model.blocks[0],
+        torch.randn(3, 5, model.config.hidden_size, dtype=torch.float64),
+    )
     whole, rows = (block(y, tiny_models.rows(5)) for y in (x, x.flatten(0, 1)))
     torch.testing.assert_close(rows.view_as(whole), whole)
     assert block.takes_rows()

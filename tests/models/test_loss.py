@@ -30,7 +30,10 @@ class TestLoss:
         expected = F.cross_entropy(m(inputs).logits.flatten(0, 1), targets.flatten())
         assert_same(loss, expected)
         for (name, _), a, b in zip(
-            m.named_parameters(), gradients, torch.autograd.grad(expected, list(m.parameters())), strict=True
+            m.named_parameters(),
+            gradients,
+            torch.autograd.grad(expected, list(m.parameters())),
+            strict=True,
         ):
             assert_same(a, b, what=name, factor=10)
 
@@ -49,10 +52,14 @@ class TestLoss:
         generator = torch.Generator().manual_seed(0)
         logits = (5 * torch.randn(7, 50, generator=generator)).to(dtype)
         target = torch.randint(0, 50, (7, 1), generator=generator)
-        keep = torch.tensor([1, 0, 1, 1, 1, 0, 1], dtype=torch.promote_types(dtype, torch.float32))[:, None]
+        keep = torch.tensor([1, 0, 1, 1, 1, 0, 1], dtype=torch.promote_types(dtype, torch.float32))[
+            :, None
+        ]
         expected = pytorch._softmax_(logits, target, keep, True)
         torch.testing.assert_close(compare_softmax_(logits, target, keep, True), expected)
-        assert not torch.allclose(compare_softmax_(logits, (target + 1) % 50, keep, True)[1], expected[1])
+        assert not torch.allclose(
+            compare_softmax_(logits, (target + 1) % 50, keep, True)[1], expected[1]
+        )
 
     @pytest.mark.parametrize("vocabulary", [50304, 300, 2**29])
     def test_logits_on_neuron_are_whole_tiles_of_tokens(self, vocabulary: int):
@@ -71,7 +78,8 @@ class TestLoss:
         m, ids = model(), tokens(1, 21)
         cu_seqlens, places = packed([1, 7, 0, 13])
         separate = [
-            m(ids[:, p], labels=ids[:, p]).loss * (p.stop - p.start - 1) for p in (places[1], places[3])
+            m(ids[:, p], labels=ids[:, p]).loss * (p.stop - p.start - 1)
+            for p in (places[1], places[3])
         ]
         assert_same(m(ids, labels=ids, cu_seqlens=cu_seqlens).loss, sum(separate) / 18)
 
@@ -122,7 +130,9 @@ class TestPrecision:
         for block in m.model.blocks:
             block.mixer.scan = watch
         norms = []
-        m.model.norm.register_forward_hook(lambda _, args, y: norms.append((args[0].dtype, y.dtype)))
+        m.model.norm.register_forward_hook(
+            lambda _, args, y: norms.append((args[0].dtype, y.dtype))
+        )
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = m.loss(ids, ids)
         loss.backward()

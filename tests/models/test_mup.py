@@ -26,7 +26,9 @@ def meta_model(width: int, **changes: Any) -> DeltaForCausalLM:
         return DeltaForCausalLM(config(**sizes, **changes))
 
 
-def rows(m: DeltaForCausalLM, optimizer: str = "adamw", **changes: Any) -> dict[str, ScaledParameter]:
+def rows(
+    m: DeltaForCausalLM, optimizer: str = "adamw", **changes: Any
+) -> dict[str, ScaledParameter]:
     options = {"lr": 1.0, "weight_decay": 0.1, **changes}
     return {row.name: row for row in scaled_parameters(m, optimizer=optimizer, **options)}
 
@@ -92,14 +94,17 @@ def test_every_class_of_parameters_has_the_factors_of_its_paper(name: str, n: in
 
 
 @pytest.mark.parametrize(("width", "ratio"), [(768, 2048 / 768), (1536, 4096 / 768)])
-def test_the_output_of_an_mlp_is_scaled_by_its_own_inputs_which_are_rounded_up(width: int, ratio: float):
+def test_the_output_of_an_mlp_is_scaled_by_its_own_inputs_which_are_rounded_up(
+    width: int, ratio: float
+):
     """int(8 d / 3) is rounded up to 256s, so that at d = 256, 768 inputs, it is 4/3 of what d says."""
 
     def down(**changes: Any) -> dict[str, ScaledParameter]:
         options = {"base_width": 256, "num_hidden_layers": 1, **changes}
         with torch.device("meta"):
             scaled = {
-                o: rows(DeltaForCausalLM(DeltaConfig(hidden_size=width, **options)), o) for o in OPTIMIZERS
+                o: rows(DeltaForCausalLM(DeltaConfig(hidden_size=width, **options)), o)
+                for o in OPTIMIZERS
             }
         return {o: table["model.blocks.0.mlp.down_proj.weight"] for o, table in scaled.items()}
 
@@ -119,7 +124,10 @@ class TestDepth:
     def test_sublayers_add_their_outputs_times_base_layers_over_layers(self):
         ids = tokens(2, 9)
         plain = model(num_hidden_layers=4)
-        same, shared = model(num_hidden_layers=4, base_layers=4), model(num_hidden_layers=4, base_layers=2)
+        same, shared = (
+            model(num_hidden_layers=4, base_layers=4),
+            model(num_hidden_layers=4, base_layers=2),
+        )
         assert torch.equal(plain(ids).logits, same(ids).logits)
         with torch.no_grad():
             for block in plain.model.blocks:
@@ -131,10 +139,14 @@ class TestDepth:
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
     def test_rates_in_blocks_follow_completep(self, optimizer: str):
         """arXiv:2505.01618, alpha = 1: Adam's epsilon falls as 1 / layers, rates stay. SGD's grow."""
-        four, plain = (rows(meta_model(64, num_hidden_layers=4, base_layers=n), optimizer) for n in (2, None))
+        four, plain = (
+            rows(meta_model(64, num_hidden_layers=4, base_layers=n), optimizer) for n in (2, None)
+        )
         for name, row in four.items():
             depth = 2 if name.startswith("model.blocks.") else 1
-            assert row.epsilon == plain[name].epsilon / depth and row.init_std == plain[name].init_std
+            assert (
+                row.epsilon == plain[name].epsilon / depth and row.init_std == plain[name].init_std
+            )
             assert row.lr == plain[name].lr * (depth if optimizer == "sgd" else 1)
 
     def test_gradients_in_blocks_are_of_one_size_at_every_depth_in_the_norm_that_is_clipped(self):
@@ -186,7 +198,9 @@ def test_independent_weight_decay_is_the_same_at_every_width(optimizer: str, nam
     assert per_step[1] == pytest.approx(per_step[0])
     assert per_step[2] == pytest.approx(per_step[0])
     coupled = rows(meta_model(256, parametrization="mup"))["model.blocks.0.mlp.up_proj.weight"]
-    assert coupled.lr * coupled.weight_decay == pytest.approx(0.1 / 4), "the default depends on the width"
+    assert coupled.lr * coupled.weight_decay == pytest.approx(0.1 / 4), (
+        "the default depends on the width"
+    )
 
 
 class TestInitialValues:
@@ -219,7 +233,11 @@ class TestInitialValues:
             {"conv_size": 2},
         ):
             other = dict(model(**changes).named_parameters())
-            shared = [n for n in plain if n in other and plain[n].shape == other[n].shape and "attn" not in n]
+            shared = [
+                n
+                for n in plain
+                if n in other and plain[n].shape == other[n].shape and "attn" not in n
+            ]
             assert len(shared) > 20
             for name in shared:
                 if changes.get("attention_layers") and name.startswith("model.blocks.0.mixer."):
@@ -235,7 +253,9 @@ class TestInitialValues:
         m.to_empty(device="cpu").tie_weights()
         m.initialize_weights()
         assert len(rows(copy.deepcopy(m).to(torch.bfloat16))) == len(list(m.parameters()))
-        assert all(torch.equal(a, b) for a, b in zip(m.parameters(), expected.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(m.parameters(), expected.parameters(), strict=True)
+        )
 
 
 class TestTable:

@@ -80,13 +80,17 @@ def test_the_epsilon_of_the_output_norm_is_negligible_at_every_width(width: int)
     layer, squares = m.model.blocks[0].mixer, []
     layer.o_norm.register_forward_pre_hook(lambda _, args: squares.append(args[0].square().mean()))
     with torch.no_grad():
-        layer(torch.randn(4, 64, width, generator=torch.Generator().manual_seed(1)), sequence_rows(64))
+        layer(
+            torch.randn(4, 64, width, generator=torch.Generator().manual_seed(1)), sequence_rows(64)
+        )
     assert float(squares[0]) > 1e3 * m.config.rms_norm_eps
 
 
 @pytest.mark.parametrize("parametrization", [name for name in TABLES if name != "sp"])
 @optimizers
-def test_training_at_base_width_alone_is_standard_to_the_last_bit(parametrization: str, optimizer: str):
+def test_training_at_base_width_alone_is_standard_to_the_last_bit(
+    parametrization: str, optimizer: str
+):
     for m in (1, 2):
         weights = []
         for name in (parametrization, "sp"):

@@ -36,7 +36,10 @@ def tensors(dtype):
 
 def test_an_update_of_nearly_nothing_keeps_its_digits():
     """The stream holds nearly v along k, so that v - p cancels."""
-    case, outcome = inputs(BY_NAME["residual_project"], torch.float32), OPERATIONS["delta_residual"].outcome
+    case, outcome = (
+        inputs(BY_NAME["residual_project"], torch.float32),
+        OPERATIONS["delta_residual"].outcome,
+    )
     x, k = case.tensors["x"], case.tensors["k"]
     y = k / k.norm(dim=-1, keepdim=True)
     case.tensors["v"] = torch.einsum("md,mdv->mv", y, x) + 1e-3 * case.tensors["v"]
@@ -51,7 +54,12 @@ def test_only_dk_passes_the_tensor_engine():
         run(delta_residual_bwd, dout, x, k, v, beta, 1e-3, numerics=numerics)
         for numerics in (EXACT, ROUNDED_PRODUCTS)
     )
-    assert [torch.equal(a, b) for a, b in zip(exact, rounded, strict=True)] == [True, False, True, True]
+    assert [torch.equal(a, b) for a, b in zip(exact, rounded, strict=True)] == [
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("beta_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -107,5 +115,7 @@ def test_keys_with_norms_far_above_the_range_of_rsqrt_are_normalized(norm):
 
 def test_keys_whose_norm_no_scale_brings_into_the_range_of_rsqrt_are_refused():
     x, k, v, beta, _ = tensors(torch.float32)
-    with pytest.raises(BackendRefusal, match=r"rows of k with norms up to 4.6e\+18, .*: scale k down"):
+    with pytest.raises(
+        BackendRefusal, match=r"rows of k with norms up to 4.6e\+18, .*: scale k down"
+    ):
         delta_residual(x, 1e20 * k, v, beta, k_eps=1e-5, backend="nki-simulator")

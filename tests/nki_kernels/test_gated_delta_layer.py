@@ -42,7 +42,9 @@ ALWAYS_REFUSED = ("mixer_k136", "mixer_taps", "mixer_one_key")
 def pairs():
     """Returns cases, dtypes and releases; by default each dtype runs by the rules of one release."""
     return [
-        pytest.param(case, *pair, id=f"{case.name}-{pair[0]}-{pair[1]}", marks=[pytest.mark.slow] * slow)
+        pytest.param(
+            case, *pair, id=f"{case.name}-{pair[0]}-{pair[1]}", marks=[pytest.mark.slow] * slow
+        )
         for case in CASES
         for i, pair in enumerate(RELEASES)
         for slow in [i > 1 or case.name not in (*QUICK, *ALWAYS_REFUSED)]
@@ -53,7 +55,9 @@ def pairs():
 def test_the_layer_agrees_with_the_judge(case, dtype, release, monkeypatch):
     monkeypatch.setenv("DELTA_TRN_NKI", release)
     if case.name in (*ALWAYS_REFUSED, *REFUSED[dtype]):
-        with pytest.raises(BackendRefusal, match=r"nki-simulator +([KVW]=\d+ is|5 value heads per key head)"):
+        with pytest.raises(
+            BackendRefusal, match=r"nki-simulator +([KVW]=\d+ is|5 value heads per key head)"
+        ):
             mixer_cases.verdicts(case, dtype, "nki-simulator")
     else:
         assert_passed(mixer_cases.verdicts(case, dtype, "nki-simulator"))
@@ -108,7 +112,10 @@ def test_one_call_takes_all_sequences_and_no_tensor_twice(monkeypatch):
 
 def test_check_mode_refuses_the_layer_so_that_each_part_is_looked_at():
     x = arguments(BY_NAME["mixer_ragged"], torch.bfloat16)
-    with checking(), pytest.raises(BackendRefusal, match="check mode looks at what each of the three parts"):
+    with (
+        checking(),
+        pytest.raises(BackendRefusal, match="check mode looks at what each of the three parts"),
+    ):
         gated_delta_layer(**x, backend="nki-simulator")
 
 
@@ -199,7 +206,9 @@ def test_gradients_keep_their_digits_where_the_slope_of_silu_is_near_0():
     assert (rounded / exact - 1).abs().median() > 2**-2
 
 
-@pytest.mark.parametrize(("HV", "T", "at_once"), [(6, 1024, True), (6, 1025, False), (5, 1025, True)])
+@pytest.mark.parametrize(
+    ("HV", "T", "at_once"), [(6, 1024, True), (6, 1025, False), (5, 1025, True)]
+)
 def test_long_sequences_take_one_kernel_only_with_few_value_heads(HV, T, at_once):
     """The limits are the sizes of `test_the_largest_layers_fit_sbuf`."""
     x = torch.zeros(1, T, HV * 512, dtype=torch.bfloat16)
@@ -208,7 +217,9 @@ def test_long_sequences_take_one_kernel_only_with_few_value_heads(HV, T, at_once
     assert (found is not None) is at_once
 
 
-@pytest.mark.parametrize(("T", "HV", "most"), [(1024, 3, 6), (1025, 1, 5), (1025, 3, 3), (1025, 5, 5)])
+@pytest.mark.parametrize(
+    ("T", "HV", "most"), [(1024, 3, 6), (1025, 1, 5), (1025, 3, 3), (1025, 5, 5)]
+)
 def test_long_waves_are_narrow(T, HV, most):
     how = plan.choose_layer(8, T, HV, HV, 128, 256, 8)
     waves = plan.list_waves(8, HV, HV, how.width, how.lanes)
@@ -236,7 +247,9 @@ def test_long_waves_are_narrow(T, HV, most):
 def test_the_largest_layers_fit_sbuf(dtype, B, T, H, HV, K, V, packed):
     """A twentieth stays free, since compilers overlap work."""
     for backward in (False, True):
-        assert measure_sbuf(dtype, B, T, H, HV, K, V, packed, backward=backward) <= 0.95 * 176 * 1024
+        assert (
+            measure_sbuf(dtype, B, T, H, HV, K, V, packed, backward=backward) <= 0.95 * 176 * 1024
+        )
 
 
 @pytest.mark.slow

@@ -32,7 +32,14 @@ BACKWARD = gated_delta_rule_bwd.gated_delta_rule_bwd
 # the largest of each plan, with bundles full, and the smallest
 @pytest.mark.parametrize(
     ("K", "V", "H", "HV"),
-    [(32, 64, 4, 4), (64, 128, 8, 8), (128, 256, 6, 6), (128, 256, 1, 4), (256, 512, 2, 2), (256, 512, 1, 4)],
+    [
+        (32, 64, 4, 4),
+        (64, 128, 8, 8),
+        (128, 256, 6, 6),
+        (128, 256, 1, 4),
+        (256, 512, 2, 2),
+        (256, 512, 1, 4),
+    ],
 )
 def test_every_planned_size_fits_on_chip(K, V, H, HV):
     """The simulator refuses what does not; a twentieth stays free, since compilers overlap work.
@@ -77,9 +84,13 @@ def test_the_final_state_keeps_its_digits_where_keys_are_alike():
     """A tenth of 2e-2, the error of the public kernel; `backends.parity --case alike` prints it, too."""
     x = inputs(BY_NAME["alike"], torch.bfloat16)
     with torch.no_grad():
-        _, state = gated_delta_rule(x.q, x.k, x.v, x.g, x.beta, output_final_state=True, backend=NAME)
+        _, state = gated_delta_rule(
+            x.q, x.k, x.v, x.g, x.beta, output_final_state=True, backend=NAME
+        )
         _, exact = gated_delta_rule(
-            *(y.double() for y in (x.q, x.k, x.v, x.g, x.beta)), output_final_state=True, backend="recurrent"
+            *(y.double() for y in (x.q, x.k, x.v, x.g, x.beta)),
+            output_final_state=True,
+            backend="recurrent",
         )
     assert error(state, exact) <= 2e-3
 
@@ -154,7 +165,8 @@ def test_a_reset_forgets_the_state_exactly_and_has_no_gradient(state, g):
     after = outcome(alone, NAME)
     assert not before["dg"][:, 40].any()
     assert all(
-        torch.equal(before[name][:, 40:], after[name][:, 40:]) for name in ("o", "dq", "dk", "dv", "dg")
+        torch.equal(before[name][:, 40:], after[name][:, 40:])
+        for name in ("o", "dq", "dk", "dv", "dg")
     )
     assert torch.equal(before["final_state"], after["final_state"])
 
@@ -165,7 +177,9 @@ def errors_of_a_fading_state():
     """
     case = replace(BY_NAME["carry"], B=1, T=128, K=32, V=32, H=8)
     x = inputs(case, torch.float32)
-    x = replace(x, v=1e-30 * x.v, g=-0.5 * torch.rand(x.g.shape, generator=torch.Generator().manual_seed(0)))
+    x = replace(
+        x, v=1e-30 * x.v, g=-0.5 * torch.rand(x.g.shape, generator=torch.Generator().manual_seed(0))
+    )
     judged = reference_for(x).verdicts(NAME, outcome(x, NAME), ("final_state", "dh0"))
     return {verdict.tensor: verdict.ratio for verdict in judged}
 
@@ -184,7 +198,9 @@ def test_decays_summed_in_one_part_are_seen(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_tiny_scale_leaves_the_gradient_of_the_final_state_exact(scale, dtype):
     """Over the power of two that keeps the others from underflow, it became infinite, and all else NaN."""
-    case = Case("tiny", 1, 20, 1, 16, 16, "", HV=2, norm="random", scale=scale, state=True, loss=BOTH)
+    case = Case(
+        "tiny", 1, 20, 1, 16, 16, "", HV=2, norm="random", scale=scale, state=True, loss=BOTH
+    )
     assert_passed(verdicts(case, dtype, NAME))
 
 
@@ -199,7 +215,9 @@ def test_a_call_cut_in_time_computes_the_same(cut, parts, monkeypatch):
     groups = nki_adapter.pieces(call.q, call.v, None)
     assert [len(group) for group in groups] == [parts]
     in_parts = outcome(call, NAME)
-    assert all(error(in_parts[name], x) <= floor(terms(case), torch.float32) for name, x in whole.items())
+    assert all(
+        error(in_parts[name], x) <= floor(terms(case), torch.float32) for name, x in whole.items()
+    )
 
 
 def test_states_kept_before_every_chunk_give_the_same_gradients(monkeypatch):
@@ -208,13 +226,16 @@ def test_states_kept_before_every_chunk_give_the_same_gradients(monkeypatch):
     monkeypatch.setattr(plan, "EVERY", 1)
     other = outcome(call, NAME)
     assert all(
-        error(other[name], x) <= floor(terms(call.case), torch.float32) for name, x in every_second.items()
+        error(other[name], x) <= floor(terms(call.case), torch.float32)
+        for name, x in every_second.items()
     )
 
 
 def test_a_stretch_that_the_order_has_no_shares_for_is_refused():
     kernel, arguments = gated_delta_rule_bwd.example(T=130, K=16, V=16, every=3, C=32)
-    with pytest.raises(AssertionError, match="every=3 exceeds the 2 chunks of a stretch that the order has"):
+    with pytest.raises(
+        AssertionError, match="every=3 exceeds the 2 chunks of a stretch that the order has"
+    ):
         record_run(kernel, *arguments, trace=False)
 
 
@@ -267,7 +288,9 @@ def test_the_refusal_of_nki_names_the_packages_it_needs():
 def without_states(case, backend, dtype):
     """o and gradients of packed sequences as a model in training asks for them."""
     call = inputs(replace(case, state=False, loss=("o",)), torch.float32)
-    leaves = [getattr(call, name).to(dtype).requires_grad_() for name in ("q", "k", "v", "g", "beta")]
+    leaves = [
+        getattr(call, name).to(dtype).requires_grad_() for name in ("q", "k", "v", "g", "beta")
+    ]
     norm = case.normalized_inside
     o, state = gated_delta_rule(
         *leaves, cu_seqlens=call.cu_seqlens, use_qk_l2norm_in_kernel=norm, backend=backend
@@ -297,7 +320,9 @@ def test_packed_sequences_without_states_are_one_call(case, monkeypatch):
 def test_packed_sequences_with_states_are_refused_where_lengths_are_on_the_device():
     q, gates = torch.zeros(1, 5, 1, 16, device="meta"), torch.zeros(1, 5, 1, device="meta")
     bounds = torch.zeros(3, dtype=torch.int64, device="meta")
-    with pytest.raises(BackendRefusal, match=r"packed sequences .cu_seqlens. only without states: .*; leave"):
+    with pytest.raises(
+        BackendRefusal, match=r"packed sequences .cu_seqlens. only without states: .*; leave"
+    ):
         call = Rule(q, q, q, gates, gates, cu_seqlens=bounds, output_final_state=True)
         nki_adapter.forward(call, save=False)
 
@@ -321,4 +346,8 @@ def test_tensors_off_the_host_reach_the_kernel_dense_and_unconverted():
     x = torch.ones(3, 4, device="meta").T
     assert len(nki_adapter.run(kernel, x, None, None, 0.5, True)) == 2
     assert seen[0].device.type == "meta" and seen[0].is_contiguous() and seen[0].shape == (4, 3)
-    assert seen[1].shape == seen[2].shape == (1,) and seen[1] is not seen[2] and seen[3:] == [0.5, True]
+    assert (
+        seen[1].shape == seen[2].shape == (1,)
+        and seen[1] is not seen[2]
+        and seen[3:] == [0.5, True]
+    )

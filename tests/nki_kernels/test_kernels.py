@@ -88,7 +88,9 @@ def test_every_release_takes_the_kernel(kernel, arguments, monkeypatch):
     made, indexed = watch(monkeypatch)
     run = record_run(kernel, *arguments, check_source=False)
     outputs = run.outputs if isinstance(run.outputs, tuple) else (run.outputs,)
-    assert all(any(x is y for y in outputs) for x in made), "HBM that is no output (aws-neuron-sdk 1311)"
+    assert all(any(x is y for y in outputs) for x in made), (
+        "HBM that is no output (aws-neuron-sdk 1311)"
+    )
     assert not indexed, f"copies to or from {indexed} with an integer index (aws-neuron-sdk 1281)"
     rows = re.findall(r"^\| `(\w+ \w+=\w+)` \| (.*) \|$", DOCS.read_text(), re.MULTILINE)
     listed = {form for form, kernels in rows if kernel.__name__ in kernels.split(", ")}
@@ -107,7 +109,9 @@ def watch(monkeypatch):
 
     def taken(self, key):
         view = getitem(self, key)
-        if self.on_chip and any(isinstance(k, int) for k in (key if isinstance(key, tuple) else (key,))):
+        if self.on_chip and any(
+            isinstance(k, int) for k in (key if isinstance(key, tuple) else (key,))
+        ):
             views.append(view)
         return view
 
@@ -166,7 +170,11 @@ TRAFFIC = {
     "convolution's gradients": (short_convolution.example(T=1000, C=96, backward=1), 0, 0),
     "residual": (delta_residual.example(M=128, D=1024, DV=4), 0, 0),
     "residual's gradients": (delta_residual.example(M=128, D=1024, DV=4, backward=1), 0, 0),
-    "cross-entropy, whose weight is read twice": (cross_entropy.example(N=256, d=64, V=1200), 153_600, 0),
+    "cross-entropy, whose weight is read twice": (
+        cross_entropy.example(N=256, d=64, V=1200),
+        153_600,
+        0,
+    ),
     # a key row goes to each of its value heads
     "step": (gated_delta_rule_step.example(B=1, H=2, HV=6, K=96, V=192), 0, 0.02),
     "step, K = 256": (gated_delta_rule_step.example(B=1, H=2, HV=6, K=256, V=512), 0, 0.02),

@@ -108,7 +108,9 @@ def test_a_call_cut_in_time_computes_the_same(monkeypatch):
     monkeypatch.setattr(plan, "LANE_CHUNKS", 2)
     assert [len(group) for group in nki_adapter.pieces(x.q, x.v, None)] == [2]
     parts = outcome(x, NAME)
-    assert all(error(parts[name], y) <= floor(terms(x.case), torch.float32) for name, y in whole.items())
+    assert all(
+        error(parts[name], y) <= floor(terms(x.case), torch.float32) for name, y in whole.items()
+    )
 
 
 def test_packed_sequences_without_states_are_one_call(monkeypatch):

@@ -34,7 +34,11 @@ def test_a_convolution_in_two_calls_equals_one():
 
 
 def test_sizes_that_do_not_fit_are_refused():
-    x, weight, position = torch.ones(2, 8, 16), torch.ones(16, 40), torch.zeros(8, dtype=torch.int32)
+    x, weight, position = (
+        torch.ones(2, 8, 16),
+        torch.ones(16, 40),
+        torch.zeros(8, dtype=torch.int32),
+    )
     with pytest.raises(AssertionError, match="W=40 exceeds 32 taps"):
         run(short_convolution_fwd, x, weight, x, False, x, False)
     with pytest.raises(AssertionError, match="W=1 looks back at nothing"):
@@ -58,12 +62,16 @@ def test_an_epsilon_below_the_range_of_rsqrt_is_refused():
 
 @pytest.mark.parametrize("size", [1e16, 1e17])
 def test_rows_with_squares_above_the_range_of_rsqrt_are_normalized(size):
-    assert_passed(verdicts(replace(BY_NAME["gated_norm_tiny"], size=size), torch.float32, "nki-simulator"))
+    assert_passed(
+        verdicts(replace(BY_NAME["gated_norm_tiny"], size=size), torch.float32, "nki-simulator")
+    )
 
 
 def test_rows_that_no_scale_brings_into_the_range_of_rsqrt_are_refused():
     x, weight = torch.full((3, 32), 1e18), torch.ones(32)
-    with pytest.raises(BackendRefusal, match=r"rows of x with norms up to 4.6e\+18, .* here is 5.7e\+18"):
+    with pytest.raises(
+        BackendRefusal, match=r"rows of x with norms up to 4.6e\+18, .* here is 5.7e\+18"
+    ):
         gated_rms_norm_of_layers(x, x, weight, eps=1e-5, backend="nki-simulator")
     assert plan.find_largest_norm(2.0**-86) == 2.0**46
     with pytest.raises(BackendRefusal, match=r"rows of x with norms up to 7e\+13"):
@@ -71,7 +79,9 @@ def test_rows_that_no_scale_brings_into_the_range_of_rsqrt_are_refused():
 
 
 def test_a_convolution_with_one_tap_takes_the_empty_prefix_that_it_has():
-    leaves = [x.requires_grad_() for x in (torch.ones(2, 19, 24), torch.ones(24, 1), torch.ones(2, 0, 24))]
+    leaves = [
+        x.requires_grad_() for x in (torch.ones(2, 19, 24), torch.ones(24, 1), torch.ones(2, 0, 24))
+    ]
     x, weight, prefix = leaves
     results = []
     for backend in ("nki-simulator", "chunked"):
@@ -83,7 +93,9 @@ def test_a_convolution_with_one_tap_takes_the_empty_prefix_that_it_has():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(300, 640, 700), (200, 130, 1200)], ids=str)
-def test_the_cross_entropy_in_several_parts_tiles_and_blocks_agrees_with_the_judge(shape, dtype, monkeypatch):
+def test_the_cross_entropy_in_several_parts_tiles_and_blocks_agrees_with_the_judge(
+    shape, dtype, monkeypatch
+):
     """Ragged in tokens, width and vocabulary; more than 512 channels take blocks of 256 words."""
     monkeypatch.setattr(cross_entropy, "MOST_TOKENS", 160)
     assert_passed(verdicts(replace(BY_NAME["loss_ignored"], shape=shape), dtype, "nki-simulator"))
@@ -93,7 +105,9 @@ def test_the_loss_without_gradients_is_the_loss_with_them():
     generator = torch.Generator().manual_seed(0)
     x, w, targets = normal(generator, 140, 24), normal(generator, 600, 24), torch.arange(140)
     alone = linear_cross_entropy(x, w, targets, backend="nki-simulator")
-    assert torch.equal(alone, linear_cross_entropy(x, w.requires_grad_(), targets, backend="nki-simulator"))
+    assert torch.equal(
+        alone, linear_cross_entropy(x, w.requires_grad_(), targets, backend="nki-simulator")
+    )
 
 
 def test_no_tokens_have_no_loss_and_no_gradient():
@@ -108,5 +122,7 @@ def test_a_readout_that_does_not_fit_is_refused():
     with pytest.raises(AssertionError, match="d=1025 exceeds 1024"):
         run(kernel, *arguments)
     x, w, targets = torch.ones(2, 1025), torch.ones(3, 1025), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(BackendRefusal, match="d=1025 is above 1024: dweight of 256 words fills four banks"):
+    with pytest.raises(
+        BackendRefusal, match="d=1025 is above 1024: dweight of 256 words fills four banks"
+    ):
         linear_cross_entropy(x, w, targets, backend="nki-simulator")

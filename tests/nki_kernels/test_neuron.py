@@ -49,7 +49,9 @@ def neuron(registered, monkeypatch):
     ran = []
     monkeypatch.setitem(sys.modules, "torch_neuronx", registered)
     for adapter in ADAPTERS:
-        monkeypatch.setattr(adapter, "run", lambda kernel, *args: nki_runtime_adapter.launch(kernel, args))
+        monkeypatch.setattr(
+            adapter, "run", lambda kernel, *args: nki_runtime_adapter.launch(kernel, args)
+        )
 
     def call(kernel, args):
         ran.append(kernel.__name__)
@@ -111,10 +113,14 @@ def test_a_launcher_takes_and_hands_on_what_its_kernel_takes(entry, monkeypatch)
 def test_the_refusal_on_neuron_tensors_names_the_missing_packages(monkeypatch):
     call = Call("gated_delta_rule", "neuron", torch.float32)
     monkeypatch.setitem(sys.modules, "torch_neuronx", ModuleType("torch_neuronx"))
-    with pytest.raises(BackendRefusal, match=r"needs torch_neuronx 2\.14 .*: this one has no nki_op"):
+    with pytest.raises(
+        BackendRefusal, match=r"needs torch_neuronx 2\.14 .*: this one has no nki_op"
+    ):
         choose(call)
     monkeypatch.setitem(sys.modules, "torch_neuronx", None)
-    with pytest.raises(BackendRefusal, match=r"needs torch_neuronx 2\.14 and nki, from AWS Neuron's package"):
+    with pytest.raises(
+        BackendRefusal, match=r"needs torch_neuronx 2\.14 and nki, from AWS Neuron's package"
+    ):
         choose(call)
 
 
@@ -158,7 +164,9 @@ def test_parity_holds_on_the_simulator_of_an_installed_nki(tmp_path):
     record.mkdir()
     (package / "__init__.py").write_text(STAND_IN)
     for module in ("isa", "language"):
-        (package / f"{module}.py").write_text(f"from delta_trn.nki_kernels.simulator.{module} import *\n")
+        (package / f"{module}.py").write_text(
+            f"from delta_trn.nki_kernels.simulator.{module} import *\n"
+        )
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: nki\nVersion: 0.3.0\n")
     process = subprocess.run(
         [sys.executable, "-c", THIRD_WAY],
@@ -197,7 +205,9 @@ def test_the_placeholder_of_the_public_index_is_refused_by_name(backend, tmp_pat
         dispatch, "find_spec", lambda name: find_spec("torch" if name == "torch_xla" else name)
     )
     call = Call("gated_delta_rule", "cpu" if backend == "nki-simulator" else "xla", torch.float32)
-    with pytest.raises(BackendRefusal, match=r"nki that is installed is a placeholder .*: pip uninstall nki"):
+    with pytest.raises(
+        BackendRefusal, match=r"nki that is installed is a placeholder .*: pip uninstall nki"
+    ):
         choose(call, backend)
     (package / "isa.py").write_text("")
     monkeypatch.setattr(dispatch.metadata, "version", lambda name: "0.7.0")

@@ -40,13 +40,18 @@ def test_a_turn_issues_an_entry_for_the_chunk_that_is_as_far_behind():
 
 def test_entries_of_one_stage_share_it_in_the_order_in_which_a_chunk_meets_them():
     table = (*TABLE[:2], ("scale", ALL, 1), ("scale", ALL, 0), ("add", ALL, 1))
-    assert [entry[3:] for entry in rank("kernel", STAGES, table) if entry[0] == "scale"] == [(2, 2), (1, 2)]
+    assert [entry[3:] for entry in rank("kernel", STAGES, table) if entry[0] == "scale"] == [
+        (2, 2),
+        (1, 2),
+    ]
 
 
 @pytest.mark.parametrize("shares", [1, 3, 4, 7, 9])
 @pytest.mark.parametrize("count", [0, 1, 4, 9])
 def test_shares_do_every_step_once(count, shares):
-    steps = [step for share in range(1, shares + 1) for step in range(*list_steps(count, share, shares))]
+    steps = [
+        step for share in range(1, shares + 1) for step in range(*list_steps(count, share, shares))
+    ]
     assert steps == list(range(count))
 
 
@@ -66,7 +71,11 @@ def test_an_order_that_breaks_a_dependency_is_refused_by_name(table, message):
 
 def test_a_sum_of_the_chunk_before_has_to_be_there():
     read = Stage("read", before=("total",), makes=("mean",))
-    stages = (Stage("load", makes=("x",)), read, Stage("add", needs=("x", "mean"), makes=("total",)))
+    stages = (
+        Stage("load", makes=("x",)),
+        read,
+        Stage("add", needs=("x", "mean"), makes=("total",)),
+    )
     assert rank("kernel", stages, (("load", ALL, 0), ("read", ALL, 0), ("add", ALL, 0)))
     with pytest.raises(ValueError, match=r"'read' .* it has 'total' of the chunk before"):
         rank("kernel", stages, (("load", ALL, 0), ("read", ALL, 0), ("add", ALL, 1)))
@@ -75,7 +84,9 @@ def test_a_sum_of_the_chunk_before_has_to_be_there():
 def test_shares_that_work_in_the_same_place_wait_for_those_of_the_chunk_before():
     stages = (Stage("merge", in_place=True),)
     assert rank("kernel", stages, (("merge", ALL, 1), ("merge", ALL, 0)))
-    with pytest.raises(ValueError, match=r"'merge' \(share 1\) .* before it has 'room' of the chunk before"):
+    with pytest.raises(
+        ValueError, match=r"'merge' \(share 1\) .* before it has 'room' of the chunk before"
+    ):
         rank("kernel", stages, (("merge", ALL, 0), ("merge", ALL, 1)))
 
 
@@ -117,7 +128,9 @@ SMALL = {"T": 384, "H": 2, "K": 64, "V": 128, "lanes": 2, "width": 1}
 def record_kernel(search, options):
     """Records the kernel's example in the order of the rule."""
     plan = tool.Plan(search)
-    return tool.Trace(search.module, search.options | options, plan.order(plan.apply_rule(search.turns)))
+    return tool.Trace(
+        search.module, search.options | options, plan.order(plan.apply_rule(search.turns))
+    )
 
 
 @pytest.mark.parametrize("name", MODULES)

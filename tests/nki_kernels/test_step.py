@@ -85,7 +85,9 @@ def test_agrees_with_float64(shape, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(8, 6, 6, 128, 256), (2, 16, 32, 128, 128), (4, 6, 6, 256, 512)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(8, 6, 6, 128, 256), (2, 16, 32, 128, 128), (4, 6, 6, 256, 512)], ids=str
+)
 def test_sizes_of_models_agree_with_float64(shape, dtype):
     check(shape, dtype, l2norm=True)
 
@@ -116,7 +118,10 @@ def test_decoding_token_by_token_equals_prefill():
     generator = torch.Generator().manual_seed(0)
     q, k = normal(generator, B, T, H, K), normal(generator, B, T, H, K)
     v, state = normal(generator, B, T, HV, V), normal(generator, B, HV, K, V) / K**0.5
-    g, beta = -torch.rand((B, T, HV), generator=generator), 2 * torch.rand((B, T, HV), generator=generator)
+    g, beta = (
+        -torch.rand((B, T, HV), generator=generator),
+        2 * torch.rand((B, T, HV), generator=generator),
+    )
 
     def whole(backend, dtype):
         o, last = gated_delta_rule(
@@ -147,7 +152,9 @@ def test_a_batch_of_many_heads_is_cut_without_changing_results(monkeypatch):
     tensors = inputs((5, 1, 2, 32, 16), torch.float32)
     once = gated_delta_rule_step(*tensors, backend="nki-simulator")
     monkeypatch.setattr(plan, "STEP_HEADS", 4)
-    for cut, whole in zip(gated_delta_rule_step(*tensors, backend="nki-simulator"), once, strict=True):
+    for cut, whole in zip(
+        gated_delta_rule_step(*tensors, backend="nki-simulator"), once, strict=True
+    ):
         assert error(cut, whole) < 2**-20
 
 

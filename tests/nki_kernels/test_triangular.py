@@ -19,7 +19,9 @@ def inverse_of(Gt, C, lanes):
     space = triangular.allocate_workspace(C, lanes)
     table = tiles.take_corners(table, C)
     blocks = triangular.build_block_constants(C)
-    chunk = Chunk(table=table, minus_L_t=tile, block_columns=triangular.list_block_columns(tile, blocks))
+    chunk = Chunk(
+        table=table, minus_L_t=tile, block_columns=triangular.list_block_columns(tile, blocks)
+    )
     for stage in triangular.INVERSE:
         triangular.invert_chunks(stage, 1, 1, [chunk], [space], True, blocks)
     out = nl.ndarray((2, C, lanes, C), dtype=nl.float32, buffer=nl.shared_hbm)
@@ -31,7 +33,9 @@ def inverse_of(Gt, C, lanes):
 def correlated(C, rho, beta, seed):
     """Returns -beta strict(K K^T) for unit keys of pairwise correlation rho, float32."""
     rng = np.random.default_rng(seed)
-    k = np.sqrt(rho) * rng.standard_normal((1, 64)) + np.sqrt(1 - rho) * rng.standard_normal((C, 64))
+    k = np.sqrt(rho) * rng.standard_normal((1, 64)) + np.sqrt(1 - rho) * rng.standard_normal(
+        (C, 64)
+    )
     k /= np.linalg.norm(k, axis=1, keepdims=True)
     return np.tril(-beta * k @ k.T, -1).astype(np.float32)
 
@@ -61,7 +65,10 @@ def errors_of_the_inverse(beta):
     """Returns T's largest error where all keys are equal, and that of substitution, for each of 6 chunks."""
     G = np.stack([correlated(128, 1.0, beta, seed) for seed in range(6)])
     exact = np.linalg.inv(np.eye(128) - G.astype(np.float64))
-    parts = [run(inverse_of, torch.from_numpy(x.transpose(2, 0, 1).copy()), 128, 3) for x in (G[:3], G[3:])]
+    parts = [
+        run(inverse_of, torch.from_numpy(x.transpose(2, 0, 1).copy()), 128, 3)
+        for x in (G[:3], G[3:])
+    ]
     T = np.concatenate([part[0].numpy().transpose(1, 0, 2) for part in parts])
     control = np.stack([substituted(x) for x in G])
     return np.abs(T - exact).max((1, 2)), np.abs(control - exact).max((1, 2))

@@ -76,11 +76,28 @@ LAYERS = [*layer_cases.BY_NAME]
 # Of Kimi Delta Attention, on PyTorch's backends: every case in float32, one in three in another dtype, too;
 # in Triton's interpreter some, in float32 or bfloat16, by turns.
 CHANNELS = [
-    name for name, case in {**channel_cases.BY_NAME, **channel_cases.STEPS}.items() if "slow" not in case.tags
+    name
+    for name, case in {**channel_cases.BY_NAME, **channel_cases.STEPS}.items()
+    if "slow" not in case.tags
 ]
 INTERPRETED = {
-    *("kimi_seam", "kimi_strong", "kimi_apart", "kimi_split", "kimi_deep", "kimi_reset", "kimi_reflect"),
-    *("kimi_gva", "kimi_packed", "kimi_packed_single", "kimi_reset_packed", "kimi_norm_zero", "kimi_scale"),
+    *(
+        "kimi_seam",
+        "kimi_strong",
+        "kimi_apart",
+        "kimi_split",
+        "kimi_deep",
+        "kimi_reset",
+        "kimi_reflect",
+    ),
+    *(
+        "kimi_gva",
+        "kimi_packed",
+        "kimi_packed_single",
+        "kimi_reset_packed",
+        "kimi_norm_zero",
+        "kimi_scale",
+    ),
     *("kimi_gates", "kimi_bound", "decode_kimi_one", "decode_kimi_reset", "decode_kimi_odd"),
     *("decode_kimi_gates", "decode_kimi_bound"),
 }
@@ -113,7 +130,9 @@ def is_usual(subject, name, dtype):
         return name in HALF
     if name in CELLS:
         return backend == "nki-simulator" and dtype == torch.float32
-    by_turns = subject.emulated and (backend == "triton" or name in LAYERS) and name not in BOTH_WIDTHS
+    by_turns = (
+        subject.emulated and (backend == "triton" or name in LAYERS) and name not in BOTH_WIDTHS
+    )
     return not by_turns or dtype == (torch.float32, torch.bfloat16)[turn % 2]
 
 
@@ -131,7 +150,9 @@ def pytest_generate_tests(metafunc):
     for (grid, case), dtype, subject in product(cases, DTYPES, subjects):
         quick, slow = EMULATED[subject.backend] if subject.emulated else (ALL, [])
         if dtype in subject.dtypes(case.op) and case.name in (*quick, *slow, *LAYERS, *CHANNELS):
-            usual = case.name in (*quick, *LAYERS, *CHANNELS) and is_usual(subject, case.name, dtype)
+            usual = case.name in (*quick, *LAYERS, *CHANNELS) and is_usual(
+                subject, case.name, dtype
+            )
             marks = [] if usual else [pytest.mark.slow]
             name = f"{subject.backend}-{case.name}-{dtype_name(dtype)}"
             rows.append(pytest.param(subject, grid, case, dtype, id=name, marks=marks))
@@ -229,7 +250,8 @@ def test_inputs_have_the_properties_that_their_cases_name():
     near = inputs(BY_NAME["near_2"], torch.float64).k[0, :, 0]
     correlations = (near @ near.T)[~torch.eye(len(near), dtype=torch.bool)]
     assert (
-        abs(correlations.mean() - 0.999) < 1e-3 and (inputs(BY_NAME["near_2"], torch.float32).beta == 2).all()
+        abs(correlations.mean() - 0.999) < 1e-3
+        and (inputs(BY_NAME["near_2"], torch.float32).beta == 2).all()
     )
     alike = inputs(BY_NAME["alike"], torch.float64).k[0, :, 0]
     assert abs((alike @ alike.T).mean() - 1 / 1.09) < 0.01
@@ -285,13 +307,17 @@ def test_only_zero_passes_where_the_judge_is_zero():
     assert not outcome["dq"].any()
     assert all(verdict.passed for verdict in expected.verdicts("judge", outcome))
     outcome["dq"] = torch.full_like(outcome["dq"], 1e-12)
-    assert [verdict.tensor for verdict in expected.verdicts("judge", outcome) if not verdict.passed] == ["dq"]
+    assert [
+        verdict.tensor for verdict in expected.verdicts("judge", outcome) if not verdict.passed
+    ] == ["dq"]
 
 
 def test_a_missing_or_misshapen_tensor_is_refused():
     expected = reference(BY_NAME["one"], torch.float32)
     with pytest.raises(ValueError, match="b returned no dg, dq for case one"):
-        expected.verdicts("b", {name: x for name, x in expected.judge.items() if name not in ("dq", "dg")})
+        expected.verdicts(
+            "b", {name: x for name, x in expected.judge.items() if name not in ("dq", "dg")}
+        )
     with pytest.raises(ValueError, match="differs from the judge's"):
         error(torch.zeros(1, 3), torch.zeros(3))
 
@@ -323,8 +349,14 @@ def careless(case, dtype):
     erased = case.keys == "equal" and dtype == torch.bfloat16
     most = (ERASED if erased else ROUNDINGS) * floor(terms(case), dtype)
     if case.has_channels and dtype == torch.bfloat16:
-        most *= 2**0.5  # both factors of a pair are rounded after they decayed, and so is what reads a state
-    return [name for name, value in reference_for(inputs(case, dtype)).baseline.items() if not value < most]
+        most *= (
+            2**0.5
+        )  # both factors of a pair are rounded after they decayed, and so is what reads a state
+    return [
+        name
+        for name, value in reference_for(inputs(case, dtype)).baseline.items()
+        if not value < most
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -359,7 +391,9 @@ def test_a_baseline_that_errs_by_more_than_rounding_is_seen(name, dtype, tensors
 
     def coarse(self, x):
         digits, exponent = x.frexp()
-        return torch.ldexp((64 * digits).round() / 64, exponent) if self.dtype == torch.bfloat16 else x
+        return (
+            torch.ldexp((64 * digits).round() / 64, exponent) if self.dtype == torch.bfloat16 else x
+        )
 
     monkeypatch.setattr(baseline, "_segment_sums", differences)
     monkeypatch.setattr(baseline.Rounding, "operand", coarse)
@@ -368,11 +402,23 @@ def test_a_baseline_that_errs_by_more_than_rounding_is_seen(name, dtype, tensors
 
 def test_the_parity_command_holds_the_simulator_to_a_release(tmp_path, capsys, monkeypatch):
     file = tmp_path / "parity.jsonl"
-    command = ["--backend", "nki-simulator", "--case", "one", "--dtype", "float32", "--json", str(file)]
+    command = [
+        "--backend",
+        "nki-simulator",
+        "--case",
+        "one",
+        "--dtype",
+        "float32",
+        "--json",
+        str(file),
+    ]
     monkeypatch.setenv("DELTA_TRN_NKI", "0.2.0")
     for release in ("0.2.0", "all"):
         assert parity.main(command) == 0
-        assert f"by the rules of NKI {release}: 1 cases, all 8 passed, at most 0." in capsys.readouterr().out
+        assert (
+            f"by the rules of NKI {release}: 1 cases, all 8 passed, at most 0."
+            in capsys.readouterr().out
+        )
         assert {json.loads(line)["nki"] for line in file.read_text().splitlines()} == {release}
         monkeypatch.delenv("DELTA_TRN_NKI", raising=False)
     monkeypatch.setenv("DELTA_TRN_NKI", "0.1.0")
@@ -393,16 +439,27 @@ def test_the_parity_command_reports_and_writes_rows(tmp_path, capsys):
     assert parity.main([*command, "--markdown", str(page)]) == 0
     output = capsys.readouterr().out
     text = page.read_text()
-    assert text.startswith("# Passed: `chunked`\n\n0 of 60 tensors failed.") and "`chunked` float64" in text
+    assert (
+        text.startswith("# Passed: `chunked`\n\n0 of 60 tensors failed.")
+        and "`chunked` float64" in text
+    )
     assert f"| ragged | {BY_NAME['ragged'].reason} | 0." in text and "**" not in text
     assert "chunked float32: 2 cases, all 15 passed" in output
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(rows) == 60
     assert {row["tensor"] for row in rows} == set(tensors_of(BY_NAME["one"]))
     first = rows[0]
-    assert {"torch", "device", "threads", "commit", "dirty", "error", "baseline", "allowed", "passed"} <= set(
-        first
-    )
+    assert {
+        "torch",
+        "device",
+        "threads",
+        "commit",
+        "dirty",
+        "error",
+        "baseline",
+        "allowed",
+        "passed",
+    } <= set(first)
 
 
 def test_a_reason_with_bars_stays_in_its_cell(tmp_path):
@@ -462,7 +519,9 @@ def test_the_quarter_of_an_hour_has_a_case_of_each_operation_that_neuron_has():
 
 def test_a_backend_that_cannot_run_here_is_refused_when_named(monkeypatch):
     monkeypatch.setitem(
-        BACKENDS, "chunked", replace(BACKENDS["chunked"], unavailable=lambda device: f"no part for {device}")
+        BACKENDS,
+        "chunked",
+        replace(BACKENDS["chunked"], unavailable=lambda device: f"no part for {device}"),
     )
     assert "chunked" not in {subject.backend for subject in parity.subjects()}
     with pytest.raises(BackendRefusal, match="backend chunked cannot run here:\n  no part for"):
@@ -475,7 +534,9 @@ def test_a_case_outside_a_backends_limits_is_reported_not_failed(monkeypatch):
             yield f"K={call['K']} is above 16"
 
     row = replace(BACKENDS["chunked"].rows["gated_delta_rule"], refuses=refuses)
-    monkeypatch.setitem(BACKENDS, "chunked", replace(BACKENDS["chunked"], rows={"gated_delta_rule": row}))
+    monkeypatch.setitem(
+        BACKENDS, "chunked", replace(BACKENDS["chunked"], rows={"gated_delta_rule": row})
+    )
     refused = {}
     subject = parity.Subject("chunked", "cpu")
     cases = [BY_NAME["one_fresh"], BY_NAME["one"]]

@@ -28,7 +28,9 @@ def pytest_generate_tests(metafunc):
         return
     config, rows = metafunc.config, []
     for subject in parity.subjects(config.getoption("--backend") or None):
-        few = (subject.emulated or subject.backend == "recurrent") and not config.getoption("--fuzz")
+        few = (subject.emulated or subject.backend == "recurrent") and not config.getoption(
+            "--fuzz"
+        )
         cases = config.getoption("--fuzz") or (FEWER if few else FEW)
         rows += [
             pytest.param(subject, op, cases, id=f"{subject.backend}-{op}")
@@ -48,9 +50,13 @@ def test_every_property_holds(subject, op, cases, pytestconfig):
             refused.append(refusal)
 
     new, blob = bool(pytestconfig.getoption("--fuzz")), pytestconfig.getoption("--fuzz-blob")
-    ran = fuzz(random_cases(subject.backend, op, subject.device), examine, cases, new=new, blob=blob)
+    ran = fuzz(
+        random_cases(subject.backend, op, subject.device), examine, cases, new=new, blob=blob
+    )
     if op != "gated_delta_layer":  # whose limits are narrow
-        assert 2 * len(refused) < ran, f"{len(refused)} of {ran} cases refused, such as: {refused[0]}"
+        assert 2 * len(refused) < ran, (
+            f"{len(refused)} of {ran} cases refused, such as: {refused[0]}"
+        )
 
 
 HUGE = {"q": 1e9, "k": 1e9}
@@ -104,7 +110,12 @@ def test_cases_reach_what_they_are_for():
     """Every dtype and form of the rule: no tokens, many sequences, resets, strides, zero keys and others."""
     drawn = []
     fuzz(random_cases("chunked", "gated_delta_rule"), drawn.append, 360)
-    assert {case.dtype for case in drawn} == {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+    assert {case.dtype for case in drawn} == {
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+    }
     packed = [case.tensors["cu_seqlens"] for case in drawn if "cu_seqlens" in case.tensors]
     gates = [case.tensors["g"] for case in drawn]
     keys = [case.tensors["k"] for case in drawn if case.tensors["k"].numel()]
@@ -121,7 +132,9 @@ def test_cases_reach_what_they_are_for():
         "equal keys": any(k.shape[1] > 2 and torch.equal(k[:, 0], k[:, 1]) for k in keys),
         "beta of 2": any((case.tensors["beta"] == 2).any() for case in drawn),
         "groups": any(case.tensors["v"].shape[2] > case.tensors["k"].shape[2] for case in drawn),
-        "K is not V": any(case.tensors["v"].shape[3] != case.tensors["k"].shape[3] for case in drawn),
+        "K is not V": any(
+            case.tensors["v"].shape[3] != case.tensors["k"].shape[3] for case in drawn
+        ),
         "strides": any(not k.is_contiguous() for k in keys),
         "gates": any(case.case.gates for case in drawn),
         "states": any("initial_state" in case.tensors for case in drawn),
@@ -183,7 +196,9 @@ def test_a_planted_defect_is_found_within_fifty_cases(defect, complaint, monkeyp
             monkeypatch.setattr(checks, "run", original)
 
     with pytest.raises((checks.Failure, RuntimeError), match=complaint):
-        in_float32 = random_cases("chunked", "gated_delta_rule").filter(lambda x: x.dtype == torch.float32)
+        in_float32 = random_cases("chunked", "gated_delta_rule").filter(
+            lambda x: x.dtype == torch.float32
+        )
         fuzz(in_float32, examine, 50, shrink=False)
 
 

@@ -42,9 +42,13 @@ def call(words: list[object], folder: Path) -> None:
     """Runs a command in `folder`; ends this programme with its output if it fails."""
     print("running", *words[:6] if "-c" not in words else ["an example"], flush=True)
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([str(w) for w in words], cwd=folder, env=offline, capture_output=True, text=True)
+    done = subprocess.run(
+        [str(w) for w in words], cwd=folder, env=offline, capture_output=True, text=True
+    )
     if done.returncode:
-        sys.exit(f"{done.stdout}{done.stderr}\n{' '.join(map(str, words))}\nexits with {done.returncode}")
+        sys.exit(
+            f"{done.stdout}{done.stderr}\n{' '.join(map(str, words))}\nexits with {done.returncode}"
+        )
 
 
 def main() -> None:
@@ -58,7 +62,10 @@ def main() -> None:
         folder = Path(name)
         text = "<|endoftext|>".join(f"{n} + {n} = {2 * n}\n" * 20 for n in range(40))
         (folder / "sums.txt").write_text(text)
-        call([COMMAND, "run", "tiny", "data.source=sums.txt", "steps=10", "out=run", "device=cpu"], folder)
+        call(
+            [COMMAND, "run", "tiny", "data.source=sums.txt", "steps=10", "out=run", "device=cpu"],
+            folder,
+        )
         call([COMMAND, "generate", "run", "--prompt", "1 + 1"], folder)
         for example in [*examples, PATCHED]:
             call([sys.executable, "-c", example], folder)

@@ -95,7 +95,8 @@ def imports(source: str) -> Iterator[tuple[int, str]]:
             case ast.ImportFrom(module=str(module), level=0, names=names):
                 yield from ((node.lineno, f"{module}.{alias.name}") for alias in names)
             case ast.Call(
-                func=ast.Name("import_module") | ast.Attribute(attr="import_module"), args=[first, *_]
+                func=ast.Name("import_module") | ast.Attribute(attr="import_module"),
+                args=[first, *_],
             ):
                 if isinstance(first, ast.Constant):
                     yield node.lineno, str(first.value)
@@ -113,7 +114,12 @@ def complaints(path: Path, source: str) -> list[str]:
             wrong.add(f"{path}:{line} imports {module}: say delta_trn.{module}")
         module = module.removeprefix("delta_trn.")
         where, top = f"{path}:{line} imports {module}", module.split(".")[0]
-        if package in MAY_IMPORT and top in MAY_IMPORT and top != package and top not in MAY_IMPORT[package]:
+        if (
+            package in MAY_IMPORT
+            and top in MAY_IMPORT
+            and top != package
+            and top not in MAY_IMPORT[package]
+        ):
             wrong.add(
                 f"{where}: {package} may import {sorted(MAY_IMPORT[package]) or 'none of our packages'}"
             )
@@ -121,7 +127,9 @@ def complaints(path: Path, source: str) -> list[str]:
             wrong.add(f"{where}: tests are for tests")
         if top == "tools" and package not in WORKSHOP:
             wrong.add(f"{where}: tools are for tools and tests")
-        if package in ("nki_kernels", "triton_kernels") and any(within(module, x) for x in NOT_IN_KERNELS):
+        if package in ("nki_kernels", "triton_kernels") and any(
+            within(module, x) for x in NOT_IN_KERNELS
+        ):
             wrong.add(f"{where}: kernel packages are leaves")
         allowed = ONLY_IN.get(top)
         if (
@@ -139,7 +147,9 @@ def complaints(path: Path, source: str) -> list[str]:
             and package not in WORKSHOP
             and not path.as_posix().startswith((*LEAF_FOLDERS, *LEAVES[leaf]))
         ):
-            wrong.add(f"{where}: {leaf} is a leaf; besides leaves, {LEAVES[leaf] or 'nothing'} may import it")
+            wrong.add(
+                f"{where}: {leaf} is a leaf; besides leaves, {LEAVES[leaf] or 'nothing'} may import it"
+            )
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.level and package in MAY_IMPORT:
             wrong.add(f"{path}:{node.lineno}: a relative import; imports are absolute")
@@ -148,7 +158,9 @@ def complaints(path: Path, source: str) -> list[str]:
 
 @pytest.mark.parametrize("package", CHECKED)
 def test_imports_point_one_way(package):
-    files = [path.relative_to(ROOT) for path in SOURCES if path.relative_to(ROOT).parts[0] == package]
+    files = [
+        path.relative_to(ROOT) for path in SOURCES if path.relative_to(ROOT).parts[0] == package
+    ]
     assert files
     wrong = [line for path in files for line in complaints(path, (ROOT / path).read_text())]
     assert not wrong, "\n".join(wrong)
@@ -160,14 +172,30 @@ def test_imports_point_one_way(package):
         ("models/layers.py", "import delta_trn.train.recipes", "models may import"),
         ("models/layers.py", "import backends.dispatch", "say delta_trn.backends.dispatch"),
         ("models/layers.py", "from .mup import Tag", "imports are absolute"),
-        ("backends/a.py", "def f():\n    from delta_trn.models import DeltaConfig", "backends may import"),
-        ("triton_kernels/a.py", "from delta_trn.backends.dispatch import Call", "none of our packages"),
+        (
+            "backends/a.py",
+            "def f():\n    from delta_trn.models import DeltaConfig",
+            "backends may import",
+        ),
+        (
+            "triton_kernels/a.py",
+            "from delta_trn.backends.dispatch import Call",
+            "none of our packages",
+        ),
         ("nki_kernels/a.py", "import torch.nn", "kernel packages are leaves"),
-        ("train/a.py", "from importlib import import_module\nimport_module('torch_xla')", "torch_xla is"),
+        (
+            "train/a.py",
+            "from importlib import import_module\nimport_module('torch_xla')",
+            "torch_xla is",
+        ),
         ("nki_kernels/a.py", "from nki import language", "nki is imported only in"),
         ("backends/checks.py", "from delta_trn.triton_kernels import tiles", "only adapters cross"),
         ("train/run/loop.py", "from tests.conftest import poison", "tests are for tests"),
-        ("models/layers.py", "def f():\n    from delta_trn.backends.parity import rule", "parity is a leaf"),
+        (
+            "models/layers.py",
+            "def f():\n    from delta_trn.backends.parity import rule",
+            "parity is a leaf",
+        ),
         ("delta_trn/__init__.py", "import tools.schedule", "tools are for tools and tests"),
     ],
 )
@@ -182,7 +210,10 @@ def test_a_wrong_import_is_found(path, source, complaint):
         ("backends/layers/triton_adapter.py", "from delta_trn.triton_kernels import tiles"),
         ("triton_kernels/tiles.py", "import triton.language as tl"),
         ("train/studies/throughput.py", "from delta_trn.backends.parity.rule import verdicts"),
-        ("tools/first_hour_trn1.py", "from delta_trn.backends.parity import rule\nfrom tools import estimate"),
+        (
+            "tools/first_hour_trn1.py",
+            "from delta_trn.backends.parity import rule\nfrom tools import estimate",
+        ),
     ],
 )
 def test_a_right_import_is_not_refused(path, source):
@@ -251,7 +282,9 @@ def test_folders_stay_small():
     files = Counter(
         str(path.relative_to(ROOT).parent)
         for path in tracked("*")
-        if path.suffix in (".py", ".sh", ".md") and "results" not in path.parts and path.name != "__init__.py"
+        if path.suffix in (".py", ".sh", ".md")
+        and "results" not in path.parts
+        and path.name != "__init__.py"
     )
     large = {folder: count for folder, count in files.items() if count > FOLDER_FILES}
     assert not large, f"over {FOLDER_FILES} files, group them: {large}"
@@ -261,7 +294,9 @@ def test_modules_are_named_for_what_they_hold():
     names = [path.relative_to(ROOT) for path in SOURCES]
     # tests/shims stands in for other people's packages, under their names
     bad = [
-        str(name) for name in names if name.stem in FORBIDDEN_NAMES and name.parts[:2] != ("tests", "shims")
+        str(name)
+        for name in names
+        if name.stem in FORBIDDEN_NAMES and name.parts[:2] != ("tests", "shims")
     ]
     assert not bad
 
@@ -304,7 +339,10 @@ def test_docstrings_are_whole_sentences():
     for path in SOURCES:
         for place, text in documented(path):
             lines = text.splitlines()
-            if any(line.strip() == '"' or line.startswith('"\n') or line.endswith(' "') for line in lines):
+            if any(
+                line.strip() == '"' or line.startswith('"\n') or line.endswith(' "')
+                for line in lines
+            ):
                 broken.append(f"{place}: a stray quotation mark")
             if len(text.split()) == 1:
                 broken.append(f"{place}: {text!r} is no sentence")
@@ -322,7 +360,9 @@ def test_public_functions_say_what_they_do():
         if not ast.get_docstring(tree):
             bare.append(f"{relative} has no docstring")
         for node in tree.body:
-            public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+            public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith(
+                "_"
+            )
             if public and node.name != "main" and not ast.get_docstring(node):
                 bare.append(f"{relative}:{node.lineno} {node.name} has no docstring")
             if public and isinstance(node, ast.FunctionDef) and node.args.kwarg:

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted(path for folder in ("tests/train", "tests/support") for path in (ROOT / folder).rglob("*.py"))
+FILES = sorted(
+    path for folder in ("tests/train", "tests/support") for path in (ROOT / folder).rglob("*.py")
+)
 RUNS = {"run", "call", "check_call", "check_output"}
 
 
@@ -18,15 +20,23 @@ def unbounded(source: str) -> list[str]:
             continue
         whose, name = ast.unparse(node.func.value), node.func.attr
         # str.join has an argument, and a Saver waits for its own thread
-        is_wait = name in ("join", "wait") and not node.args and not node.keywords and "sav" not in whose
+        is_wait = (
+            name in ("join", "wait") and not node.args and not node.keywords and "sav" not in whose
+        )
         is_run = (whose == "subprocess" and name in RUNS) or name == "communicate"
-        if (is_wait and whose != "self") or (is_run and all(k.arg != "timeout" for k in node.keywords)):
+        if (is_wait and whose != "self") or (
+            is_run and all(k.arg != "timeout" for k in node.keywords)
+        ):
             waits.append(f"line {node.lineno}: {whose}.{name} has no timeout")
     return waits
 
 
 def test_every_wait_for_a_process_is_bounded():
-    waits = [f"{path.relative_to(ROOT)}, {wait}" for path in FILES for wait in unbounded(path.read_text())]
+    waits = [
+        f"{path.relative_to(ROOT)}, {wait}"
+        for path in FILES
+        for wait in unbounded(path.read_text())
+    ]
     assert not waits, "\n".join(waits)
 
 

@@ -23,7 +23,12 @@ from tests.support.families import FAMILIES
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # `python -m X` is the console script's command Y
-MODULES = {"train": [], "backends": ["backends"], "backends.parity": ["parity"], "backends.bench": ["bench"]}
+MODULES = {
+    "train": [],
+    "backends": ["backends"],
+    "backends.parity": ["parity"],
+    "backends.bench": ["bench"],
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,8 @@ class Block:
 def blocks(page: Path, text: str) -> list[Block]:
     fence = re.compile(r"^```(\w*)(?: file=(\S+))?[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     return [
-        Block(page, text[: m.start()].count("\n") + 1, m[1], m[3].strip(), m[2]) for m in fence.finditer(text)
+        Block(page, text[: m.start()].count("\n") + 1, m[1], m[3].strip(), m[2])
+        for m in fence.finditer(text)
     ]
 
 
@@ -93,7 +99,9 @@ def backends_as_before():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_command_and_example_of_a_page_runs(page, tmp_path, monkeypatch, backends_as_before, capsys):
+def test_every_command_and_example_of_a_page_runs(
+    page, tmp_path, monkeypatch, backends_as_before, capsys
+):
     """In the order of the page, in one folder. The next test has the blocks that need more than a CPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -128,21 +136,28 @@ def test_an_operation_is_added_by_touching_six_files(tmp_path):
         if block.file and block.file.startswith("leaky/"):
             path = tmp_path / "backends" / block.file
             path.parent.mkdir(exist_ok=True)
-            path.write_text(block.text.replace("from leaky", "from delta_trn.backends.leaky") + "\n")
+            path.write_text(
+                block.text.replace("from leaky", "from delta_trn.backends.leaky") + "\n"
+            )
     (diff,) = (block.text for block in page if block.language == "diff")
     for part in re.split(r"^---", diff, flags=re.MULTILINE)[1:]:
         name, *lines = part.splitlines()
         path = tmp_path / name.strip() if name else path
         old, new = ("\n".join(x[1:] for x in lines if x[:1] != other) for other in "+-")
         text = path.read_text()
-        assert text.count(old) == 1, f"docs/extending.md changes what {path.name} does not have once: {old}"
+        assert text.count(old) == 1, (
+            f"docs/extending.md changes what {path.name} does not have once: {old}"
+        )
         path.write_text(text.replace(old, new))
     before, after = (
         {(path.relative_to(top), path.read_text()) for path in (top / "backends").rglob("*.py")}
         for top in (ROOT, tmp_path)
     )
     assert len(after - before) + 1 == 6  # with its test
-    judge = [sys.executable, *shlex.split("-m delta_trn.backends.parity --op leaky_sum --backend chunked")]
+    judge = [
+        sys.executable,
+        *shlex.split("-m delta_trn.backends.parity --op leaky_sum --backend chunked"),
+    ]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     run = subprocess.run(judge, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0 and "leaky_rows" in run.stdout, run.stdout + run.stderr
@@ -158,15 +173,21 @@ def test_commands_that_need_more_are_well_formed(page):
         for words in block.commands():
             ours = our_words(words)
             if words[0] == "make":
-                assert words[1] in targets, f"{page.name}:{block.line}: make has no target {words[1]}"
+                assert words[1] in targets, (
+                    f"{page.name}:{block.line}: make has no target {words[1]}"
+                )
             elif words[0] == "python" and words[1].startswith("results/"):
-                runpy.run_path(str(ROOT / words[1]), run_name="not main")  # what it imports is there
+                runpy.run_path(
+                    str(ROOT / words[1]), run_name="not main"
+                )  # what it imports is there
             elif ours and ours[0] == "run":
                 recipe = [word for word in ours if word != "--or-resume"]
                 status, output = run([*recipe, "--keys"])
                 assert status == 0, f"{page.name}:{block.line}: {shlex.join(words)}\n{output}"
             elif ours:
-                assert run([ours[0], "--help"])[0] == 0, f"{page.name}:{block.line}: no command {ours[0]}"
+                assert run([ours[0], "--help"])[0] == 0, (
+                    f"{page.name}:{block.line}: no command {ours[0]}"
+                )
 
 
 def test_a_block_that_says_what_it_needs_is_told_from_one_that_does_not():
@@ -174,7 +195,10 @@ def test_a_block_that_says_what_it_needs_is_told_from_one_that_does_not():
     first, second = blocks(Path("page.md"), text)
     assert first.needs == "a GPU" and second.needs is None and second.line == 6
     assert list(second.commands()) == [["delta-trn", "run", "tiny"]]
-    assert our_words(shlex.split("torchrun --nproc_per_node=2 -m train run tiny")) == ["run", "tiny"]
+    assert our_words(shlex.split("torchrun --nproc_per_node=2 -m train run tiny")) == [
+        "run",
+        "tiny",
+    ]
     assert our_words(["git", "clone"]) is None
 
 
@@ -198,17 +222,27 @@ def test_no_section_stands_twice_on_a_page(page):
 
 
 def test_the_table_of_families_names_tests_that_are_there():
-    rows = re.findall(r"^\| (\w+) \|(.*)\|$", (ROOT / "docs" / "transformers.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\w+) \|(.*)\|$", (ROOT / "docs" / "transformers.md").read_text(), re.MULTILINE
+    )
     cells = {family: row.split("|") for family, row in rows if family in FAMILIES}
     assert cells.keys() == FAMILIES.keys()
     files = [*(ROOT / "tests" / "models" / "ecosystem").glob("test_*.py")]
     known = {"-", *(file.stem for file in files)}
-    known |= {name for file in files for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE)}
+    known |= {
+        name
+        for file in files
+        for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE)
+    }
     assert {cell.strip() for row in cells.values() for cell in row} <= known
 
 
 def test_the_readme_says_how_to_reach_the_command_before_it_calls_it():
-    ours = [block.text for block in BLOCKS if block.page.name == "README.md" and "delta-trn " in block.text]
+    ours = [
+        block.text
+        for block in BLOCKS
+        if block.page.name == "README.md" and "delta-trn " in block.text
+    ]
     lines = ours[0].splitlines()
     assert lines.index(". .venv/bin/activate") < next(
         i for i, x in enumerate(lines) if x.startswith("delta-trn ")

@@ -55,9 +55,15 @@ def elsewhere(tmp_path) -> Path:
 
 def call(command: list[object], folder: Path) -> str:
     """What a command printed that ran in `folder` and had to succeed."""
-    environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": sysconfig.get_path("purelib"),
+        "OMP_NUM_THREADS": "1",
+    }
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=250
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -70,7 +76,10 @@ def test_the_wheel_trains_and_opens_models_where_a_user_has_such_names(installed
     call([installed / "delta-trn", "run", "tiny", *keys], elsewhere)
     (checkpoint,) = sorted((elsewhere / "run" / "checkpoints").glob("step-00000004"))
     use = USE.format(folder=checkpoint)
-    assert call([installed / "python", "-c", use], elsewhere) == "delta_trn.models.language_model True\n"
+    assert (
+        call([installed / "python", "-c", use], elsewhere)
+        == "delta_trn.models.language_model True\n"
+    )
 
 
 def test_the_wheel_holds_scripts_kernel_sources_and_tables_and_nothing_at_the_top(installed):
@@ -94,7 +103,9 @@ def test_the_wheel_holds_scripts_kernel_sources_and_tables_and_nothing_at_the_to
 
 def test_the_description_of_the_wheel_is_the_readme_without_what_only_a_checkout_shows(installed):
     """A package index shows neither pictures of a checkout nor its files."""
-    (found,) = (installed.parent / "lib").glob("python*/site-packages/delta_trn-*.dist-info/METADATA")
+    (found,) = (installed.parent / "lib").glob(
+        "python*/site-packages/delta_trn-*.dist-info/METADATA"
+    )
     head, _, text = found.read_text().partition("\n\n")
     assert "Description-Content-Type: text/markdown" in head and "Requires-Dist: peft>=" in head
     assert text.startswith("# delta-trn\n") and "make train" in text and "![" not in text
@@ -104,7 +115,9 @@ def test_the_description_of_the_wheel_is_the_readme_without_what_only_a_checkout
 def test_every_installation_says_first_what_it_installs_and_how_long_that_takes():
     """pip is told to be quiet, which for minutes looks like a command that hangs."""
     rules = re.findall(
-        r"^\$\((\w+)\)(?:/\.ready)?:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE
+        r"^\$\((\w+)\)(?:/\.ready)?:.*\n((?:\t.*\n)+)",
+        (ROOT / "Makefile").read_text(),
+        re.MULTILINE,
     )
     installing = {name: lines.splitlines() for name, lines in rules if "pip install" in lines}
     assert installing.keys() == {"READY", "XLA", "NEURON", "EVAL", "TRL", "FRESH"}
@@ -153,7 +166,9 @@ def test_the_operations_need_torch_numpy_and_ml_dtypes_alone(installed, elsewher
 
 
 def test_a_command_that_does_not_exist_names_the_nearest(installed, elsewhere):
-    done = subprocess.run([installed / "delta-trn", "bensh"], cwd=elsewhere, capture_output=True, text=True)
+    done = subprocess.run(
+        [installed / "delta-trn", "bensh"], cwd=elsewhere, capture_output=True, text=True
+    )
     assert done.returncode == 2 and "did you mean bench?" in done.stderr
 
 

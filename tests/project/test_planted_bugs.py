@@ -36,7 +36,13 @@ from delta_trn.triton_kernels import rms_norm, short_convolution
 from delta_trn.triton_kernels.launch import adjust
 from tests.backends import test_gates
 from tests.backends.cpu_kernel import test_states
-from tests.models import test_ddl, test_ddl_options, test_language_model, test_lazy_product, test_loss
+from tests.models import (
+    test_ddl,
+    test_ddl_options,
+    test_language_model,
+    test_lazy_product,
+    test_loss,
+)
 from tests.models.ecosystem import test_fully_sharded, test_packing, test_weights, test_widths
 from tests.nki_kernels import test_gated_delta_layer
 from tests.nki_kernels.simulator import test_movement, test_releases
@@ -66,7 +72,9 @@ WIDE_ROWS = LayerCase(
     "wide", "gated_rms_norm", (131, 2100), "tiles of NKI that are not on their way together"
 )
 WORDS = LayerCase("words", "linear_cross_entropy", (3, 16, 600), "two blocks of words")
-VOCABULARY = LayerCase("vocabulary", "linear_cross_entropy", (3, 16, 5003), "two tiles of words", size=3.0)
+VOCABULARY = LayerCase(
+    "vocabulary", "linear_cross_entropy", (3, 16, 5003), "two tiles of words", size=3.0
+)
 
 
 def judged(backend, case, dtype=torch.float32):
@@ -106,7 +114,9 @@ def float16_states_pass():
         v = (state / 256 * x.v.float()).half()
         y = replace(x, initial_state=state * x.initial_state, v=v, dstate=gradient * x.dstate)
         results, exact = rule.outcome(y, "triton"), rule.outcome(y.double(), "recurrent")
-        names = [name for name in results if name != "dq" and (gradient > 1e-6 or name in ("dg", "dh0"))]
+        names = [
+            name for name in results if name != "dq" and (gradient > 1e-6 or name in ("dg", "dh0"))
+        ]
         return {name: error(results[name], exact[name]) for name in names}
 
     usual, found = (
@@ -168,7 +178,16 @@ def values_come_first():
 def carry_passes():
     """The state's gradient is nearly orthogonal to the state, so that what rounding takes from it counts."""
     case = Case(
-        "carried", 2, 1, 1, 16, 80, "nothing but a state", beta=0.0, state=True, loss=("final_state",)
+        "carried",
+        2,
+        1,
+        1,
+        16,
+        80,
+        "nothing but a state",
+        beta=0.0,
+        state=True,
+        loss=("final_state",),
     )
     x = inputs(case, torch.bfloat16)
     S, dS = x.initial_state, x.dstate
@@ -186,7 +205,9 @@ def layer_passes(case, backend="chunked"):
 def mixer_passes(*names, dtype=torch.float32):
     cases = [mixer_cases.BY_NAME[name] for name in names or ("mixer_short", "mixer_groups")]
     return all(
-        verdict.passed for case in cases for verdict in mixer_cases.verdicts(case, dtype, "nki-simulator")
+        verdict.passed
+        for case in cases
+        for verdict in mixer_cases.verdicts(case, dtype, "nki-simulator")
     )
 
 
@@ -197,7 +218,12 @@ def widths_pass():
         logits, hidden = model(x).logits, model.model(x).last_hidden_state
         if not torch.allclose(logits, 0.5 * hidden @ model.model.embed.weight.T):
             return False
-    options = {"optimizer": "adamw", "lr": 1.0, "weight_decay": 0.1, "independent_weight_decay": True}
+    options = {
+        "optimizer": "adamw",
+        "lr": 1.0,
+        "weight_decay": 0.1,
+        "independent_weight_decay": True,
+    }
     table = scaled_parameters(model, **options, rates={Role.EMBEDDING: 4.0})
     if any(row.lr != 4 for row in table if row.role is Role.EMBEDDING):
         return False
@@ -221,7 +247,10 @@ def gate_bits_pass():
     a, A_log = torch.randn(12000, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(3)
     together = make_gates(a, a, A_log, None, 1.0)
     parts = [make_gates(x, x, A_log, None, 1.0) for x in (*a[:40].split(1), a[40:4096], a[4096:])]
-    return all(torch.equal(torch.cat(x), y) for x, y in zip(zip(*parts, strict=True), together, strict=True))
+    return all(
+        torch.equal(torch.cat(x), y)
+        for x, y in zip(zip(*parts, strict=True), together, strict=True)
+    )
 
 
 def states_pass():
@@ -235,7 +264,9 @@ def rows_pass():
     """How a sequence is projected does not depend on its batch: one product ends in other bits than three."""
     maps, counts = [Linear(64, n) for n in (48, 48, 96)], []
     for x in (torch.zeros(B, T, 64) for T in (1, 37, 200) for B in (1, 3)):
-        with patch.object(torch.nn.functional, "linear", wraps=torch.nn.functional.linear) as products:
+        with patch.object(
+            torch.nn.functional, "linear", wraps=torch.nn.functional.linear
+        ) as products:
             project(x, maps)
         counts.append(products.call_count)
     return counts == [3, 3, 3, 3, 1, 1]
@@ -243,7 +274,9 @@ def rows_pass():
 
 def padding_passes():
     """Padding neither decays a state nor writes to it, whatever stands there."""
-    mixer = next(module for module in tiny_models.model().modules() if isinstance(module, GatedDeltaNet))
+    mixer = next(
+        module for module in tiny_models.model().modules() if isinstance(module, GatedDeltaNet)
+    )
     real = torch.tensor([[[False], [True]]])
     x = torch.randn(1, 2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -257,7 +290,12 @@ def rates_pass():
     schedule = SimpleNamespace(warmup=10, min_lr=0.0, decay_steps=None)
     config = SimpleNamespace(optimizer=SimpleNamespace(lr=1.0), schedule=schedule, steps=100)
     rates = [learning_rate(config, i) for i in (0, 5, 10, 100)]
-    return [group["lr"] for group in optimizer.param_groups] == [0.05, 0.1] and rates == [0.0, 0.5, 1.0, 0.0]
+    return [group["lr"] for group in optimizer.param_groups] == [0.05, 0.1] and rates == [
+        0.0,
+        0.5,
+        1.0,
+        0.0,
+    ]
 
 
 class Counting(Loader):
@@ -309,14 +347,18 @@ def holds(test, *arguments):
 
 def separate_numbers_pass():
     with TemporaryDirectory() as folder:
-        test = test_fully_sharded.test_separate_numbers_keep_their_names_in_files_and_change_no_result
+        test = (
+            test_fully_sharded.test_separate_numbers_keep_their_names_in_files_and_change_no_result
+        )
         return holds(test, "ours", Path(folder))
 
 
 def flash_attention_passes():
     with pytest.MonkeyPatch.context() as patched:
         test_packing.replace_flash_attention(patched)
-        test = test_packing.test_compiled_flash_attention_keeps_a_packed_row_apart_and_refuses_several
+        test = (
+            test_packing.test_compiled_flash_attention_keeps_a_packed_row_apart_and_refuses_several
+        )
         return holds(test, None, 2)
 
 
@@ -361,29 +403,42 @@ CHECKS = {
     ),
     "nki": lambda: judged("nki-simulator", WHOLE),
     "nki, decoding": lambda: decoding_passes("nki-simulator", HEADS),
-    "nki, decoding, normalized": lambda: decoding_passes("nki-simulator", replace(HEADS, norm="random")),
+    "nki, decoding, normalized": lambda: decoding_passes(
+        "nki-simulator", replace(HEADS, norm="random")
+    ),
     "nki, packed": packed_passes,
     "nki, resets": lambda: judged("nki-simulator", replace(WHOLE, decay="reset")),
     "nki, ragged": lambda: judged("nki-simulator", BY_NAME["ragged"]),
     "nki, words": lambda: layer_passes(WORDS, "nki-simulator"),
-    "nki, tokens": lambda: judged_with(nki_readout, "MOST_TOKENS", 2, CHECKS["nki's ignored words"]),
-    "nki, long sequences": lambda: holds(test_gated_delta_layer.test_long_waves_are_narrow, 1025, 3, 3),
+    "nki, tokens": lambda: judged_with(
+        nki_readout, "MOST_TOKENS", 2, CHECKS["nki's ignored words"]
+    ),
+    "nki, long sequences": lambda: holds(
+        test_gated_delta_layer.test_long_waves_are_narrow, 1025, 3, 3
+    ),
     "lazy gates": lambda: holds(test_gates.test_the_formulas_of_lazy_tensors_are_those_of_autograd),
     "lazy products": lambda: holds(test_lazy_product.test_they_are_those_of_pytorch, True),
     "lazy rows": lambda: holds(test_lazy_product.test_a_block_maps_rows_unless_it_is_watched),
-    "micro-batches": lambda: holds(test_lazy_product.test_micro_batches_of_a_step_add_up_to_the_same_bits),
+    "micro-batches": lambda: holds(
+        test_lazy_product.test_micro_batches_of_a_step_add_up_to_the_same_bits
+    ),
     "nki's ignored words": lambda: layer_passes("loss_ignored", "nki-simulator"),
     "nki's convolution": lambda: all(
-        layer_passes(f"conv_{name}", "nki-simulator") for name in ("packed_tiles", "cells", "prefix_tiles")
+        layer_passes(f"conv_{name}", "nki-simulator")
+        for name in ("packed_tiles", "cells", "prefix_tiles")
     ),
-    "nki's norm": lambda: all(layer_passes(case, "nki-simulator") for case in (WIDE_ROWS, "norm_head")),
+    "nki's norm": lambda: all(
+        layer_passes(case, "nki-simulator") for case in (WIDE_ROWS, "norm_head")
+    ),
     "nki's residual": lambda: all(
         layer_passes(f"residual_{name}", "nki-simulator") for name in ("odd", "blocks")
     ),
     "nki's residual in two blocks": lambda: layer_passes(TWO_BLOCKS, "nki-simulator"),
     "nki, tiny scale": lambda: all(
         verdict.passed
-        for verdict in rule.verdicts(replace(WHOLE, T=20, scale=1e-40), torch.float32, "nki-simulator")
+        for verdict in rule.verdicts(
+            replace(WHOLE, T=20, scale=1e-40), torch.float32, "nki-simulator"
+        )
     ),
     "simulator's products": products_are_checked,
     "simulator's releases": releases_differ,
@@ -424,7 +479,9 @@ CHECKS = {
     "hidden states": lambda: holds(
         test_language_model.TestPadding().test_hidden_states_of_padded_rows_are_those_of_the_rows_alone
     ),
-    "packed loss": lambda: holds(test_loss.TestLoss().test_packed_sequences_do_not_predict_across_their_ends),
+    "packed loss": lambda: holds(
+        test_loss.TestLoss().test_packed_sequences_do_not_predict_across_their_ends
+    ),
     "casts": lambda: holds(
         test_weights.TestHeadsStayFloat32().test_a_cast_leaves_numbers_and_gradients_of_our_heads_as_they_are,
         torch.nn.Module.bfloat16,
@@ -437,10 +494,14 @@ CHECKS = {
         test_ddl.test_beams_take_along_what_the_embeddings_and_the_readouts_convolutions_remember
     ),
     "packed rows and a cache": lambda: holds(
-        test_packing.test_packed_sequences_cannot_fill_or_continue_a_cache, families.make("qwen3_next"), 2
+        test_packing.test_packed_sequences_cannot_fill_or_continue_a_cache,
+        families.make("qwen3_next"),
+        2,
     ),
     "compiled flash attention": flash_attention_passes,
-    "indexed attention": lambda: holds(test_packing.test_indexed_attention_refuses_packed_sequences),
+    "indexed attention": lambda: holds(
+        test_packing.test_indexed_attention_refuses_packed_sequences
+    ),
     "rates": rates_pass,
     "decay steps": lambda: holds(
         test_optimizers.TestSchedule().test_decay_steps_replaces_steps_as_the_end_of_the_cosine
@@ -476,7 +537,9 @@ def reference_of(bug):
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_turns_its_check_red(bug, green, without_cpu_kernel):
-    backend = "nki-simulator" if bug.check.startswith("nki") else bug.check.split("'")[0].split(",")[0]
+    backend = (
+        "nki-simulator" if bug.check.startswith("nki") else bug.check.split("'")[0].split(",")[0]
+    )
     if backend in BACKENDS and (reason := BACKENDS[backend].unavailable("cpu")):
         pytest.skip(reason)
     if bug.check not in green:

@@ -52,7 +52,12 @@ VISION = {
     "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32, "num_position_embeddings": 16,
     "deepstack_visual_indexes": [],
 }  # fmt: skip
-MARKS = {"image_token_id": 58, "video_token_id": 59, "vision_start_token_id": 56, "vision_end_token_id": 57}
+MARKS = {
+    "image_token_id": 58,
+    "video_token_id": 59,
+    "vision_start_token_id": 56,
+    "vision_end_token_id": 57,
+}
 GLM_VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
     "projection_intermediate_size": 16,
@@ -97,7 +102,13 @@ def write_whole(folder, family, **changes):
     torch.manual_seed(0)
     if family in WHOLE:
         configuration, name = (getattr(transformers, name) for name in WHOLE[family])
-        text = {**SIZES, **FAMILIES[family][2], "dtype": "bfloat16", "mtp_num_hidden_layers": 1, **changes}
+        text = {
+            **SIZES,
+            **FAMILIES[family][2],
+            "dtype": "bfloat16",
+            "mtp_num_hidden_layers": 1,
+            **changes,
+        }
         model = name(configuration(text_config=text, vision_config=VISION, **MARKS))
     else:
         model = make(family, **changes)

@@ -55,7 +55,9 @@ def patch_once():
     interpreter._convert_float = partial(convert_float, interpreter._convert_float)
 
     def patch_attr(obj, name, member, builder, scope):
-        call = getattr(member, "__wrapped__", member)  # without its question whether it has `_semantic`
+        call = getattr(
+            member, "__wrapped__", member
+        )  # without its question whether it has `_semantic`
 
         def with_semantic(*args, **kwargs):
             kwargs["_semantic"] = interpreter.interpreter_semantic
@@ -72,7 +74,10 @@ def patch_once():
             sanitize(self, lhs, rhs, binary_op)
 
     TritonSemantic.binary_op_sanitize_overflow_impl = sanitize_overflow
-    if all(hasattr(core, name) for name in ("_unwrap_if_constexpr", "_type_for_tuple_values", "block_type")):
+    if all(
+        hasattr(core, name)
+        for name in ("_unwrap_if_constexpr", "_type_for_tuple_values", "block_type")
+    ):
         remember_shapes()
 
 
@@ -86,7 +91,11 @@ def convert_float(otherwise, x, source, target, rounding):
         bits = x.view(np.uint32 if pair[0] == "fp32" else np.uint16)
         # zero less one is the largest number
         if not ((bits << 1) - 1 < (2 << source.fp_mantissa_width) - 1).any():
-            return (bits >> 16).astype(np.uint16) if pair[0] == "fp32" else bits.astype(np.uint32) << 16
+            return (
+                (bits >> 16).astype(np.uint16)
+                if pair[0] == "fp32"
+                else bits.astype(np.uint32) << 16
+            )
     return otherwise(x, source, target, rounding)
 
 
@@ -105,7 +114,16 @@ def remember_shapes():
     # The shape that two shapes have together. For the two operands of an operation NumPy makes it itself, so
     # neither is written as wide as its type says; `narrow` has an element meanwhile.
     joined, narrow = {}, []
-    plain = {int, float, bool, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
+    plain = {
+        int,
+        float,
+        bool,
+        type(None),
+        core.tensor,
+        core.dtype,
+        core.block_type,
+        core.pointer_type,
+    }
     alone = core.constexpr(1), core.tuple([])
 
     def unwrap_if_constexpr(x):

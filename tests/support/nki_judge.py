@@ -12,7 +12,9 @@ from delta_trn.nki_kernels.simulator import Numerics, record
 
 DTYPES = (torch.float32, torch.bfloat16)
 EXACT = Numerics()
-ROUNDED_PRODUCTS = Numerics(matmul="bfloat16")  # the Tensor engine has been seen to round float32 so
+ROUNDED_PRODUCTS = Numerics(
+    matmul="bfloat16"
+)  # the Tensor engine has been seen to round float32 so
 
 
 def normal(generator, *shape):
@@ -55,7 +57,9 @@ def assert_close(outcome, judge, baseline, terms):
         result, allowed = outcome[name], 0.0
         if exact.any():
             allowed = max(FACTOR * error(baseline[name], exact), math.sqrt(terms) * 2.0**-24)
-            allowed += error(exact.to(result.dtype), exact) if result.dtype != torch.float32 else 0.0
+            allowed += (
+                error(exact.to(result.dtype), exact) if result.dtype != torch.float32 else 0.0
+            )
         assert error(result, exact) <= allowed, (
             f"{name}: error {error(result, exact):.3g} above {allowed:.3g}"
         )

@@ -39,7 +39,10 @@ TRITON_REFINE = "triton_kernels.gated_delta_rule_refine:refine_kernel"
 TRITON_CONVOLUTION = "triton_kernels.short_convolution"
 SIMULATED_PRODUCTS = "nki_kernels.simulator.isa.matmul"
 NKI_BACK, NKI_LAYER = "nki_kernels.chunk_gradients", "nki_kernels.gated_delta_layer"
-TRITON_SEGMENTS, NKI_STEP = "triton_kernels.segments:chain_kernel", "nki_kernels.gated_delta_rule_step"
+TRITON_SEGMENTS, NKI_STEP = (
+    "triton_kernels.segments:chain_kernel",
+    "nki_kernels.gated_delta_rule_step",
+)
 NKI_CONVOLUTION = "nki_kernels.short_convolution"
 LAYERS = "backends.layers.pytorch"
 READOUT, KIMI = "models.language_model", "models.kimi_delta_attention:KimiDeltaAttention"
@@ -466,7 +469,9 @@ def _read_again(kernel: Any, source: str) -> None:
     """Makes Triton forget what it made of a kernel's source, and of kernels that may call it."""
     if hasattr(kernel, "_unsafe_update_src"):
         kernel._unsafe_update_src(source)
-        for module in [x for name, x in sys.modules.items() if name.startswith("delta_trn.triton_kernels.")]:
+        for module in [
+            x for name, x in sys.modules.items() if name.startswith("delta_trn.triton_kernels.")
+        ]:
             for compiled in [x for x in vars(module).values() if hasattr(x, "device_caches")]:
                 compiled.hash = None
                 compiled.device_caches.clear()

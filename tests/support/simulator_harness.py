@@ -66,7 +66,9 @@ def execute(body, *arrays, shape, dtype=F32, target="trn1"):
 
 def attempt(body, *args, target="trn1", strict=True):
     """Run a kernel body as it is."""
-    return record(body, *args, target=target, strict=strict, check_source=False, trace=False).outputs
+    return record(
+        body, *args, target=target, strict=strict, check_source=False, trace=False
+    ).outputs
 
 
 def write_output():

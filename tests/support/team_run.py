@@ -32,7 +32,8 @@ def start(
             "MASTER_PORT": port,
         }
         process = tiny_run.WARM.Process(
-            target=_run_rank, args=(variables, [str(a) for a in arguments], str(logs / f"rank-{rank}"), work)
+            target=_run_rank,
+            args=(variables, [str(a) for a in arguments], str(logs / f"rank-{rank}"), work),
         )
         process.start()
         processes.append(process)
@@ -87,7 +88,10 @@ def wait_for_server(port: int, seconds: float = 100) -> None:
 
 
 def _run_rank(
-    variables: dict[str, object], arguments: list[str], log: str, work: Callable[[list[str], str], None]
+    variables: dict[str, object],
+    arguments: list[str],
+    log: str,
+    work: Callable[[list[str], str], None],
 ) -> None:
     os.environ.update({name: str(value) for name, value in variables.items()})
     work(arguments, log)

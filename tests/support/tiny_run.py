@@ -111,7 +111,9 @@ def join(process: BaseProcess, seconds: float = 200) -> int:
     if is_late:
         process.kill()
         process.join(10)
-    assert not is_late and process.exitcode is not None, f"a process did not end within {seconds:g} s"
+    assert not is_late and process.exitcode is not None, (
+        f"a process did not end within {seconds:g} s"
+    )
     return process.exitcode
 
 
@@ -177,7 +179,9 @@ def killed_before(n: int, body: Callable[[], object]) -> bool:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Returns the lines of metrics.jsonl without the fields that a clock measured."""
-    return [{k: v for k, v in line.items() if k not in MEASURED} for line in read(run / "metrics.jsonl")]
+    return [
+        {k: v for k, v in line.items() if k not in MEASURED} for line in read(run / "metrics.jsonl")
+    ]
 
 
 def metric_distance(run: Path, expected: Path, metric: str) -> float:
@@ -242,7 +246,9 @@ def final_state(run: Path, name: str = "step-*") -> dict[str, Any]:
     assert raw.endswith(b"\n") and raw.count(b"\n") == len(read_metrics(run)), "a line is not whole"
     return {
         "metrics": read_metrics(run),
-        "samples": [path.read_text() for path in run.glob("samples.txt")],  # none of a divided model
+        "samples": [
+            path.read_text() for path in run.glob("samples.txt")
+        ],  # none of a divided model
         "checkpoint": last.name,
         "best": os.readlink(run / "checkpoints" / "best"),
         "state": state,

@@ -13,7 +13,14 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from delta_trn.backends.compiler import NotCompiled
 from delta_trn.backends.gated_delta_rule import triton_adapter
-from delta_trn.triton_kernels.sass import Code, Instruction, count_unfenced, is_followed, loops, parse
+from delta_trn.triton_kernels.sass import (
+    Code,
+    Instruction,
+    count_unfenced,
+    is_followed,
+    loops,
+    parse,
+)
 from tools.estimate import __main__ as command
 from tools.estimate import calibration, layers, machine, peer, published, simulate, work
 from tools.estimate.estimates import PARALLEL, SERIAL, factor
@@ -32,7 +39,9 @@ PRINTED = """
 """
 
 
-def instruction(opcode, operands="", *, predicate="", stall=1, write=NONE, read=NONE, wait=0, target=None):
+def instruction(
+    opcode, operands="", *, predicate="", stall=1, write=NONE, read=NONE, wait=0, target=None
+):
     return Instruction(opcode, operands, predicate, stall, write, read, wait, target)
 
 
@@ -88,8 +97,19 @@ def test_products_of_stored_tiles_need_a_fence_after_the_store():
 
 def test_control_codes_are_read_as_they_were_written():
     load, multiply, branch = parse(PRINTED)
-    assert (load.opcode, load.stall, load.write, load.read, load.wait) == ("LDG.E.128", 2, 2, NONE, 0)
-    assert (multiply.predicate, multiply.name, multiply.stall, multiply.wait) == ("@!P0", "FFMA", 4, 1 << 2)
+    assert (load.opcode, load.stall, load.write, load.read, load.wait) == (
+        "LDG.E.128",
+        2,
+        2,
+        NONE,
+        0,
+    )
+    assert (multiply.predicate, multiply.name, multiply.stall, multiply.wait) == (
+        "@!P0",
+        "FFMA",
+        4,
+        1 << 2,
+    )
     assert (branch.target, branch.predicate) == (1, "@P1")
     assert loops((load, multiply, branch)) == [(1, 2)]
 
@@ -114,7 +134,12 @@ def test_an_early_return_is_skipped_whichever_way_the_branch_goes():
         instruction("STG"),
         EXIT,
     )
-    guarded = (instruction("BRA", predicate="@P0", target=3), instruction("STG"), instruction("STG"), EXIT)
+    guarded = (
+        instruction("BRA", predicate="@P0", target=3),
+        instruction("STG"),
+        instruction("STG"),
+        EXIT,
+    )
     loop_is_there = (
         instruction("BRA", predicate="@P0", target=3),
         instruction("STG"),
@@ -213,7 +238,10 @@ def test_forward_keeps_what_the_adapter_keeps_on_that_device(device, keeps, monk
 def test_published_times_stand_beside_an_estimate():
     assert published.compare("paper_512", 1.0, 1.0) == []
     qla, infer = published.compare("qwen3_next_4x8192", 800.0, 2000.0)
-    assert "FlashQLA" in qla and "forward 0.611 ms, 0.76 of ours; backward 2.978 ms, 1.49 of ours" in qla
+    assert (
+        "FlashQLA" in qla
+        and "forward 0.611 ms, 0.76 of ours; backward 2.978 ms, 1.49 of ours" in qla
+    )
     assert "FlashInfer" in infer and "backward" not in infer
     assert published.PUBLISHED.keys() <= work.SHAPES.keys()
 
@@ -271,7 +299,9 @@ def test_the_factor_of_a_chain_grows_with_the_memory_it_uses():
 
 
 def row(kernel, microseconds):
-    return command.Row("paper_512", "ours", kernel, "", False, microseconds, waits={"barriers": 1.0})
+    return command.Row(
+        "paper_512", "ours", kernel, "", False, microseconds, waits={"barriers": 1.0}
+    )
 
 
 def test_a_layers_kernels_have_names_of_their_own_and_their_bytes_beside_them():
@@ -337,7 +367,9 @@ def test_the_peer_of_kimi_delta_attention_runs_its_kernels_in_its_order(monkeypa
 
     def configurations(name, shape, *, backward):
         seen.append((backward, name))
-        yield work.Launch(name, backward, None, peer.work(peer.CHANNELS[name], shape, {"BK": 64, "BV": 64}))
+        yield work.Launch(
+            name, backward, None, peer.work(peer.CHANNELS[name], shape, {"BK": 64, "BV": 64})
+        )
 
     monkeypatch.setattr(peer, "configurations", configurations)
     launches = [one for (one,) in peer.launches(shape)]
@@ -351,7 +383,10 @@ def test_the_peer_of_kimi_delta_attention_runs_its_kernels_in_its_order(monkeypa
     elements = 8192 * 32 * 128  # of q, and of the decays, which are float32
     triangle = 8192 * 32 * 64 * 2
     solve = launches[1].work
-    assert solve.load_bytes == 2 * 2 * elements + 4 * elements + triangle / 2 and solve.products == (2,)
+    assert (
+        solve.load_bytes == 2 * 2 * elements + 4 * elements + triangle / 2
+        and solve.products == (2,)
+    )
     assert solve.programs == 128 * 32 and len(launches) > len(seen), "norms, gates and sums follow"
 
 

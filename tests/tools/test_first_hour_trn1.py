@@ -18,9 +18,14 @@ def test_every_stage_runs_dry_and_writes_what_it_decides(tmp_path):
     assert set(rows["chain"].values()) >= {"right", "graphs of several kernels can run"}
     assert list(rows) == ["chain", "precision", "rate", "tables", "kernel", "layer", "step"]
     assert all(row["decides"] for row in rows.values())
-    assert rows["precision"]["products"] == "float32" and "can be green" in rows["precision"]["decides"]
+    assert (
+        rows["precision"]["products"] == "float32"
+        and "can be green" in rows["precision"]["decides"]
+    )
     assert rows["rate"]["reading"] == "issue"
-    assert rows["rate"]["cycles_per_pass"]["float32"]["64"] == pytest.approx(ISSUE.cycles(64, 1), rel=0.02)
+    assert rows["rate"]["cycles_per_pass"]["float32"]["64"] == pytest.approx(
+        ISSUE.cycles(64, 1), rel=0.02
+    )
     assert LOAD_US / 2 < rows["tables"]["load_us"] < LOAD_US
     assert rows["kernel"]["us"] == pytest.approx(hour.MODEL_US, rel=0.05)
     assert "can be trusted" in rows["kernel"]["decides"]
@@ -42,9 +47,14 @@ def test_a_form_that_fails_names_what_follows_and_the_others_go_on(monkeypatch, 
     monkeypatch.setattr(chain, "FORMS", kept)
     monkeypatch.setattr(chain, "summed", chain.doubled_through_scratch)
     found = hour.chain(lambda *_: 0.0, True)
-    assert found["refused"] == "FAILED: go on ([XTP003] too many)" and found["one kernel"] == "right"
+    assert (
+        found["refused"] == "FAILED: go on ([XTP003] too many)" and found["one kernel"] == "right"
+    )
     assert found["one tensor passed twice"].startswith("FAILED: a kernel needs two tensors")
-    assert found["decides"] == "look at refused first" and "chain: refused ..." in capsys.readouterr().out
+    assert (
+        found["decides"] == "look at refused first"
+        and "chain: refused ..." in capsys.readouterr().out
+    )
     monkeypatch.setattr(chain, "FORMS", {"refused": kept["refused"], **kept})
     assert list(hour.chain(lambda *_: 0.0, True)) == ["refused", "decides"], (
         "nothing runs, so nothing else is said"
@@ -71,8 +81,13 @@ def test_a_stage_that_fails_lets_the_next_run(monkeypatch, tmp_path):
 def test_without_a_chip_the_command_says_how_to_go_on():
     with pytest.raises(SystemExit, match="torch_xla is not installed"):
         hour.main([])
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit, match="nki is not installed"):
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        pytest.raises(SystemExit, match="nki is not installed"),
+    ):
         patched.setattr(hour.machine, "platforms", lambda: ("xla",))
         hour.main([])
-    with pytest.raises(SystemExit, match="'speed' is not one of chain, precision, rate, tables, kernel"):
+    with pytest.raises(
+        SystemExit, match="'speed' is not one of chain, precision, rate, tables, kernel"
+    ):
         hour.main(["speed", "--dry"])

@@ -41,7 +41,9 @@ def error_line(*arguments: object) -> str:
     assert status == 2, out + err
     *before, last = err.splitlines()
     # `prepare` reports its progress on stderr before that line
-    assert last.startswith("error: ") and not any("error" in x or "Traceback" in x for x in before), err
+    assert last.startswith("error: ") and not any(
+        "error" in x or "Traceback" in x for x in before
+    ), err
     return last
 
 
@@ -58,7 +60,10 @@ WRONG_KEYS = {
     "value heads": (["model.v_heads=3"], "num_v_heads=3 is not a multiple of num_heads=2"),
     "too narrow": (["model.width=1"], "is too narrow for num_heads=2"),
     "attention layer": (["model.attention_layers=5"], "attention_layers=[5] must be"),
-    "vocabulary": (["model.vocab_size=100"], "model.vocab_size=100 is below the tokenizer's 259 ids"),
+    "vocabulary": (
+        ["model.vocab_size=100"],
+        "model.vocab_size=100 is below the tokenizer's 259 ids",
+    ),
     "device": (["device=abacus"], "device=abacus"),
     "device not here": (["device=cuda:77"], "device=cuda:77"),
     "backend": (["backend=numpy"], "no backend is named 'numpy'"),
@@ -66,7 +71,10 @@ WRONG_KEYS = {
     "package": (["log.wandb=true"], "log.wandb=true needs the wandb package: pip install"),
     "source": (["data.source=no/such/place"], "no/such/place"),
     "sequence too long": (["batch.length=100000"], "choose a shorter sequence"),
-    "tokenizer": (["data.source=TEXT", "data.tokenizer=no-such.json"], "no tokenizer 'no-such.json'"),
+    "tokenizer": (
+        ["data.source=TEXT", "data.tokenizer=no-such.json"],
+        "no tokenizer 'no-such.json'",
+    ),
     "tokenizer size": (["data.source=TEXT", "data.vocab_size=100"], "vocab_size=100"),
 }
 
@@ -101,7 +109,9 @@ class TestFolders:
         assert "is a file" in error_line("run", "tiny", *keys(place / "data", place / "sums.txt"))
 
     def test_run_refuses_a_folder_that_cannot_be_made(self, place):
-        assert "cannot make" in error_line("run", "tiny", *keys(place / "data", place / "sums.txt" / "run"))
+        assert "cannot make" in error_line(
+            "run", "tiny", *keys(place / "data", place / "sums.txt" / "run")
+        )
 
     @pytest.mark.parametrize("name", ["resume", "generate", "plot"])
     def test_commands_refuse_a_folder_that_holds_no_run(self, place, name):
@@ -126,7 +136,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard missing": (lambda d: next(d.glob("*_train_*.bin")).unlink(), "_train_"),
     "shard cut": (lambda d: _truncate(next(d.glob("*_val_*.bin"))), "_val_"),
     "not a shard": (lambda d: next(d.glob("*_train_*.bin")).write_bytes(b"x" * 4096), "_train_"),
-    "tokenizer missing": (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json cannot be read"),
+    "tokenizer missing": (
+        lambda d: (d / "tokenizer.json").unlink(),
+        "tokenizer.json cannot be read",
+    ),
 }
 
 
@@ -161,7 +174,9 @@ class TestData:
         meta = json.loads((copy / "data" / "meta.json").read_bytes())
         meta["splits"]["train"]["shards"][0]["sha256"] = sha256_of(path)
         (copy / "data" / "meta.json").write_text(json.dumps(meta))
-        assert "has token id 65535" in error_line("run", "tiny", *keys(copy / "data", tmp_path / "new"))
+        assert "has token id 65535" in error_line(
+            "run", "tiny", *keys(copy / "data", tmp_path / "new")
+        )
 
     def test_resume_refuses_other_data_than_the_run_began_with(self, copy, tmp_path):
         other = tmp_path / "other"
@@ -199,7 +214,10 @@ class TestResume:
         path.write_text(json.dumps(content))
         before = read_tree(copy / "run")
         message = error_line("resume", copy / "run", "steps=20")
-        assert "step-00000012 was saved with another configuration: optimizer.lr was 0.01, is 0.5" in message
+        assert (
+            "step-00000012 was saved with another configuration: optimizer.lr was 0.01, is 0.5"
+            in message
+        )
         assert read_tree(copy / "run") == before
 
     def test_resume_names_every_checkpoint_when_all_are_damaged(self, copy):

@@ -81,7 +81,9 @@ class TestContent:
 
     def test_loading_weights_of_another_model_is_refused(self, finished, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(finished / "checkpoints" / "step-00000012")
-        narrow = type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 1}))
+        narrow = type(model)(
+            type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 1})
+        )
         with pytest.raises(CheckpointError, match=r"0 missing, .* unknown"):
             load_weights(finished / "checkpoints" / "step-00000012", Sharding(narrow))
         deep = type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 3}))
@@ -100,7 +102,9 @@ class TestStore:
         assert store.steps() == [15, 20] and store.require_best() == store.path(20)
         assert not list(store.directory.glob(".*"))
 
-    def test_the_best_of_an_earlier_version_is_a_folder_that_stays_until_there_is_a_better_one(self, store):
+    def test_the_best_of_an_earlier_version_is_a_folder_that_stays_until_there_is_a_better_one(
+        self, store
+    ):
         shutil.copytree(store.path(5), store.directory / "best-00000005")
         (store.directory / "best").symlink_to("best-00000005")
         store.rotate(1)
@@ -163,12 +167,20 @@ class TestStore:
         (store.path(10) / "state.json").unlink()
         messages: list[str] = []
         assert store.newest_whole(messages.append) == 5
-        assert len(messages) == 2 and "step 15" in messages[0] and "0 bytes, expected 10240" in messages[0]
+        assert (
+            len(messages) == 2
+            and "step 15" in messages[0]
+            and "0 bytes, expected 10240" in messages[0]
+        )
 
-    def test_only_damaged_checkpoints_are_an_error_but_no_checkpoints_are_not(self, store, tmp_path):
+    def test_only_damaged_checkpoints_are_an_error_but_no_checkpoints_are_not(
+        self, store, tmp_path
+    ):
         for step in store.steps():
             (store.path(step) / "a.bin").unlink()
-        with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 .* there are: 5, 10, 15"):
+        with pytest.raises(
+            CheckpointError, match=r"no checkpoint of step 7 .* there are: 5, 10, 15"
+        ):
             store.require_whole(7)
         with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
             store.newest_whole(lambda text: None)
@@ -193,7 +205,9 @@ class TestFullDisk:
         """The n-th sync or rename fails with ENOSPC, for every n."""
 
         def contents() -> list[list[str]]:
-            return [sorted(path.name for path in store.path(step).iterdir()) for step in (5, 10, 15)]
+            return [
+                sorted(path.name for path in store.path(step).iterdir()) for step in (5, 10, 15)
+            ]
 
         before = contents()
         for n in range(100):
@@ -250,7 +264,9 @@ class TestDamagedRun:
         assert "checkpoint of step 12 is damaged" in output and "after step 8" in output
         assert tiny_run.final_state(copy) == tiny_run.final_state(finished)
 
-    def test_the_first_checkpoint_of_a_resumed_run_removes_what_it_undid(self, finished, copy, monkeypatch):
+    def test_the_first_checkpoint_of_a_resumed_run_removes_what_it_undid(
+        self, finished, copy, monkeypatch
+    ):
         """Until then the undone checkpoints stay, because only then is there something in their place."""
         undone = ["undone-step-00000008", "undone-step-00000012"]
         at_start = []

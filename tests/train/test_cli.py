@@ -35,7 +35,9 @@ DEFAULTS = dict(flatten(RunConfig()))
 def run_python(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, *map(str, arguments)]
-    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
+    return subprocess.run(
+        words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200
+    )
 
 
 class TestOverview:
@@ -52,7 +54,9 @@ class TestOverview:
         assert status == 2 and all(name in err for name in COMMANDS)
         assert "did you mean run" in run_command("rnu")[2]
 
-    def test_a_torch_that_training_was_not_tested_with_is_refused_with_what_to_install(self, monkeypatch):
+    def test_a_torch_that_training_was_not_tested_with_is_refused_with_what_to_install(
+        self, monkeypatch
+    ):
         monkeypatch.setattr("delta_trn.train.__main__.version", lambda name: "2.8.1+cu126")
         status, _, err = run_command("run", "tiny", "--keys")
         assert status == 2 and "torch 2.8.1+cu126 is too old" in err and "install torch>=2.9" in err
@@ -93,7 +97,10 @@ class TestOptions:
         ("words", "expected"),
         [
             (["run", "tiny", "--steps", "5"], "delta-trn run has no option --steps; .*: steps=5 "),
-            (["run", "tiny", "--lr=0.1", "steps=5"], "has no option --lr=0.1; .*: optimizer.lr=0.1 "),
+            (
+                ["run", "tiny", "--lr=0.1", "steps=5"],
+                "has no option --lr=0.1; .*: optimizer.lr=0.1 ",
+            ),
             (["run", "tiny", "--batch-size"], "has no option --batch-size; .*=VALUE "),
             (["sweep", "tiny", "--widths", "64,128"], "no option --widths; .* widths=64,128 "),
         ],
@@ -114,7 +121,10 @@ def test_a_command_without_its_subject_names_that_alone_as_missing(command, want
 SAME_NAME = {
     ("backends/bench/__main__.py", "--backend"): "bench has no configuration; decided so",
     ("backends/parity/__main__.py", "--backend"): "parity has no configuration; decided so",
-    ("train/commands/generate.py", "--prompt"): "what to continue; sample.prompt is of a run's samples",
+    (
+        "train/commands/generate.py",
+        "--prompt",
+    ): "what to continue; sample.prompt is of a run's samples",
 }
 
 
@@ -158,16 +168,25 @@ class TestParameters:
     def test_parameters_follow_the_papers_rules_at_twice_the_base_width(self):
         """m = 2. AdamW: hidden matrices 1/m; SGD: gates 1/sqrt(m), scalars sqrt(m), embedding m."""
         widths = ("model.width=32", "model.base_width=16", "--json")
-        adamw = {r["name"]: r for r in json.loads(train("parameters", "tiny", *widths, "optimizer.lr=1"))}
+        adamw = {
+            r["name"]: r for r in json.loads(train("parameters", "tiny", *widths, "optimizer.lr=1"))
+        }
         sgd = {
             r["name"]: r
-            for r in json.loads(train("parameters", "tiny", *widths, "optimizer.name=sgd", "optimizer.lr=1"))
+            for r in json.loads(
+                train("parameters", "tiny", *widths, "optimizer.name=sgd", "optimizer.lr=1")
+            )
         }
         mixer = "model.blocks.0.mixer"
-        assert adamw[f"{mixer}.q_proj.weight"]["lr"] == 0.5 and sgd[f"{mixer}.q_proj.weight"]["lr"] == 1.0
+        assert (
+            adamw[f"{mixer}.q_proj.weight"]["lr"] == 0.5
+            and sgd[f"{mixer}.q_proj.weight"]["lr"] == 1.0
+        )
         assert adamw[f"{mixer}.a_proj.weight"]["lr"] == 0.5
         assert sgd[f"{mixer}.a_proj.weight"]["lr"] == pytest.approx(2**-0.5)
-        assert adamw[f"{mixer}.A_log"]["lr"] == 1.0 and sgd[f"{mixer}.A_log"]["lr"] == pytest.approx(2**0.5)
+        assert adamw[f"{mixer}.A_log"]["lr"] == 1.0 and sgd[f"{mixer}.A_log"][
+            "lr"
+        ] == pytest.approx(2**0.5)
         assert adamw["model.embed.weight"]["lr"] == 1.0 and sgd["model.embed.weight"]["lr"] == 2.0
         assert adamw[f"{mixer}.q_proj.weight"]["init_std"] == pytest.approx(0.02 * 2**-0.5)
         assert (
@@ -179,7 +198,9 @@ class TestParameters:
 class TestFolders:
     def test_a_run_without_out_takes_the_first_free_folder(self, data, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        arguments = [k for k in keys(data, tmp_path, steps=1, sample__tokens=0) if not k.startswith("out=")]
+        arguments = [
+            k for k in keys(data, tmp_path, steps=1, sample__tokens=0) if not k.startswith("out=")
+        ]
         for name in ("tiny", "tiny-2", "tiny-3"):
             output = train("run", "tiny", *arguments)
             assert f"in runs/{name}\n" in output
@@ -195,13 +216,20 @@ class TestFolders:
         assert train("plot", out) == f"{out / 'loss.png'}\n"
         assert (out / "loss.png").read_bytes() == picture
 
-    def test_a_picture_that_may_not_be_written_needs_permission_and_no_space(self, finished, monkeypatch):
+    def test_a_picture_that_may_not_be_written_needs_permission_and_no_space(
+        self, finished, monkeypatch
+    ):
         def refuse(*arguments: object, **options: object) -> None:
             raise PermissionError(13, "Permission denied")
 
         monkeypatch.setattr(Figure, "savefig", refuse)
         status, _, err = run_command("plot", finished)
-        assert status == 2 and "may not write" in err and "get write permission" in err and "space" not in err
+        assert (
+            status == 2
+            and "may not write" in err
+            and "get write permission" in err
+            and "space" not in err
+        )
 
 
 class TestProcess:
@@ -216,7 +244,9 @@ class TestProcess:
 
     def test_a_closed_pipe_prints_no_error(self):
         command = f"{sys.executable} -m train run quickstart --keys | head -1"
-        process = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=200)
+        process = subprocess.run(
+            command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=200
+        )
         assert process.stdout.startswith("* differs") and not process.stderr
 
     def test_a_run_whose_reader_goes_away_trains_on_and_says_so(self, data, finished, tmp_path):
@@ -226,12 +256,17 @@ class TestProcess:
         )
         child.start()
         assert tiny_run.join(child) == 0
-        assert log.read_text().count("the output cannot be written (Broken pipe); the work goes on") == 1
+        assert (
+            log.read_text().count("the output cannot be written (Broken pipe); the work goes on")
+            == 1
+        )
         assert "Traceback" not in log.read_text() and "rror" not in log.read_text()
         assert tiny_run.final_state(out) == tiny_run.final_state(finished)
 
     @pytest.mark.parametrize("words", [["resume"], ["generate", "--prompt", "é\u2028漢"]])
-    def test_an_output_that_takes_ascii_only_gets_escapes_and_no_traceback(self, finished, tmp_path, words):
+    def test_an_output_that_takes_ascii_only_gets_escapes_and_no_traceback(
+        self, finished, tmp_path, words
+    ):
         out, written = tmp_path / "run", io.TextIOWrapper(io.BytesIO(), encoding="ascii")
         shutil.copytree(finished, out, symlinks=True)
         (out / "samples.txt").write_text("======== step 12 ========\né\ufffd\n\n", encoding="utf-8")
@@ -244,13 +279,24 @@ class TestProcess:
     def test_a_training_process_stops_on_sigterm_and_its_run_resumes(self, data, tmp_path):
         out, log = tmp_path / "run", tmp_path / "log"
         never = 100_000
-        changes = {"steps": never, "sample.tokens": 0, "checkpoint.every": never, "evaluation.every": never}
+        changes = {
+            "steps": never,
+            "sample.tokens": 0,
+            "checkpoint.every": never,
+            "evaluation.every": never,
+        }
         command = [sys.executable, "-m", "train", "run", "tiny", *keys(data, out, **changes)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with open(log, "w") as file:
-            child = subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=tmp_path)
+            child = subprocess.Popen(
+                command, stdout=file, stderr=file, env=environment, cwd=tmp_path
+            )
         deadline = time.monotonic() + 200
-        while not (out / "metrics.jsonl").exists() and child.poll() is None and time.monotonic() < deadline:
+        while (
+            not (out / "metrics.jsonl").exists()
+            and child.poll() is None
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.1)
         child.send_signal(signal.SIGTERM)
         assert child.wait(60) == 128 + signal.SIGTERM, log.read_text()
@@ -264,8 +310,13 @@ class TestProcess:
 
 class TestConvert:
     def test_a_run_can_be_written_for_flash_linear_attention(self, finished, tmp_path):
-        assert "format fla" in train("convert", finished, "--to", tmp_path / "fla", "--format", "fla")
-        ours, theirs = load_model(finished / "checkpoints" / "step-00000012"), load_model(tmp_path / "fla")
+        assert "format fla" in train(
+            "convert", finished, "--to", tmp_path / "fla", "--format", "fla"
+        )
+        ours, theirs = (
+            load_model(finished / "checkpoints" / "step-00000012"),
+            load_model(tmp_path / "fla"),
+        )
         ids = torch.arange(60)[None]
         with torch.no_grad():
             assert_same(theirs(ids).logits, ours(ids).logits)

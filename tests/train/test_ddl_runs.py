@@ -45,7 +45,9 @@ def test_ddl_tinystories_trains_on_a_local_file_and_resumes(tmp_path, capsys):
     assert main(["resume", str(out), "steps=9"]) == 0
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     val = [line for line in lines if line["split"] == "val"]
-    assert [line["step"] for line in val] == [3, 6, 9] and all(line["perplexity"] > 1 for line in val)
+    assert [line["step"] for line in val] == [3, 6, 9] and all(
+        line["perplexity"] > 1 for line in val
+    )
     losses = [line["loss"] for line in lines if line["split"] == "train"]
     assert losses[-1] < losses[0]
     assert (out / "checkpoints" / "step-00000009").is_dir()
@@ -54,7 +56,9 @@ def test_ddl_tinystories_trains_on_a_local_file_and_resumes(tmp_path, capsys):
     shard = next((tmp_path / "data").glob("*_train_*.bin"))
     assert (
         meta["eos_id"]
-        in torch.from_file(str(shard), size=(shard.stat().st_size // 2), dtype=torch.uint16)[512:].long()
+        in torch.from_file(str(shard), size=(shard.stat().st_size // 2), dtype=torch.uint16)[
+            512:
+        ].long()
     )
     probes = val[-1]["probes"]
     # learning moves it from 0.238 only a little in nine steps; the released code would begin at 1
@@ -84,7 +88,12 @@ def test_ddl_tinystories_trains_on_the_hugging_face_data_set(tmp_path, monkeypat
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     info = types.SimpleNamespace(sha="0123abcd")
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *names, **options: info)
-    arguments = [*SMALL, f"data.folder={tmp_path / 'data'}", "data.validation=validation", "epochs=0.5"]
+    arguments = [
+        *SMALL,
+        f"data.folder={tmp_path / 'data'}",
+        "data.validation=validation",
+        "epochs=0.5",
+    ]
     arguments.remove("steps=6")
     arguments.remove("data.val_fraction=0.2")
     assert main(["run", "ddl_lm_tinystories", *arguments, f"out={tmp_path / 'run'}"]) == 0
@@ -122,7 +131,11 @@ def test_environment_variables_configure_ddl_tinystories_alone(monkeypatch):
     monkeypatch.setenv("MAX_EPOCHS", "2")
     monkeypatch.setenv("IS_RESUME", "false")
     run = recipe("ddl_lm_tinystories")
-    assert (run.batch.length, run.model.max_position_embeddings, run.batch.sequences) == (128, 128, 8)
+    assert (run.batch.length, run.model.max_position_embeddings, run.batch.sequences) == (
+        128,
+        128,
+        8,
+    )
     assert (run.optimizer.lr, run.schedule.min_lr, run.max_minutes) == (1e-3, 1e-3, 30)
     assert run.epochs == 2
     assert (run.data.tokenizer, run.data.source, run.log.wandb) == ("bytes", "stories.txt", False)
@@ -131,7 +144,9 @@ def test_environment_variables_configure_ddl_tinystories_alone(monkeypatch):
     assert recipe("ddl_lm_tinystories").log.wandb
 
 
-def test_a_stray_variable_changes_no_other_recipe_and_says_what_it_changes_here(monkeypatch, capsys):
+def test_a_stray_variable_changes_no_other_recipe_and_says_what_it_changes_here(
+    monkeypatch, capsys
+):
     monkeypatch.setenv("LR", "0.123")
     monkeypatch.setenv("WANDB_API_KEY", "a secret")
     before = {name: make().optimizer.lr for name, make in RECIPES.items()}
@@ -155,7 +170,9 @@ def test_run_prints_the_variables_that_it_has_read(monkeypatch, tmp_path, capsys
 
 
 def test_a_wrong_environment_variable_is_named():
-    with pytest.raises(ConfigError, match=r"batch.sequences=many.*environment variables BATCH_SIZE=many"):
+    with pytest.raises(
+        ConfigError, match=r"batch.sequences=many.*environment variables BATCH_SIZE=many"
+    ):
         with_environment(recipe("tiny"), {"BATCH_SIZE": "many"})
 
 
@@ -169,12 +186,18 @@ def test_resume_or_a_bucket_in_the_environment_is_refused_with_a_remedy():
 
 
 def test_impossible_model_settings_are_refused_before_a_run():
-    with pytest.raises(ConfigError, match=r"batch.length=600 is above model.max_position_embeddings=512"):
+    with pytest.raises(
+        ConfigError, match=r"batch.length=600 is above model.max_position_embeddings=512"
+    ):
         apply(recipe("ddl_lm_tinystories"), {"batch.length": "600"})
     with pytest.raises(
         ConfigError, match=r"model.use_qk_rmsnorm=true is not divided.*distribution.tensor at 1"
     ):
-        keys = {"model.use_qk_rmsnorm": "true", "model.attention_layers": "0", "distribution.tensor": "2"}
+        keys = {
+            "model.use_qk_rmsnorm": "true",
+            "model.attention_layers": "0",
+            "distribution.tensor": "2",
+        }
         apply(recipe("tiny"), keys)
     with pytest.raises(ConfigError, match=r"model.residual=ddl is not divided"):
         apply(recipe("tiny"), {"model.residual": "ddl", "distribution.context": "2"})

@@ -52,7 +52,9 @@ class TestContent:
         assert names == tokenizer | model
         saved = load_file(run / "checkpoints" / "step-00000020" / "model.safetensors")
         written = load_file(exported / "model.safetensors")
-        assert set(saved) == set(written) and all(torch.equal(saved[name], written[name]) for name in saved)
+        assert set(saved) == set(written) and all(
+            torch.equal(saved[name], written[name]) for name in saved
+        )
         modes = {path.stat().st_mode for path in exported.iterdir()}
         assert len(modes) == 1, "safetensors lets only the owner read what it writes"
 
@@ -96,7 +98,9 @@ class TestContent:
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("['Once") and "<|" not in done.stdout
 
-    def test_the_example_of_a_card_without_code_imports_the_package(self, run, tmp_path, monkeypatch, capsys):
+    def test_the_example_of_a_card_without_code_imports_the_package(
+        self, run, tmp_path, monkeypatch, capsys
+    ):
         train("export", run, "--to", tmp_path / "model")
         monkeypatch.chdir(tmp_path / "model")
         code = example(Path("README.md").read_text())
@@ -105,13 +109,25 @@ class TestContent:
         assert capsys.readouterr().out.startswith("['Once")
 
     def test_dtype_and_license_are_a_choice_and_the_card_says_them(self, run, exported, tmp_path):
-        train("export", run, "--to", tmp_path / "half", "--dtype", "bfloat16", "--license", "cc-by-4.0")
+        train(
+            "export",
+            run,
+            "--to",
+            tmp_path / "half",
+            "--dtype",
+            "bfloat16",
+            "--license",
+            "cc-by-4.0",
+        )
         weights = load_file(tmp_path / "half" / "model.safetensors")
         assert {(x.dtype, name.endswith(("A_log", "dt_bias"))) for name, x in weights.items()} == {
             (torch.bfloat16, False), (torch.float32, True),
         }  # fmt: skip
         card = (tmp_path / "half" / "README.md").read_text()
-        assert "\nlicense: cc-by-4.0\n" in card and "| weights | bfloat16, trained in float32 |" in card
+        assert (
+            "\nlicense: cc-by-4.0\n" in card
+            and "| weights | bfloat16, trained in float32 |" in card
+        )
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
         assert "license:" not in (exported / "README.md").read_text()
 
@@ -144,7 +160,9 @@ class TestAtomic:
         assert tiny_run.join(child) == 9 and not (tmp_path / "model").exists()
         assert (tmp_path / ".model.tmp" / "model.safetensors").exists()
         train(*words)
-        assert (tmp_path / "model" / "README.md").exists() and not (tmp_path / ".model.tmp").exists()
+        assert (tmp_path / "model" / "README.md").exists() and not (
+            tmp_path / ".model.tmp"
+        ).exists()
 
 
 class TestRefusals:

@@ -22,7 +22,11 @@ def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("generation")
     data = tiny_run.prepare_data(folder)
     # the best checkpoint is at step 30, so that last and best differ
-    train("run", "tiny", *keys(data, folder / "run", steps=40, evaluation__every=10, checkpoint__every=20))
+    train(
+        "run",
+        "tiny",
+        *keys(data, folder / "run", steps=40, evaluation__every=10, checkpoint__every=20),
+    )
     return folder / "run"
 
 
@@ -81,7 +85,9 @@ class TestText:
             words = [f"data.source={data}", "device=cpu", "steps=8", f"out={out}"]
             train("run", "tiny", *filter(None, [*words, rate]))
             texts.append(train("generate", out, "--prompt", "def "))
-        strange = [sum(not c.isascii() or not (c.isprintable() or c == "\n") for c in x) for x in texts]
+        strange = [
+            sum(not c.isascii() or not (c.isprintable() or c == "\n") for c in x) for x in texts
+        ]
         assert strange[0] <= 0.02 * len(texts[0]) and strange[1] >= 0.2 * len(texts[1]), texts
 
     def test_greedy_text_is_the_most_probable_token_of_the_uncached_model(self, run, loaded):
@@ -165,10 +171,14 @@ class TestCheckpoints:
         by_default = generate(run, "sample.temperature=0")
         assert generate(run, "sample.temperature=0", "--checkpoint", "last") == by_default
         for which, folder in (("best", "best"), ("20", "step-00000020")):
-            model, tokenizer = load_for_generation(run / "checkpoints" / folder, torch.device("cpu"))
+            model, tokenizer = load_for_generation(
+                run / "checkpoints" / folder, torch.device("cpu")
+            )
             greedy = SampleSection(tokens=12, temperature=0)
             text = continue_text(model, tokenizer, PROMPT, greedy, seed=0)
-            assert generate(run, "sample.temperature=0", "--checkpoint", which) == f"{PROMPT}{text}\n"
+            assert (
+                generate(run, "sample.temperature=0", "--checkpoint", which) == f"{PROMPT}{text}\n"
+            )
 
     def test_generation_refuses_a_damaged_checkpoint_and_names_others(self, copy):
         (copy / "checkpoints" / "step-00000040" / "model.safetensors").write_bytes(b"")
@@ -199,7 +209,10 @@ class TestOptions:
             (["--tokens", "9"], "keys have no dashes: sample.tokens=9"),
             (["--top-k=9"], "keys have no dashes: sample.top_k=9"),
             (["--device", "cpu"], "keys have no dashes: device=cpu"),
-            (["steps=9"], "steps changes nothing in `generate`, whose keys are sample.tokens, sample.temp"),
+            (
+                ["steps=9"],
+                "steps changes nothing in `generate`, whose keys are sample.tokens, sample.temp",
+            ),
         ],
     )
     def test_wrong_words_are_refused_with_what_was_expected(self, run, words, message):

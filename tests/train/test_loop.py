@@ -65,9 +65,15 @@ class TestReports:
             next(line for line in read(finished / "metrics.jsonl") if line["split"] == split)
             for split in ("train", "val")
         )
-        assert {"step", "split", "loss", "tokens", "tokens_per_s", "lr", "grad_norm"} <= set(train_line)
+        assert {"step", "split", "loss", "tokens", "tokens_per_s", "lr", "grad_norm"} <= set(
+            train_line
+        )
         assert {"step", "split", "loss", "tokens", "perplexity", "bits_per_byte"} <= set(val_line)
-        assert train_line["tokens"] == 64 and train_line["lr"] == 0.0 and train_line["tokens_per_s"] > 0
+        assert (
+            train_line["tokens"] == 64
+            and train_line["lr"] == 0.0
+            and train_line["tokens_per_s"] > 0
+        )
         assert val_line["perplexity"] == pytest.approx(math.exp(val_line["loss"]))
         # tokens are bytes, but bytes also pay for BOS and EOS: a little more than the loss in bits
         assert 1.0 < val_line["bits_per_byte"] / (val_line["loss"] / math.log(2)) < 1.02
@@ -85,20 +91,34 @@ class TestReports:
     def test_a_tiny_run_lowers_its_loss(self, data, tmp_path):
         out = tmp_path / "run"
         train("run", "tiny", *keys(data, out, steps=60, batch__length=32, evaluation__every=30))
-        assert losses(out)[0] == pytest.approx(math.log(320), abs=0.1), "an untrained model is uniform"
+        assert losses(out)[0] == pytest.approx(math.log(320), abs=0.1), (
+            "an untrained model is uniform"
+        )
         assert losses(out, "val")[-1] < 3.0 < losses(out)[0] - 2
 
-    def test_the_final_report_compares_with_baselines_and_says_how_to_continue(self, data, tmp_path):
+    def test_the_final_report_compares_with_baselines_and_says_how_to_continue(
+        self, data, tmp_path
+    ):
         out = tmp_path / "run"
         output = train("run", "tiny", *keys(data, out))
-        for words in ("perplexity", "bits/byte", "token frequencies", "zlib", "lzma", "this model (tiny)"):
+        for words in (
+            "perplexity",
+            "bits/byte",
+            "token frequencies",
+            "zlib",
+            "lzma",
+            "this model (tiny)",
+        ):
             assert words in output, words
         assert f" resume {out} steps=24" in output and f" generate {out}" in output
         assert str(out / "loss.png") in output and (out / "loss.png").stat().st_size > 10_000
         assert re.search(
-            r"delta rule by chunked \((a C\+\+ kernel, compiled by|PyTorch, since) ", " ".join(output.split())
+            r"delta rule by chunked \((a C\+\+ kernel, compiled by|PyTorch, since) ",
+            " ".join(output.split()),
         )
-        assert "lzma stores an exact repeat once, however far back" in output, "it wins, and a line says why"
+        assert "lzma stores an exact repeat once, however far back" in output, (
+            "it wins, and a line says why"
+        )
 
 
 class TestSameMathematics:
@@ -109,12 +129,24 @@ class TestSameMathematics:
     @pytest.mark.parametrize(
         "changes",
         [
-            {"evaluation__every": 1, "evaluation__sequences": 8, "sample__tokens": 9, "log__every": 1},
-            {"sample__tokens": 0, "checkpoint__every": 1, "log__every": 100, "deterministic": "true"},
+            {
+                "evaluation__every": 1,
+                "evaluation__sequences": 8,
+                "sample__tokens": 9,
+                "log__every": 1,
+            },
+            {
+                "sample__tokens": 0,
+                "checkpoint__every": 1,
+                "log__every": 100,
+                "deterministic": "true",
+            },
         ],
         ids=lambda changes: " ".join(changes),
     )
-    def test_evaluation_logging_and_saving_do_not_change_a_run(self, data, finished, tmp_path, changes):
+    def test_evaluation_logging_and_saving_do_not_change_a_run(
+        self, data, finished, tmp_path, changes
+    ):
         try:
             train("run", "tiny", *keys(data, tmp_path / "run", **changes))
         finally:
@@ -123,11 +155,15 @@ class TestSameMathematics:
         for name, tensor in weights(finished).items():
             assert torch.equal(weights(tmp_path / "run")[name], tensor), name
 
-    def test_micro_batches_change_losses_only_as_rounding_does(self, data, finished, rounding, tmp_path):
+    def test_micro_batches_change_losses_only_as_rounding_does(
+        self, data, finished, rounding, tmp_path
+    ):
         train("run", "tiny", *keys(data, tmp_path / "run", batch__micro=2))
         assert metric_distance(tmp_path / "run", finished, "loss") <= rounding
         train("run", "tiny", *keys(data, tmp_path / "other", optimizer__eps=1e-4))
-        assert metric_distance(tmp_path / "other", finished, "loss") > 10 * rounding, "the bound can fail"
+        assert metric_distance(tmp_path / "other", finished, "loss") > 10 * rounding, (
+            "the bound can fail"
+        )
 
     def test_gradient_checkpointing_keeps_every_loss_bit_for_bit(self, data, finished, tmp_path):
         train("run", "tiny", *keys(data, tmp_path / "run", gradient_checkpointing="true"))
@@ -135,7 +171,9 @@ class TestSameMathematics:
 
     def test_evaluation_does_not_depend_on_its_batch(self, data, finished, tmp_path):
         train("run", "tiny", *keys(data, tmp_path / "run", evaluation__batch=1))
-        assert losses(tmp_path / "run", "val") == pytest.approx(losses(finished, "val"), rel=ONE_SUM)
+        assert losses(tmp_path / "run", "val") == pytest.approx(
+            losses(finished, "val"), rel=ONE_SUM
+        )
 
     def test_bf16_losses_are_those_of_float32_with_bf16_rounding(self, data, finished, tmp_path):
         """The control begins with weights that one rounding to bf16 moved."""
@@ -148,7 +186,9 @@ class TestSameMathematics:
         assert metric_distance(tmp_path / "other", finished, "loss") > allowed
 
     @pytest.mark.slow
-    def test_a_compiled_run_has_the_losses_of_an_eager_one(self, data, finished, rounding, tmp_path):
+    def test_a_compiled_run_has_the_losses_of_an_eager_one(
+        self, data, finished, rounding, tmp_path
+    ):
         train("run", "tiny", *keys(data, tmp_path / "run", compile="true"))
         assert metric_distance(tmp_path / "run", finished, "loss") <= rounding
 
@@ -163,9 +203,13 @@ class TestEvaluation:
         targets = torch.cat([batch.targets.flatten() for batch in batches]).numpy()
         whole = (len(text) - 1) // 16 * 16
         assert (inputs == text[:whole]).all() and (targets == text[1 : whole + 1]).all()
-        assert sum(len(b.inputs) for b in held_out_windows(config, dataset, tokens=100, batch=4)) == 6
+        assert (
+            sum(len(b.inputs) for b in held_out_windows(config, dataset, tokens=100, batch=4)) == 6
+        )
 
-    def test_the_final_evaluation_can_measure_the_held_out_text_in_order(self, data, finished, tmp_path):
+    def test_the_final_evaluation_can_measure_the_held_out_text_in_order(
+        self, data, finished, tmp_path
+    ):
         out = tmp_path / "run"
         output = train("run", "tiny", *keys(data, out, evaluation__final_tokens=10**6))
         summary = json.loads((out / "summary.json").read_bytes())
@@ -173,7 +217,10 @@ class TestEvaluation:
         assert crops["held_out"] == 4 * 16 and crops["loss"] == losses(finished, "val")[-1]
         assert summary["held_out"] > 256
         assert f"{summary['held_out']:,} held-out tokens after step 12" in output
-        assert summary["loss"] == pytest.approx(crops["loss"], abs=0.5) and summary["loss"] != crops["loss"]
+        assert (
+            summary["loss"] == pytest.approx(crops["loss"], abs=0.5)
+            and summary["loss"] != crops["loss"]
+        )
         assert summary["perplexity"] == pytest.approx(math.exp(summary["loss"]))
         assert {"unigram", "zlib", "lzma"} <= set(summary["baselines"])
         again = train("resume", out)
@@ -185,11 +232,18 @@ class TestNotFinite:
     def test_a_run_that_diverges_names_its_intact_checkpoint(self, data, tmp_path, monkeypatch):
         out = tmp_path / "run"
         rate = loop.learning_rate
-        monkeypatch.setattr(loop, "learning_rate", lambda config, i: rate(config, i) if i < 9 else 1e38)
-        status, _, err = tiny_run.run_command("run", "tiny", *keys(data, out, optimizer__clip="none"))
+        monkeypatch.setattr(
+            loop, "learning_rate", lambda config, i: rate(config, i) if i < 9 else 1e38
+        )
+        status, _, err = tiny_run.run_command(
+            "run", "tiny", *keys(data, out, optimizer__clip="none")
+        )
         assert status == 2 and "the checkpoint of step 8 is intact" in err
         monkeypatch.undo()
-        assert sorted(path.name for path in (out / "checkpoints").glob("step-*"))[-1] == "step-00000008"
+        assert (
+            sorted(path.name for path in (out / "checkpoints").glob("step-*"))[-1]
+            == "step-00000008"
+        )
         train("resume", out)
         assert len(losses(out)) == 12
 
@@ -209,7 +263,10 @@ class TestNotFinite:
         monkeypatch.setattr(loop.TrainingStep, "__call__", poison_weight)
         status, _, err = tiny_run.run_command("run", "tiny", *keys(data, out))
         assert status == 2 and "not finite after step 8" in err
-        assert sorted(path.name for path in (out / "checkpoints").glob("step-*"))[-1] == "step-00000006"
+        assert (
+            sorted(path.name for path in (out / "checkpoints").glob("step-*"))[-1]
+            == "step-00000006"
+        )
 
 
 class TestStopping:
@@ -228,7 +285,10 @@ class TestStopping:
         assert status == 128 + number
         assert f"stopped by {signal.Signals(number).name} after step 5" in output
         assert f" resume {out}" in output
-        assert sorted(path.name for path in (out / "checkpoints").glob("step-*"))[-1] == "step-00000005"
+        assert (
+            sorted(path.name for path in (out / "checkpoints").glob("step-*"))[-1]
+            == "step-00000005"
+        )
         train("resume", out)
         assert tiny_run.final_state(out) == tiny_run.final_state(finished)
 

@@ -23,7 +23,14 @@ from delta_trn.train.watch.trackers import Tracker, require
 
 
 def make_line(step: int, split: str = "train", loss: float = 2.0) -> Line:
-    return {"step": step, "split": split, "loss": loss, "tokens": 10 * step, "seconds": 0.5, "lr": 0.1}
+    return {
+        "step": step,
+        "split": split,
+        "loss": loss,
+        "tokens": 10 * step,
+        "seconds": 0.5,
+        "lr": 0.1,
+    }
 
 
 def write_lines(path, count: int = 5) -> MetricsFile:
@@ -102,9 +109,16 @@ class TestPlot:
         plot_loss(folder)
         folder.write_summary({"step": 40, "held_out": 5000, "loss": 1.4242})
         plot_loss(folder)
-        texts = [[text.get_text() for text in figure.axes[0].get_legend().get_texts()] for figure in figures]
+        texts = [
+            [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+            for figure in figures
+        ]
         assert texts[0] == ["training", "validation, 1.325 at the end"]
-        assert texts[1] == ["training", "all 5,000 held-out tokens, 1.4242", "validation, on a part of them"]
+        assert texts[1] == [
+            "training",
+            "all 5,000 held-out tokens, 1.4242",
+            "validation, on a part of them",
+        ]
 
     def test_a_loss_picture_of_a_run_without_a_step_is_refused(self, tmp_path):
         with pytest.raises(RunFolderError, match="no training step yet"):
@@ -167,7 +181,11 @@ class TestTracker:
         tracker.log([make_line(3), {**make_line(3, "val"), "probes": {"rms": 1.0}}])
         tracker.close()
         options = calls[0][1]
-        assert (options["id"], options["resume"], options["project"]) == ("tiny-1", "allow", "delta-trn")
+        assert (options["id"], options["resume"], options["project"]) == (
+            "tiny-1",
+            "allow",
+            "delta-trn",
+        )
         assert options["config"]["optimizer"]["lr"] == config.optimizer.lr
         assert calls[1][:2] == ("log", 3) and calls[1][2]["train/loss"] == 2.0
         assert calls[2][2]["val/loss"] == 2.0 and calls[2][2]["probes/rms"] == 1.0

@@ -60,7 +60,9 @@ class TestARunGoesOn:
         assert read_metrics(tmp_path / "run") == read_metrics(finished), "evaluations are there"
 
     @pytest.mark.parametrize("module", [loss_plot, summary], ids=["picture", "last page"])
-    def test_where_its_last_page_fails(self, data, finished, tmp_path, monkeypatch, module, request):
+    def test_where_its_last_page_fails(
+        self, data, finished, tmp_path, monkeypatch, module, request
+    ):
         what = request.node.callspec.id
         monkeypatch.setattr(module, "plot_loss" if module is loss_plot else "closing", fail)
         output = train("run", "tiny", *keys(data, tmp_path / "run"))
@@ -94,7 +96,9 @@ class TestARunGoesOn:
     def test_where_its_output_is_on_a_full_disk(self, data, finished, tmp_path):
         words = [sys.executable, "-m", "delta_trn", "run", "tiny", *keys(data, tmp_path / "run")]
         with open("/dev/full", "w") as full:
-            ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=200)
+            ended = subprocess.run(
+                words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=200
+            )
         assert ended.returncode == 0 and "No space left on device" in ended.stderr, ended.stderr
         assert ended.stderr.count("the work goes on") == 1
         assert final_state(tmp_path / "run") == final_state(finished)
@@ -131,7 +135,9 @@ class TestACheckpointIsThere:
         train("resume", out)
         assert final_state(out) == final_state(tmp_path / "whole")
 
-    def test_and_its_evaluation_is_not_made_again_when_it_was_reported(self, finished, tmp_path, monkeypatch):
+    def test_and_its_evaluation_is_not_made_again_when_it_was_reported(
+        self, finished, tmp_path, monkeypatch
+    ):
         out = tmp_path / "run"
         shutil.copytree(finished, out, symlinks=True)
         monkeypatch.setattr(loop, "evaluate", fail)

@@ -48,11 +48,17 @@ def test_epsilon_and_decay_of_every_group_match_the_scaling_table():
 
     Decay applies to matrices only, and falls with their rate. arXiv:2606.04048 does not scale epsilon.
     """
-    c = config(model__width=64, model__base_width=16, optimizer__eps=1e-6, optimizer__weight_decay=0.2)
+    c = config(
+        model__width=64, model__base_width=16, optimizer__eps=1e-6, optimizer__weight_decay=0.2
+    )
     expected = {
         "model.embed.weight": (1 / 4, 0.0, 1.0),
         "model.blocks.0.mixer.q_proj.weight": (1 / 4, 0.2, 1 / 4),
-        "model.blocks.0.mlp.down_proj.weight": (1 / 3, 0.2, 1 / 3),  # 192 inputs, and 64 at the base width
+        "model.blocks.0.mlp.down_proj.weight": (
+            1 / 3,
+            0.2,
+            1 / 3,
+        ),  # 192 inputs, and 64 at the base width
         "model.blocks.0.mixer.a_proj.weight": (1 / 2, 0.2, 1 / 4),
         "model.blocks.0.mixer.b_proj.weight": (1 / 2, 0.2, 1 / 4),
         "model.blocks.0.mixer.dt_bias": (1 / 2, 0.0, 1.0),
@@ -68,7 +74,9 @@ def test_epsilon_and_decay_of_every_group_match_the_scaling_table():
         for name, (epsilon, decay, factor) in expected.items():
             group = groups[name]
             assert group["eps"] == pytest.approx(1e-6 * epsilon), name
-            assert group["weight_decay"] == pytest.approx(decay / factor if independent else decay), name
+            assert group["weight_decay"] == pytest.approx(
+                decay / factor if independent else decay
+            ), name
             assert group["factor"] == pytest.approx(factor), name
     sp = make_optimizer(Sharding(build_model(c)), apply(c, {"parametrization": "sp"}))
     assert sp.param_groups[0]["eps"] == pytest.approx(1e-6 * 1 / 4), "the model decides the table"
@@ -82,8 +90,12 @@ class TestSchedule:
 
     def test_learning_rate_follows_a_cosine_from_peak_to_min_lr(self):
         assert learning_rate(self.C, 10) == pytest.approx(0.5)
-        assert learning_rate(self.C, 55) == pytest.approx(0.3)  # halfway down, at the mean of both ends
-        assert learning_rate(self.C, 10 + 30) == pytest.approx(0.1 + 0.2 * (1 + math.cos(math.pi / 3)))
+        assert learning_rate(self.C, 55) == pytest.approx(
+            0.3
+        )  # halfway down, at the mean of both ends
+        assert learning_rate(self.C, 10 + 30) == pytest.approx(
+            0.1 + 0.2 * (1 + math.cos(math.pi / 3))
+        )
         assert learning_rate(self.C, 100) == learning_rate(self.C, 10_000) == 0.1
 
     def test_decay_steps_replaces_steps_as_the_end_of_the_cosine(self):
@@ -116,7 +128,9 @@ def update_adamw(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunCon
         p = p * (1 - row.lr * row.weight_decay)
         m = o.beta1 * m + (1 - o.beta1) * g
         v = o.beta2 * v + (1 - o.beta2) * g * g
-        p = p - row.lr * (m / (1 - o.beta1**t)) / ((v / (1 - o.beta2**t)).sqrt() + row.epsilon * o.eps)
+        p = p - row.lr * (m / (1 - o.beta1**t)) / (
+            (v / (1 - o.beta2**t)).sqrt() + row.epsilon * o.eps
+        )
     return p
 
 
@@ -129,7 +143,9 @@ def update_muon(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunConf
     if row.role is not Role.HIDDEN:
         return update_adamw(p, grads, row, c)
     if row.tag.of_columns:
-        flat = update_muon(p.T, [g.T for g in grads], replace(row, tag=replace(row.tag, of_columns=False)), c)
+        flat = update_muon(
+            p.T, [g.T for g in grads], replace(row, tag=replace(row.tag, of_columns=False)), c
+        )
         return flat.T
     mu, heads = c.optimizer.momentum, row.tag.heads
     p, u = p.double().clone(), torch.zeros_like(p).double()
@@ -169,7 +185,9 @@ def test_optimizer_updates_match_the_rule_written_out_in_float64(name, rule):
     optimizer = make_optimizer(Sharding(model), c)
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     generator = torch.Generator().manual_seed(0)
-    grads = {n: [torch.randn(p.shape, generator=generator) for _ in range(4)] for n, p in start.items()}
+    grads = {
+        n: [torch.randn(p.shape, generator=generator) for _ in range(4)] for n, p in start.items()
+    }
     set_learning_rate(optimizer, c.optimizer.lr)
     for i in range(4):
         for n, p in model.named_parameters():
@@ -215,7 +233,9 @@ def test_muons_update_of_a_packed_projection_is_that_of_its_parts_alone():
         whole = torch.nn.Parameter(p.detach().clone())
         whole.grad = p.grad.clone()
         Muon([{**group, "params": [whole], "heads": 1, "of_columns": False}]).step()
-        assert (whole - expected[name]).abs().max() > 1e-3, "without blocks the update would be another"
+        assert (whole - expected[name]).abs().max() > 1e-3, (
+            "without blocks the update would be another"
+        )
     optimizer.step()
     for name, parts in expected.items():
         assert (getattr(mixer, name).weight - parts).abs().max() <= allowed[name] < 1e-4, name
@@ -230,7 +250,9 @@ def build_step(c: RunConfig, micro: int = 4, clip: float | None = None):
     model = build_model(c)
     sharding = Sharding(model)
     optimizer = make_optimizer(sharding, c)
-    return model, TrainingStep(loss_function(model, c, CPU), optimizer, sharding, micro=micro, clip=clip)
+    return model, TrainingStep(
+        loss_function(model, c, CPU), optimizer, sharding, micro=micro, clip=clip
+    )
 
 
 class TestStep:
@@ -248,7 +270,9 @@ class TestStep:
             )
         (loss, norm, grads), (loss_m, norm_m, grads_m) = results[4], results[micro]
         # sums of the same terms in another order
-        assert loss_m == pytest.approx(loss, rel=ONE_SUM) and norm_m == pytest.approx(norm, rel=ONE_SUM)
+        assert loss_m == pytest.approx(loss, rel=ONE_SUM) and norm_m == pytest.approx(
+            norm, rel=ONE_SUM
+        )
         for n in grads:
             assert error(grads_m[n], grads[n]) <= ONE_SUM, n
 
@@ -286,7 +310,9 @@ class TestStep:
                 before = step(batch(2), 0.0)[1].item()
                 weights = {row.name: row.clip if name == "width" else 1.0 for row in rows(model, c)}
                 squares = [weights[n] * p.grad.square().sum() for n, p in model.named_parameters()]
-                assert math.sqrt(sum(squares)) == pytest.approx(0.01, rel=ONE_SUM), "that norm is the limit"
+                assert math.sqrt(sum(squares)) == pytest.approx(0.01, rel=ONE_SUM), (
+                    "that norm is the limit"
+                )
                 norms.append(before)
             slopes[name] = math.log(norms[1] / norms[0]) / math.log(4)
         assert slopes["global"] < -0.2 and abs(slopes["width"]) < 0.1
@@ -318,7 +344,10 @@ class TestState:
         second(batch(9), 0.01)
         for (n, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
             assert torch.equal(p, q), n
-        slots, expected = Sharding(other).slots(second.optimizer), Sharding(model).slots(step.optimizer)
+        slots, expected = (
+            Sharding(other).slots(second.optimizer),
+            Sharding(model).slots(step.optimizer),
+        )
         assert all(torch.equal(v, slots[k]) for k, v in expected.items())
 
     def test_optimizer_state_of_another_model_is_refused(self):
@@ -327,6 +356,8 @@ class TestState:
         step(batch(0), 0.1)
         saved = Sharding(model).slots(step.optimizer)
         other = build_model(c)
-        missing = {k: v for k, v in saved.items() if not k.startswith(next(iter(saved)).rpartition("/")[0])}
+        missing = {
+            k: v for k, v in saved.items() if not k.startswith(next(iter(saved)).rpartition("/")[0])
+        }
         with pytest.raises(CheckpointError, match="of another model: 1 parameters differ"):
             Sharding(other).load_slots(make_optimizer(Sharding(other), c), missing)

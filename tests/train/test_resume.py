@@ -22,7 +22,9 @@ from tests.support import tiny_run
 from tests.support.tiny_run import final_state, keys, read_metrics, start, train
 
 
-def run_with_kills(data: Path, finished: Path, out: Path, log: Path, *, kills: int, seed: int) -> list[int]:
+def run_with_kills(
+    data: Path, finished: Path, out: Path, log: Path, *, kills: int, seed: int
+) -> list[int]:
     """Kills a run at random moments before its end, and resumes it. Returns the last step before each kill.
 
     A kill that comes after the last step does not count, and what there is then equals the finished run: the
@@ -37,7 +39,9 @@ def run_with_kills(data: Path, finished: Path, out: Path, log: Path, *, kills: i
         # each kill comes a little after a step that lies between those before it and the end
         target = rng.uniform(last_step(out), last_step(out) + 12 / kills)
         resuming = (out / "config.json").exists()
-        child = start(["resume", out] if resuming else ["run", "tiny", *keys(data, out, log__every=1)], log)
+        child = start(
+            ["resume", out] if resuming else ["run", "tiny", *keys(data, out, log__every=1)], log
+        )
         deadline = time.monotonic() + 100
         while child.is_alive() and last_step(out) < target and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -52,7 +56,9 @@ def run_with_kills(data: Path, finished: Path, out: Path, log: Path, *, kills: i
             assert final_state(out) == final_state(finished), steps
             shutil.rmtree(out)
     assert len(steps) == kills, f"{steps}: the others came after the end"
-    train(*(["resume", out] if (out / "config.json").exists() else ["run", "tiny", *keys(data, out)]))
+    train(
+        *(["resume", out] if (out / "config.json").exists() else ["run", "tiny", *keys(data, out)])
+    )
     assert final_state(out) == final_state(finished), steps
     return steps
 
@@ -67,18 +73,24 @@ class TestKilled:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("seed", range(100, 110))
-    def test_a_run_killed_at_fifty_random_moments_resumes_the_same(self, data, finished, tmp_path, seed):
+    def test_a_run_killed_at_fifty_random_moments_resumes_the_same(
+        self, data, finished, tmp_path, seed
+    ):
         """Each of ten seeds kills five times: `python -m pytest -m slow -k fifty tests/train`.
 
         test_distributed_faults.py does the same to two processes.
         """
         run_with_kills(data, finished, tmp_path / "run", tmp_path / "log", kills=5, seed=seed)
 
-    def test_a_run_killed_before_some_disk_operations_resumes_the_same(self, data, finished, tmp_path):
+    def test_a_run_killed_before_some_disk_operations_resumes_the_same(
+        self, data, finished, tmp_path
+    ):
         self.kill_before(data, finished, tmp_path, operations=[2, 9, 31, 40])
 
     @pytest.mark.slow
-    def test_a_run_killed_before_every_disk_operation_resumes_the_same(self, data, finished, tmp_path):
+    def test_a_run_killed_before_every_disk_operation_resumes_the_same(
+        self, data, finished, tmp_path
+    ):
         killed = self.kill_before(data, finished, tmp_path, operations=range(1, 500))
         assert killed > 60, "four checkpoints of ten files each are far more operations"
 
@@ -89,7 +101,9 @@ class TestKilled:
             out = tmp_path / "run"
             shutil.rmtree(out, ignore_errors=True)
             arguments = ["run", "tiny", *keys(data, out)]
-            child = tiny_run.WARM.Process(target=_die_before, args=(n, arguments, str(tmp_path / "log")))
+            child = tiny_run.WARM.Process(
+                target=_die_before, args=(n, arguments, str(tmp_path / "log"))
+            )
             child.start()
             code = tiny_run.join(child)
             if code == 0:
@@ -146,7 +160,9 @@ class TestContinuing:
     def test_resume_continues_the_stream_loader_with_gradient_accumulation(self, data, tmp_path):
         changes = {"data__loader": "stream", "batch__micro": 2, "optimizer__name": "sgd"}
         train("run", "tiny", *keys(data, tmp_path / "a", **changes))
-        train("run", "tiny", *keys(data, tmp_path / "b", **changes, steps=7, schedule__decay_steps=12))
+        train(
+            "run", "tiny", *keys(data, tmp_path / "b", **changes, steps=7, schedule__decay_steps=12)
+        )
         train("run", "tiny", *keys(data, tmp_path / "c", **changes, schedule__decay_steps=12))
         train("resume", tmp_path / "b", "steps=12")
         weights = [final_state(tmp_path / name)["model.safetensors"] for name in "abc"]
@@ -169,10 +185,14 @@ class TestContinuing:
     def test_a_generator_that_a_run_has_drawn_from_is_restored(self, data, tmp_path, monkeypatch):
         """Nothing here draws from it in training, but a layer of a user's own may."""
         next_batch = RandomCrops.next_batch
-        monkeypatch.setattr(RandomCrops, "next_batch", lambda loader: (torch.rand(3), next_batch(loader))[1])
+        monkeypatch.setattr(
+            RandomCrops, "next_batch", lambda loader: (torch.rand(3), next_batch(loader))[1]
+        )
         train("run", "tiny", *keys(data, tmp_path / "run", steps=4))
         saved, begin = torch.get_rng_state(), torch.Generator().manual_seed(42).get_state()
-        assert not torch.equal(saved, begin), "the run has drawn nothing, so that the test shows nothing"
+        assert not torch.equal(saved, begin), (
+            "the run has drawn nothing, so that the test shows nothing"
+        )
         torch.manual_seed(999)
         with setup.resume(tmp_path / "run", {}, None, print):
             assert torch.equal(torch.get_rng_state(), saved)
@@ -192,7 +212,10 @@ class TestContinuing:
             output = train("resume", out)
             with pytest.raises(AssertionError, match="measured again"):
                 train("resume", out, "checkpoint.keep_last=2")
-        assert "finished   all 12 steps were trained before" in output and str(out / "loss.png") in output
+        assert (
+            "finished   all 12 steps were trained before" in output
+            and str(out / "loss.png") in output
+        )
         assert not (out / "summary.json").exists(), "another configuration is measured anew"
         assert "finished   all" not in train("resume", out)
         assert (out / "summary.json").read_bytes() == before

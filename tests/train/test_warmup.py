@@ -19,11 +19,15 @@ from tests.support import tiny_run
 
 def config(**changes: str) -> RunConfig:
     dotted = {name.replace("__", "."): value for name, value in changes.items()}
-    return apply(recipe("tiny"), {"device": "cpu", "backend": "chunked", "precision": "float32", **dotted})
+    return apply(
+        recipe("tiny"), {"device": "cpu", "backend": "chunked", "precision": "float32", **dotted}
+    )
 
 
 def list_rows(changes: dict[str, str], **options: Any) -> dict[str, tuple[int | None, int]]:
-    return {graph.name: (graph.rows, graph.length) for graph in graphs(config(**changes), **options)}
+    return {
+        graph.name: (graph.rows, graph.length) for graph in graphs(config(**changes), **options)
+    }
 
 
 class TestGraphs:
@@ -33,7 +37,11 @@ class TestGraphs:
         assert list_rows({**changes, "distribution__context": "2"}, world=2)["step"] == (2, 16)
 
     def test_the_last_batch_of_held_out_text_has_a_graph_of_its_own(self):
-        changes = {"evaluation__final_tokens": "1000", "evaluation__batch": "4", "evaluation__sequences": "8"}
+        changes = {
+            "evaluation__final_tokens": "1000",
+            "evaluation__batch": "4",
+            "evaluation__sequences": "8",
+        }
         changes |= {"batch__length": "32"}
         rows = list_rows(changes, world=1, held_out=10_000)
         assert rows["held-out"] == (4, 32) and rows["held-out, last"] == (1000 // 32 % 4, 32)
@@ -42,7 +50,9 @@ class TestGraphs:
         assert list_rows(changes, world=1)["held-out, last"] == (None, 32)
 
     def test_graphs_of_a_cluster_are_listed_on_any_machine(self):
-        status, out, _ = tiny_run.run_command("warmup", "tiny", "--list", "--processes=2", "device=xla")
+        status, out, _ = tiny_run.run_command(
+            "warmup", "tiny", "--list", "--processes=2", "device=xla"
+        )
         assert status == 0 and re.search(r"step +\[2, 32\]", out)
         assert "instructions of the NKI kernels" in out and "neuronx-cc refuses" not in out
 
@@ -74,16 +84,25 @@ class TestGraphs:
             *("warmup", "tiny", "--list", "device=xla", "precision=float32"),
             *("model.layers=1", "batch.micro=4"),
         )
-        assert f"{4 * one.training:,}  above {4 * one.training - 1:,}: neuronx-cc refuses it, lower" in out
+        assert (
+            f"{4 * one.training:,}  above {4 * one.training - 1:,}: neuronx-cc refuses it, lower"
+            in out
+        )
 
     def test_launch_scripts_keep_graphs_within_the_bound(self):
         run = apply(recipe("gdn_mup_adamw"), {"model.width": "512"})
         counted = per_sequence(run)
         for script, processes in (("trn1.2xlarge", 2), ("trn1.32xlarge", 32)):
             text = (Path(warmup.__file__).parents[1] / "launch" / f"{script}.sh").read_text()
-            keys = dict(word.split("=") for word in re.findall(r"(?:batch|evaluation)\.\w+=\d+", text))
-            assert keys.keys() == {"batch.micro", "evaluation.batch"}, "a sequence is as long as the recipe's"
-            rows = {graph.name: graph.rows or 0 for graph in graphs(apply(run, keys), world=processes)}
+            keys = dict(
+                word.split("=") for word in re.findall(r"(?:batch|evaluation)\.\w+=\d+", text)
+            )
+            assert keys.keys() == {"batch.micro", "evaluation.batch"}, (
+                "a sequence is as long as the recipe's"
+            )
+            rows = {
+                graph.name: graph.rows or 0 for graph in graphs(apply(run, keys), world=processes)
+            }
             assert 50_000 < counted.training * rows["step"] <= MOST
             assert 50_000 < counted.forward * rows["evaluate"] <= MOST
 
@@ -111,14 +130,19 @@ class TestLaunchScripts:
         for name in ("python", "neuron_parallel_compile"):
             program = tmp_path / "bin" / name
             program.parent.mkdir(exist_ok=True)
-            program.write_text(f'#!/bin/sh\necho {name} "$@" >> {log}\nenv >> {log}\necho END >> {log}\n')
+            program.write_text(
+                f'#!/bin/sh\necho {name} "$@" >> {log}\nenv >> {log}\necho END >> {log}\n'
+            )
             program.chmod(0o755)
 
         def run(script: str, *words: str, **variables: str) -> list[tuple[str, dict[str, str]]]:
             path = f"{tmp_path / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin"
             log.unlink(missing_ok=True)
             subprocess.run(
-                [self.FOLDER / script, *words], env={"PATH": path, **variables}, check=True, timeout=200
+                [self.FOLDER / script, *words],
+                env={"PATH": path, **variables},
+                check=True,
+                timeout=200,
             )
             commands = []
             for part in log.read_text().split("END\n")[:-1]:
@@ -137,12 +161,17 @@ class TestLaunchScripts:
         (compiled, same), (loaded, again) = launch(script, "warmup", "tiny", "steps=3")
         assert variables == same == again
         assert "XLA_DOWNCAST_BF16" not in variables
-        assert variables["NEURON_CC_FLAGS"].split() == ["--model-type=transformer", "--auto-cast=none"]
+        assert variables["NEURON_CC_FLAGS"].split() == [
+            "--model-type=transformer",
+            "--auto-cast=none",
+        ]
         assert variables["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] == "3"
         assert ("FI_PROVIDER" in variables) == (script == "trn1.32xlarge.sh")
         keys = trained.partition("--or-resume tiny ")[2]
         processes = re.findall(r"--nproc_per_node=(\d+)", trained)[0]
-        assert keys and listed == f"python -m train warmup tiny {keys} --list --processes={processes}"
+        assert (
+            keys and listed == f"python -m train warmup tiny {keys} --list --processes={processes}"
+        )
         launcher = trained.partition(" -m train")[0]
         assert loaded == f"{launcher} -m train warmup tiny {keys} --processes={processes}"
         alone = " --num_parallel 1" if script == "trn1.2xlarge.sh" else ""  # 32 GB

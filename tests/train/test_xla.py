@@ -51,7 +51,9 @@ def fallbacks():
     """Counts the calls of ATen operations that XLA could not compile; each waits for the device."""
     metrics = import_module("torch_xla.debug.metrics")
     return {
-        name: metrics.counter_value(name) for name in metrics.counter_names() if name.startswith("aten::")
+        name: metrics.counter_value(name)
+        for name in metrics.counter_names()
+        if name.startswith("aten::")
     }
 
 
@@ -136,7 +138,9 @@ class TestRun:
         """On XLA a thread has read further by then, batches that no step has taken."""
         folder = runs[3]
         positions = [
-            json.loads((out / "checkpoints" / f"step-{STEPS:08d}" / "state.json").read_bytes())["position"]
+            json.loads((out / "checkpoints" / f"step-{STEPS:08d}" / "state.json").read_bytes())[
+                "position"
+            ]
             for out in (folder, folder.parent / "cpu")
         ]
         assert positions[0] == positions[1]
@@ -168,7 +172,9 @@ class TestReduction:
                 model.train()
             # of these two processes the other has no text, and a gradient of 0
             team = Team() if alone else Team(world=2, mesh=object())  # type: ignore[arg-type]
-            sharding = whole.Sharding(model) if alone else NeuronSharding(model, config.distribution, team)
+            sharding = (
+                whole.Sharding(model) if alone else NeuronSharding(model, config.distribution, team)
+            )
             sharding._bucket = most  # type: ignore[attr-defined]
             optimizer = make_optimizer(sharding, config)
             with default_backend("chunked"):
@@ -230,10 +236,20 @@ class TestGatedDeltaRule:
     def compute(self, **options):
         """Returns outputs and gradients on XLA and on the CPU."""
         generator = torch.Generator().manual_seed(0)
-        B, T, H, HV, K, V = 2, 70, 1, 2, 8, 16  # two chunks and a part of one; grouped heads; V is not K
+        B, T, H, HV, K, V = (
+            2,
+            70,
+            1,
+            2,
+            8,
+            16,
+        )  # two chunks and a part of one; grouped heads; V is not K
         tensors = [torch.randn(B, T, H, K, generator=generator) for _ in range(2)]
         tensors.append(torch.randn(B, T, HV, V, generator=generator))
-        tensors += [-torch.rand(B, T, HV, generator=generator), torch.rand(B, T, HV, generator=generator)]
+        tensors += [
+            -torch.rand(B, T, HV, generator=generator),
+            torch.rand(B, T, HV, generator=generator),
+        ]
         tensors.append(torch.randn(B, HV, K, V, generator=generator))
         results = []
         for device in (machine.pick("xla"), torch.device("cpu")):

@@ -15,10 +15,13 @@ from delta_trn.backends.gated_delta_rule.contract import Rule, Step
 from delta_trn.triton_kernels import delta_residual, rms_norm, short_convolution
 from delta_trn.triton_kernels.launch import arithmetic, config, tile
 
-interpreter = pytest.importorskip("triton.runtime.interpreter", reason="this Triton has no interpreter")
+interpreter = pytest.importorskip(
+    "triton.runtime.interpreter", reason="this Triton has no interpreter"
+)
 
 pytestmark = pytest.mark.skipif(
-    arithmetic() != "interpreted", reason="on a GPU memory is taken, not reserved: 60 GB for one case"
+    arithmetic() != "interpreted",
+    reason="on a GPU memory is taken, not reserved: 60 GB for one case",
 )
 HALF = torch.bfloat16
 
@@ -56,7 +59,9 @@ class Launches:
 def launches(monkeypatch):
     recorder, run = Launches(), interpreter.GridExecutor.__call__
     monkeypatch.setattr(
-        interpreter.GridExecutor, "__call__", lambda self, *a, **named: recorder(self, run, a, named)
+        interpreter.GridExecutor,
+        "__call__",
+        lambda self, *a, **named: recorder(self, run, a, named),
     )
     # results lie where they were written; copying them onto themselves would touch all memory
     monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *arguments: None)
@@ -92,7 +97,9 @@ def normal(*shape, dtype=HALF):
 
 def rule(q, k, v, g, beta, state, do, dstate):
     """Returns everything that forward and backward give."""
-    call = Rule(q, k, v, g, beta, initial_state=state, scale=0.1, l2norm=True, output_final_state=True)
+    call = Rule(
+        q, k, v, g, beta, initial_state=state, scale=0.1, l2norm=True, output_final_state=True
+    )
     o, final, saved = triton_adapter.forward(call, save=True)
     gradients = triton_adapter.backward(do, dstate, call, saved)
     return o, final, *saved, *(x for x in gradients if x is not None)
@@ -104,21 +111,29 @@ def test_rule_addresses_the_last_of_2_to_31_elements(K, V, segment, launches, mo
     """Runs the last of more than 2^17 sequences of one chunk."""
     T = 64
     tensors = [normal(1, T, 1, K), normal(1, T, 1, K), normal(1, T, 1, V)]
-    tensors += [-normal(1, T, 1, dtype=torch.float32).abs(), normal(1, T, 1, dtype=torch.float32).sigmoid()]
+    tensors += [
+        -normal(1, T, 1, dtype=torch.float32).abs(),
+        normal(1, T, 1, dtype=torch.float32).sigmoid(),
+    ]
     state = normal(1, 1, K, V, dtype=torch.float32)
     tensors += [state, normal(1, T, 1, V), state + 1]
     monkeypatch.setattr(triton_time_adapter, "SEGMENT", segment)
     monkeypatch.setattr(triton_adapter, "KEPT_BYTES", 2**62)
     # one sequence alone would be scanned by other tiles, which round otherwise
     monkeypatch.setattr(
-        triton_adapter, "config", lambda *sizes, itemsize, **of_call: config(*sizes, itemsize=itemsize)
+        triton_adapter,
+        "config",
+        lambda *sizes, itemsize, **of_call: config(*sizes, itemsize=itemsize),
     )
     compare_last_row(launches, rule, tensors, 2**31 // (T * max(K, V)) + 1)
 
 
 def test_step_addresses_the_last_of_2_to_31_elements(launches):
     tensors = [normal(1, 1, 128)] * 3
-    tensors += [-normal(1, 1, dtype=torch.float32).abs(), normal(1, 1, dtype=torch.float32).sigmoid()]
+    tensors += [
+        -normal(1, 1, dtype=torch.float32).abs(),
+        normal(1, 1, dtype=torch.float32).sigmoid(),
+    ]
     tensors += [normal(1, 1, 128, 128, dtype=torch.float32)]
 
     def run(q, k, v, g, beta, state):
@@ -168,7 +183,9 @@ def test_convolution_addresses_the_last_of_2_to_31_elements(launches, monkeypatc
         weight = normal(4, 64)
         short_convolution.forward(x, weight, None, None, y, silu=True)
         dweight = x.new_empty((len(x), 4, 64), dtype=torch.float32)
-        short_convolution.backward(dy, x, weight, None, None, dx=dx, dprefix=None, dweight=dweight, silu=True)
+        short_convolution.backward(
+            dy, x, weight, None, None, dx=dx, dprefix=None, dweight=dweight, silu=True
+        )
         return y, dx, dweight
 
     # one row alone would be cut in two

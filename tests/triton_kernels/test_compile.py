@@ -26,7 +26,9 @@ def compiler(*arguments, cache, **named):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, **named)
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, **named
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,8 @@ def test_quick_configurations_compile_within_their_bounds(tmp_path, cache):
     kernels = {row["kernel"] for row in rows}
     scans = {"prepare", "scan", "reverse_scan", "gradients", "hopper_gradients"}
     scans |= {
-        f"kimi_{name}" for name in ("prepare", "scan", "reverse", "products", "gradients", "prepare_hopper")
+        f"kimi_{name}"
+        for name in ("prepare", "scan", "reverse", "products", "gradients", "prepare_hopper")
     }
     layers = {"short_convolution", "rms_norm", "cross_entropy", "sum_heads"}
     assert kernels == scans | layers | {"step", "delta_residual", "chain", "refine", "gates"}
@@ -81,7 +84,9 @@ for architecture in (80, 120, 942):
 def test_a_scan_compiles_for_other_gpus_within_their_bounds(cache):
     """`make compile` compiles the other kernels, too."""
     result = compiler("-c", OTHERS, cache=cache, check=True)
-    assert result.stdout.splitlines() == [f"{architecture} [] True 0" for architecture in (80, 120, 942)]
+    assert result.stdout.splitlines() == [
+        f"{architecture} [] True 0" for architecture in (80, 120, 942)
+    ]
 
 
 UNFENCED = """
@@ -107,7 +112,9 @@ for name, variant in first.items():
 def test_products_that_read_before_a_fence_are_found_where_fences_are_taken_out(cache):
     result = compiler("-c", UNFENCED, cache=cache)
     assert result.stdout.splitlines() == [
-        f"{kernel} {K} True True 0 True" for K in (64, 256) for kernel in ("prepare", "scan", "reverse_scan")
+        f"{kernel} {K} True True 0 True"
+        for K in (64, 256)
+        for kernel in ("prepare", "scan", "reverse_scan")
     ], result.stderr
 
 
@@ -151,7 +158,9 @@ def test_a_row_beyond_its_bounds_names_each_bound(cache):
     result = compiler("-c", BROKEN, cache=cache, check=True)
     good, bad, a100, l40s, b200, *errors = result.stdout.splitlines()
     assert good == "[]"
-    assert all(word in bad for word in ("shared memory 232449", "stack 5000", "3 matrix", "2 reads"))
+    assert all(
+        word in bad for word in ("shared memory 232449", "stack 5000", "3 matrix", "2 reads")
+    )
     assert (a100, l40s) == ("[]", "['shared memory 110000 exceeds 101376']")
     assert b200 == "['tensor memory 576 exceeds 512']"
     # of shared memory, stack, fences and barriers, with Triton 3.7.1 and 3.9.0
@@ -160,7 +169,9 @@ def test_a_row_beyond_its_bounds_names_each_bound(cache):
 
 def test_an_argument_without_a_declared_type_is_an_error():
     variant = next(delta_residual.variants(64, 4, 2, quick=False))
-    assert variant.signature("bf16")["x"] == "*bf16" and variant.signature("bf16")["D"] == "constexpr"
+    assert (
+        variant.signature("bf16")["x"] == "*bf16" and variant.signature("bf16")["D"] == "constexpr"
+    )
     with pytest.raises(KeyError, match="delta_residual: argument 'k' has no type; add it to TYPES"):
         replace(variant, types={"*x": "x", "fp32": "eps2"}).signature("bf16")
 

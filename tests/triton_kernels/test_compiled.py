@@ -29,5 +29,7 @@ def test_compiled_kernels_agree_and_their_races_are_seen():
     chosen = [f"{JUDGED}[triton-{case}]" for case in CASES] + [str(HERE / name) for name in SHOWN]
     command = [sys.executable, "-m", "pytest", "--emulate", "-p", "no:cacheprovider", *chosen]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parents[1], env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=HERE.parents[1], env=environment
+    )
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-3000:]

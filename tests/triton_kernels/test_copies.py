@@ -197,9 +197,13 @@ def test_tables_follow_what_is_written_to_the_boundaries():
 def layouts_agree(**sizes):
     """Requires the bits of copies from parts of wider tensors, and gradients that lie as their tensors do."""
     for layout in ("one tensor", "others"):
-        parts, copies = call_of(sizes.get("cuts"), layout, **{n: x for n, x in sizes.items() if n != "cuts"})
+        parts, copies = call_of(
+            sizes.get("cuts"), layout, **{n: x for n, x in sizes.items() if n != "cuts"}
+        )
         found, expected = outcome(parts), outcome(copies)
-        for name, x, y in zip(("o", "state", *"qkvgb", "A", "dt", "dS"), found, expected, strict=True):
+        for name, x, y in zip(
+            ("o", "state", *"qkvgb", "A", "dt", "dS"), found, expected, strict=True
+        ):
             assert torch.equal(x, y), f"{layout}: {name} differs by {(x - y).abs().max()}"
         assert (find_whole(found[2:5]) is not None) == (layout == "one tensor")
         assert (find_whole(found[5:7]) is not None) == (layout == "one tensor")
@@ -261,7 +265,9 @@ def joins():
         assert torch.equal(dx, torch.cat(gradients, -1))
         assert (dx.data_ptr() == whole.data_ptr()) == (gradients is ordered)
     whole.requires_grad_()
-    (dx,) = torch.autograd.grad(consecutive_parts(x, (4, 8)), x, whole.split([4, 8], -1), create_graph=True)
+    (dx,) = torch.autograd.grad(
+        consecutive_parts(x, (4, 8)), x, whole.split([4, 8], -1), create_graph=True
+    )
     assert torch.equal(torch.autograd.grad(dx.sum(), whole)[0], torch.ones(2, 3, 12))
 
 
@@ -277,7 +283,12 @@ def test_gradients_are_joined_where_they_lie_or_by_a_copy():
         ("models.layers:Parts.backward", "else find_whole(parts)", "else None", dense_layer),
         ("backends.rows:find_whole", "x.storage_offset() == place and", "", joins),
         ("models.layers:Parts.backward", "None if again or", "None if", joins),
-        ("backends.gated_delta_rule.once:once", "_MADE[x][0] != x._version", "False", tables_follow),
+        (
+            "backends.gated_delta_rule.once:once",
+            "_MADE[x][0] != x._version",
+            "False",
+            tables_follow,
+        ),
         ("triton_kernels.gated_delta_rule_step:step_kernel", "i_x * KR", "i_x * QR", tokens_agree),
         *(
             (f"triton_kernels.gated_delta_rule_{place}_kernel", line, mistake, None)
@@ -294,5 +305,8 @@ def test_gradients_are_joined_where_they_lie_or_by_a_copy():
 def test_a_planted_bug_is_found(place, line, mistake, check, request):
     launches = (request.getfixturevalue("launches"),) if check is dense_layer else ()
     sizes = {"B": 2, "T": 35, "H": 1, "HV": 1, "K": 16, "V": 24, "dtype": torch.float32}
-    with planted(Bug(place, place, line, mistake, "")), pytest.raises((AssertionError, RuntimeError)):
+    with (
+        planted(Bug(place, place, line, mistake, "")),
+        pytest.raises((AssertionError, RuntimeError)),
+    ):
         check(*launches) if check else layouts_agree(**sizes)

@@ -19,7 +19,9 @@ def failures(name, dtype):
     return {verdict.tensor for verdict in verdicts if not verdict.passed}
 
 
-@pytest.mark.parametrize("name", ["residual_odd", "residual_wide", "residual_blocks", "residual_unit"])
+@pytest.mark.parametrize(
+    "name", ["residual_odd", "residual_wide", "residual_blocks", "residual_unit"]
+)
 def test_residual_is_within_its_bounds_in_float16(name):
     assert not failures(name, torch.float16)
 
@@ -37,6 +39,10 @@ def test_parity_fails_when_dk_keeps_its_part_along_k(monkeypatch):
 
 
 def test_residual_kernels_write_every_element(poison):
-    x = layer_cases.inputs(layer_cases.BY_NAME["residual_odd"], torch.float32).map(lambda y: y.to(DEVICE))
-    first, second = (layer_cases.OPERATIONS["delta_residual"].outcome(x, "triton") for _ in range(2))
+    x = layer_cases.inputs(layer_cases.BY_NAME["residual_odd"], torch.float32).map(
+        lambda y: y.to(DEVICE)
+    )
+    first, second = (
+        layer_cases.OPERATIONS["delta_residual"].outcome(x, "triton") for _ in range(2)
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)

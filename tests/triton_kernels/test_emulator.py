@@ -9,7 +9,10 @@ import torch
 from delta_trn.backends.dispatch import TRITON_DEVICES
 
 if "cpu" not in TRITON_DEVICES:
-    pytest.skip("compiled kernels run here with --emulate alone, as in make emulate", allow_module_level=True)
+    pytest.skip(
+        "compiled kernels run here with --emulate alone, as in make emulate",
+        allow_module_level=True,
+    )
 
 import triton
 import triton.language as tl
@@ -46,13 +49,17 @@ def add_kernel(x, y, o, n, B: tl.constexpr):
 
 
 @triton.jit
-def reduce_kernel(x, sums, largest, sums_so_far, M: tl.constexpr, N: tl.constexpr, REVERSE: tl.constexpr):
+def reduce_kernel(
+    x, sums, largest, sums_so_far, M: tl.constexpr, N: tl.constexpr, REVERSE: tl.constexpr
+):
     i, j = tl.arange(0, M), tl.arange(0, N)
     a = tl.load(x + i[:, None] * N + j[None, :])
     tl.store(sums + i, tl.sum(a, axis=1))
     tl.store(largest + j, tl.max(a, axis=0))
     tl.store(sums_so_far + i[:, None] * N + j[None, :], tl.cumsum(a, axis=0, reverse=REVERSE))
-    tl.store(sums_so_far + M * N + i[:, None] * N + j[None, :], tl.cumsum(a, axis=1, reverse=REVERSE))
+    tl.store(
+        sums_so_far + M * N + i[:, None] * N + j[None, :], tl.cumsum(a, axis=1, reverse=REVERSE)
+    )
 
 
 @triton.jit
@@ -77,7 +84,9 @@ def dot_kernel(
 
 
 @triton.jit
-def loop_kernel(a, b, o, s, T, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, READ: tl.constexpr):
+def loop_kernel(
+    a, b, o, s, T, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, READ: tl.constexpr
+):
     """o = a b, K columns of a at a time; READ: also the sums of b's rows, of the tile that is multiplied."""
     i, j, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     z = tl.zeros([M, N], tl.float32)
@@ -94,19 +103,29 @@ def loop_kernel(a, b, o, s, T, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 def test_sums_of_a_ragged_vector(dtype, checked):
-    x, y, o = normal(1000, dtype=dtype), normal(1000, dtype=dtype, seed=1), torch.empty(1000, dtype=dtype)
+    x, y, o = (
+        normal(1000, dtype=dtype),
+        normal(1000, dtype=dtype, seed=1),
+        torch.empty(1000, dtype=dtype),
+    )
     add_kernel[(8,)](x, y, o, 1000, B=128)
     assert torch.equal(o, x + y)
 
 
-@pytest.mark.parametrize(("M", "N", "warps"), [(16, 16, 1), (16, 128, 2), (64, 16, 4), (64, 128, 8)])
+@pytest.mark.parametrize(
+    ("M", "N", "warps"), [(16, 16, 1), (16, 128, 2), (64, 16, 4), (64, 128, 8)]
+)
 def test_sums_maxima_and_sums_so_far(M, N, warps, checked):
     x, sums, largest, so_far = normal(M, N), torch.empty(M), torch.empty(N), torch.empty(2, M, N)
     for reverse in (False, True):
         reduce_kernel[(1,)](x, sums, largest, so_far, M=M, N=N, REVERSE=reverse, num_warps=warps)
         assert distance(sums, x.double().sum(1)) < 1e-6 and torch.equal(largest, x.amax(0))
         for axis in (0, 1):
-            exact = x.double().flip(axis).cumsum(axis).flip(axis) if reverse else x.double().cumsum(axis)
+            exact = (
+                x.double().flip(axis).cumsum(axis).flip(axis)
+                if reverse
+                else x.double().cumsum(axis)
+            )
             assert distance(so_far[axis], exact) < 1e-6
 
 
@@ -133,7 +152,15 @@ def test_products(dtype, precision, tolerance, shape, warps, flags, checked):
     a, b, c = normal(M, K, dtype=dtype), normal(K, N, dtype=dtype, seed=1), normal(M, N, seed=2)
     o = torch.full((M, N), float("nan"))
     given = [x.T.contiguous() if turned else x for x in (a, b)]
-    sizes = {"M": M, "N": N, "K": K, "TURNED": turned, "SCALED": scaled, "ADDED": added, "P": precision}
+    sizes = {
+        "M": M,
+        "N": N,
+        "K": K,
+        "TURNED": turned,
+        "SCALED": scaled,
+        "ADDED": added,
+        "P": precision,
+    }
     dot_kernel[(1,)](*given, c, o, **sizes, num_warps=warps)
     exact = (1 + scaled) * a.double() @ b.double() + added * c
     assert distance(o, exact) < tolerance
@@ -143,14 +170,18 @@ def loop(T=5, stages=3, dtype=torch.bfloat16, warps=4, read=False):
     """Runs loop_kernel and returns how far its product is off."""
     a, b = normal(64, T * 64, dtype=dtype), normal(T * 64, 64, dtype=dtype, seed=1)
     o, s = torch.empty(64, 64), torch.empty(64)
-    loop_kernel[(1,)](a, b, o, s, T, M=64, N=64, K=64, READ=read, num_warps=warps, num_stages=stages)
+    loop_kernel[(1,)](
+        a, b, o, s, T, M=64, N=64, K=64, READ=read, num_warps=warps, num_stages=stages
+    )
     return distance(o, a.double() @ b.double())
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize(("dtype", "warps"), [(torch.bfloat16, 4), (torch.float32, 8)], ids=str)
 def test_products_in_pipelined_loops(dtype, warps, stages, checked):
-    assert loop(dtype=dtype, warps=warps, stages=stages) < (2e-3 if dtype == torch.float32 else 1e-6)
+    assert loop(dtype=dtype, warps=warps, stages=stages) < (
+        2e-3 if dtype == torch.float32 else 1e-6
+    )
 
 
 @pytest.mark.parametrize(("order", "quantum"), [(0, 0), (1, 0), (2, 7)])
@@ -183,7 +214,9 @@ def launched(call):
 
 def without(function, place):
     """Returns a function without the piece of its PTX that a pattern has found."""
-    return driver.Function(function.text[: place.start()] + function.text[place.end() :], function.shared)
+    return driver.Function(
+        function.text[: place.start()] + function.text[place.end() :], function.shared
+    )
 
 
 BARRIER = r"\tbar\.sync \t0;"
@@ -214,7 +247,12 @@ def test_each_wait_that_is_taken_out_is_reported(pattern, superfluous):
 
 def test_softmax_without_its_barrier_is_reported():
     """A warp may write the gradient over the logit of the target before another has read it."""
-    z, goal, keep, loss = 3 * normal(4, 300), torch.tensor([0, 7, 150, 299]), torch.ones(4), torch.empty(4)
+    z, goal, keep, loss = (
+        3 * normal(4, 300),
+        torch.tensor([0, 7, 150, 299]),
+        torch.ones(4),
+        torch.empty(4),
+    )
     function, grid, warps, types, values = launched(
         lambda: cross_entropy.softmax_(z.clone(), goal, keep, loss, gradient=True)
     )
@@ -248,7 +286,9 @@ def test_an_access_outside_of_every_tensor_raises(offset):
         wild_kernel[(1,)](whole[8:136], torch.empty(128), offset)
 
 
-@pytest.mark.parametrize("name", ["mbarrier.init.shared.b64", "atom.global.add.f32", "ld.local.b32"])
+@pytest.mark.parametrize(
+    "name", ["mbarrier.init.shared.b64", "atom.global.add.f32", "ld.local.b32"]
+)
 def test_an_unknown_instruction_is_refused_by_name(name):
     text = f".entry k(\n)\n{{\n.reg .b32 %r<3>;\n.reg .b64 %rd<3>;\n{name} %r1, [%rd1];\nret;\n}}\n"
     with pytest.raises(Unsupported, match=name):

@@ -50,7 +50,9 @@ def outcome(x, backend="triton", **options):
     o, state = gated_delta_rule(**leaves, output_final_state=True, backend=backend, **options)
     gradients = torch.autograd.grad([o, state], list(leaves.values()), [do, dstate])
     names = [f"d{name}" for name in leaves]
-    return {"o": o.detach(), "final_state": state.detach()} | dict(zip(names, gradients, strict=True))
+    return {"o": o.detach(), "final_state": state.detach()} | dict(
+        zip(names, gradients, strict=True)
+    )
 
 
 def assert_as_exact_as_plain(x, wanted=None, **form):
@@ -95,7 +97,11 @@ def huge_gradients():
     x = inputs(dtype=torch.float16)
     sizes = torch.tensor([1e3, 1e-3]).repeat(20)[None, :, None, None]
     sized = {name: (x[name] * sizes).half() for name in ("q", "k")}
-    return x | sized | {"do": 1e4 * x["do"], "v": 1e-2 * x["v"], "initial_state": 1e-2 * x["initial_state"]}
+    return (
+        x
+        | sized
+        | {"do": 1e4 * x["do"], "v": 1e-2 * x["v"], "initial_state": 1e-2 * x["initial_state"]}
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +109,9 @@ def huge_gradients():
     [(zero_keys, None), (huge_keys, 1), (opposite_values, None), (tiny_keys, 1), (huge_gradients, None),
      (huge_gradients, 1)],
 )  # fmt: skip
-def test_float16_is_as_exact_as_plain_pytorch_whatever_the_norms_of_keys(make, segment, monkeypatch):
+def test_float16_is_as_exact_as_plain_pytorch_whatever_the_norms_of_keys(
+    make, segment, monkeypatch
+):
     monkeypatch.setattr(triton_time_adapter, "SEGMENT", segment)
     assert_as_exact_as_plain(make(), norm="random")
 
@@ -155,12 +163,19 @@ def test_a_reset_forgets_the_state_and_leaves_other_tokens_exact(dtype, segment,
 
 
 def test_a_step_after_a_reset_knows_its_own_token_alone():
-    x = {name: tensor[:, 0] for name, tensor in inputs(1).items() if "state" not in name and name != "do"}
+    x = {
+        name: tensor[:, 0]
+        for name, tensor in inputs(1).items()
+        if "state" not in name and name != "do"
+    }
     state = torch.ones(1, 1, 16, 16)
     for g in RESETS:
-        call = {name: tensor.to(DEVICE) for name, tensor in (x | {"g": torch.full((1, 1), g)}).items()}
+        call = {
+            name: tensor.to(DEVICE) for name, tensor in (x | {"g": torch.full((1, 1), g)}).items()
+        }
         results = [
-            gated_delta_rule_step(**call, state=y.to(DEVICE), backend="triton") for y in (state, 0 * state)
+            gated_delta_rule_step(**call, state=y.to(DEVICE), backend="triton")
+            for y in (state, 0 * state)
         ]
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -181,7 +196,9 @@ def test_a_softplus_that_underflows_alone_keeps_its_product_with_a_large_rate():
     assert_as_exact_as_plain(x | {"A_log": torch.full((1,), 46.0)}, gates="plain")
 
 
-@pytest.mark.parametrize(("dtype", "state"), [(torch.float32, True), (torch.float16, False)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "state"), [(torch.float32, True), (torch.float16, False)], ids=str
+)
 def test_a_token_has_the_same_numbers_whether_or_not_gradients_are_wanted(dtype, state):
     x = {name: tensor.to(DEVICE) for name, tensor in inputs(1, 48, 40, dtype).items()}
     token = {name: x[name][:, 0] for name in ("q", "k", "v", "g", "beta")}
@@ -265,14 +282,21 @@ FOUND = [
 ALIKE = Case("alike", 1, 64, 4, 32, 32, "", keys="equal", beta=2.0, decay="none")
 FOUND += [
     pytest.param(BF16, replace(ALIKE, T=T, K=K, V=V, beta=beta), {}, marks=SLOW)
-    for K, V, T, beta in ((32, 32, 64, 1.6), (64, 17, 64, 2.0), (32, 16, 20, 2.0), (160, 80, 64, 2.0))
+    for K, V, T, beta in (
+        (32, 32, 64, 1.6),
+        (64, 17, 64, 2.0),
+        (32, 16, 20, 2.0),
+        (160, 80, 64, 2.0),
+    )
 ]
 
 
 @pytest.mark.parametrize(("dtype", "case", "factors"), FOUND, ids=str)
 def test_what_was_red_once_stays_within_the_criterion(dtype, case, factors):
     x = rule_cases.inputs(case, dtype)
-    changed = {name: (factor * getattr(x, name).double()).to(dtype) for name, factor in factors.items()}
+    changed = {
+        name: (factor * getattr(x, name).double()).to(dtype) for name, factor in factors.items()
+    }
     x = replace(x, **changed).to(DEVICE)
     verdicts = rule.reference_for(x).verdicts("triton", rule.outcome(x, "triton"))
     assert [str(verdict) for verdict in verdicts if not verdict.passed] == []
@@ -281,13 +305,18 @@ def test_what_was_red_once_stays_within_the_criterion(dtype, case, factors):
 def test_a_head_is_refined_whatever_the_other_heads_hold():
     """One head's keys are equal and the other's are not; each has the bits that it has alone."""
     x = inputs(T=64, dtype=torch.bfloat16)
-    both = {name: torch.cat([t, t], 1 if name in ("initial_state", "dstate") else 2) for name, t in x.items()}
+    both = {
+        name: torch.cat([t, t], 1 if name in ("initial_state", "dstate") else 2)
+        for name, t in x.items()
+    }
     both["k"][:, :, 0] = both["k"][:, :1, 0]
     both["beta"][:, :, 0] = 2.0
     apart = outcome(both)
     for head in (0, 1):
         alone = {
-            name: t[:, head : head + 1] if name in ("initial_state", "dstate") else t[:, :, head : head + 1]
+            name: t[:, head : head + 1]
+            if name in ("initial_state", "dstate")
+            else t[:, :, head : head + 1]
             for name, t in both.items()
         }
         for name, y in outcome({name: t.contiguous() for name, t in alone.items()}).items():
@@ -305,7 +334,9 @@ def test_equal_keys_keep_their_digits_whatever_order_products_add_in(monkeypatch
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         total = d.data
         for start in (0, 1):
-            x, y = (np.ascontiguousarray(t[start::2], dtype=total.dtype) for t in (a.data.T, b.data))
+            x, y = (
+                np.ascontiguousarray(t[start::2], dtype=total.dtype) for t in (a.data.T, b.data)
+            )
             total = np.einsum("km,kn->mn", x, y) + total
         return interpreter.TensorHandle(total, d.dtype.scalar)
 
@@ -320,7 +351,9 @@ def errors(state, gradient):
     x |= {"initial_state": state * x["initial_state"], "v": (state / 256 * x["v"].float()).half()}
     x |= {"dstate": gradient * x["dstate"], "do": 0 * x["do"]}
     results = outcome(x, scale=2.0**-8)
-    exact = outcome({name: tensor.double() for name, tensor in x.items()}, scale=2.0**-8, backend="recurrent")
+    exact = outcome(
+        {name: tensor.double() for name, tensor in x.items()}, scale=2.0**-8, backend="recurrent"
+    )
     return {name: error(y, exact[name]) for name, y in results.items() if name != "dq"}
 
 
@@ -331,8 +364,14 @@ def test_float16_takes_states_and_their_gradients_of_any_size(monkeypatch):
     for state, gradient in ((2.0**20, 2.0**-8), (1.0, 2.0**12), (1.0, 2.0**-25), (1.0, 2.0**20)):
         found = errors(state, gradient)
         if gradient in (2.0**-25, 2.0**20):  # out of the range of dk and dv
-            found = {name: found[name] for name in ("o", "final_state", "dinitial_state", "dg", "dbeta")}
-        assert all(value <= FACTOR * usual[name] for name, value in found.items()), (state, gradient, found)
+            found = {
+                name: found[name] for name in ("o", "final_state", "dinitial_state", "dg", "dbeta")
+            }
+        assert all(value <= FACTOR * usual[name] for name, value in found.items()), (
+            state,
+            gradient,
+            found,
+        )
 
 
 @interpreted

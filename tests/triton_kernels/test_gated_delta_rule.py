@@ -141,7 +141,9 @@ def kept(shapes):
 
 def test_saved_tensors_have_the_declared_shapes_with_and_without_kept_states(monkeypatch):
     tensors = inputs()[:6]
-    monkeypatch.setattr(triton_adapter, "FIXED_SHAPES", SimpleNamespace(get=lambda: True))  # a compiled graph
+    monkeypatch.setattr(
+        triton_adapter, "FIXED_SHAPES", SimpleNamespace(get=lambda: True)
+    )  # a compiled graph
     for most, count in ((None, 5), (1000, 3)):
         monkeypatch.setattr(triton_adapter, "KEPT_BYTES", most)
         saved = triton_adapter.forward(rule(*tensors), save=True)[2]
@@ -182,9 +184,20 @@ def test_launches_beyond_65535_programs_use_the_first_axis_alone(segment, monkey
     monkeypatch.setattr(triton_adapter, "KEPT_BYTES", 0)  # so backward scans once more
     q = torch.empty(1, 2**22, 8, 32, dtype=torch.bfloat16, device="meta")
     g = torch.empty(1, 2**22, 8, dtype=torch.float32, device="meta")
-    run(q, q, q, g, g, torch.empty(1, 8, 32, 32, device="meta"), q, torch.empty(1, 8, 32, 32, device="meta"))
+    run(
+        q,
+        q,
+        q,
+        g,
+        g,
+        torch.empty(1, 8, 32, 32, device="meta"),
+        q,
+        torch.empty(1, 8, 32, 32, device="meta"),
+    )
     assert len(grids) == (6 if segment is None else 10) and all(len(grid) == 1 for grid in grids)
-    assert max(grid[0] for grid in grids) == (2**22 // 64 * 8 if segment is None else 2**22 // 64 * 8 * 2)
+    assert max(grid[0] for grid in grids) == (
+        2**22 // 64 * 8 if segment is None else 2**22 // 64 * 8 * 2
+    )
 
 
 @triton.jit

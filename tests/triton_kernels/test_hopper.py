@@ -10,7 +10,10 @@ from torch.nn.functional import logsigmoid, normalize, pad, softplus
 from delta_trn.backends.dispatch import TRITON_DEVICES
 
 if "cpu" not in TRITON_DEVICES:
-    pytest.skip("compiled kernels run here with --emulate alone, as in make emulate", allow_module_level=True)
+    pytest.skip(
+        "compiled kernels run here with --emulate alone, as in make emulate",
+        allow_module_level=True,
+    )
 
 from delta_trn.backends.gated_delta_rule import triton_adapter
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_tables
@@ -78,7 +81,11 @@ def exact(q, k, g, beta, A_log, dt_bias, start, l2norm, most):
         beta = most * beta.sigmoid()
     g, beta = (x * (torch.arange(64) < length) for x in (g.clamp(min=-128), beta))
     b = g.cumsum(-1)
-    D = (b[:, :, None] - b[:, None]).masked_fill(~torch.ones(64, 64).tril().bool(), -torch.inf).exp()
+    D = (
+        (b[:, :, None] - b[:, None])
+        .masked_fill(~torch.ones(64, 64).tril().bool(), -torch.inf)
+        .exp()
+    )
     L = (beta[..., None] * (k @ k.mT) * D).tril(-1)
     return torch.linalg.inv(torch.eye(64).double() + L), q.shape[-1] ** -0.5 * (q @ k.mT) * D
 
@@ -90,7 +97,9 @@ def distances(case):
     row = config(K, K, itemsize=2)
     chunks = chunk_tables(q, cuts, 64)
     bounds = [0, q.shape[1]] if cuts is None else cuts.tolist()
-    starts = [(t, min(t + 64, end)) for first, end in pairwise(bounds) for t in range(first, end, 64)]
+    starts = [
+        (t, min(t + 64, end)) for first, end in pairwise(bounds) for t in range(first, end, 64)
+    ]
     found = []
     for gluon in (False, True):
         T, P = torch.full((2, chunks.count, HV, 64, 64), torch.nan, dtype=q.dtype)
@@ -102,7 +111,9 @@ def distances(case):
         errors = []
         for i, start in enumerate(starts):
             judge = exact(*given[:6], start, l2norm, most)
-            errors.append([(x[i].double() - y).norm() / y.norm() for x, y in zip((T, P), judge, strict=True)])
+            errors.append(
+                [(x[i].double() - y).norm() / y.norm() for x, y in zip((T, P), judge, strict=True)]
+            )
         found.append((torch.tensor(errors), rows[: len(starts)]))
     return found
 
@@ -203,7 +214,9 @@ MISTAKES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "place", "line", "mistake"), MISTAKES, ids=[bug[0] for bug in MISTAKES])
+@pytest.mark.parametrize(
+    ("name", "place", "line", "mistake"), MISTAKES, ids=[bug[0] for bug in MISTAKES]
+)
 def test_a_bug_planted_in_the_gradients_is_seen(name, place, line, mistake):
     with planted(Bug(name, LAST + place, line, mistake, "")), driver.options(check=1) as reports:
         passed, _ = agrees(GRADIENTS["packed_groups_of_three"])

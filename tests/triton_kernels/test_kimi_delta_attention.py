@@ -101,10 +101,14 @@ def is_green(case):
         judged = rule.step_verdicts(channel_cases.STEPS[case], dtype, "triton", DEVICE)
     else:
         judged = rule.verdicts(case, dtype, "triton", DEVICE)
-    return all(verdict.passed and verdict.baseline < (0.1 if case is ONE else 1e-4) for verdict in judged)
+    return all(
+        verdict.passed and verdict.baseline < (0.1 if case is ONE else 1e-4) for verdict in judged
+    )
 
 
-@pytest.mark.parametrize(("name", "place", "line", "mistake", "case"), BUGS, ids=[bug[0] for bug in BUGS])
+@pytest.mark.parametrize(
+    ("name", "place", "line", "mistake", "case"), BUGS, ids=[bug[0] for bug in BUGS]
+)
 def test_a_planted_bug_turns_parity_red(name, place, line, mistake, case):
     with planted(Bug(name, place, line, mistake, "")):
         assert not is_green(case)
@@ -117,7 +121,9 @@ def test_parity_is_green_without_them(case):
 
 def test_float64_is_refused_with_what_is_computed():
     x = torch.ones(1, 2, 1, 16).double()
-    with pytest.raises(BackendRefusal, match="computes bfloat16, float16, float32; tensors are float64"):
+    with pytest.raises(
+        BackendRefusal, match="computes bfloat16, float16, float32; tensors are float64"
+    ):
         kimi_delta_attention(x, x, x, -x, x[..., 0], backend="triton")
 
 
@@ -133,7 +139,9 @@ def bounded_is_green(**changes):
 
 
 @compiled
-@pytest.mark.parametrize(("name", "line", "mistake"), HOPPERS_BUGS, ids=[bug[0] for bug in HOPPERS_BUGS])
+@pytest.mark.parametrize(
+    ("name", "line", "mistake"), HOPPERS_BUGS, ids=[bug[0] for bug in HOPPERS_BUGS]
+)
 def test_a_planted_bug_of_gluons_kernel_turns_parity_red(name, line, mistake):
     with planted(Bug(name, HOPPER, line, mistake, "")):
         assert not bounded_is_green()
@@ -155,8 +163,12 @@ def test_gluon_takes_what_its_factors_hold():
     row = replace(config(96, 16, itemsize=2, rule="kimi_"), dot="tf32")
     takes = prepare_hopper.takes
     assert takes(q, q, q, A_log, -5.0, row) and takes(q, q, q.float(), A_log, -1.0, row)
-    assert not any(takes(q, q, q, *gate, row) for gate in ((A_log, -5.1), (A_log, None), (None, -5.0)))
-    assert not takes(q[..., :20], q, q, A_log, -5.0, row) and not takes(q, q, q.double(), A_log, -5.0, row)
+    assert not any(
+        takes(q, q, q, *gate, row) for gate in ((A_log, -5.1), (A_log, None), (None, -5.0))
+    )
+    assert not takes(q[..., :20], q, q, A_log, -5.0, row) and not takes(
+        q, q, q.double(), A_log, -5.0, row
+    )
     with assume(Card(8)):
         others = [config(96, 16, itemsize=2, rule="kimi_")]
     others += [config(K, 16, itemsize=size, rule="kimi_") for K, size in ((96, 4), (192, 2))]

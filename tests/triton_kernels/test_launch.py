@@ -25,7 +25,12 @@ def test_every_head_size_has_a_launch(itemsize, major):
 
 def test_scans_of_few_heads_stay_narrow_so_that_more_processors_work():
     wide, narrow = Tile(128, 8, 3), Tile(64, 4, 3)
-    for heads, V, expected in [(66, 128, narrow), (67, 128, wide), (33, 256, narrow), (34, 256, wide)]:
+    for heads, V, expected in [
+        (66, 128, narrow),
+        (67, 128, wide),
+        (33, 256, narrow),
+        (34, 256, wide),
+    ]:
         row = config(128, V, itemsize=2, heads=heads)
         assert (row.scan, row.reverse) == (expected, replace(expected, stages=2))
 
@@ -37,7 +42,10 @@ def test_scans_have_32_columns_where_more_than_half_the_processors_and_no_more_t
         row, wide = (config(K, V, itemsize=2, heads=heads) for K in (128, 256))
         assert (row.scan, row.reverse) == (fewest, fewest)
         # there a reverse scan of 32 columns would spill
-        assert (wide.scan, wide.reverse) == (replace(fewest, stages=2), Tile(64, 8, 2, upright=True))
+        assert (wide.scan, wide.reverse) == (
+            replace(fewest, stages=2),
+            Tile(64, 8, 2, upright=True),
+        )
     for heads, V in [(16, 128), (34, 128), (8, 256), (17, 256)]:
         assert config(128, V, itemsize=2, heads=heads).scan == narrow
     assert config(128, 128, itemsize=4, heads=32) == config(128, 128, itemsize=4)
@@ -81,5 +89,9 @@ def test_launches_are_those_of_the_tensors_gpu(monkeypatch):
 def test_where_no_gpu_is_launches_are_those_of_the_one_assumed():
     hopper = config(128, 128, itemsize=2)
     with assume(Card(8, 108)):
-        assert config(128, 128, itemsize=2) == config(128, 128, itemsize=2, card=Card(8, 108)) != hopper
+        assert (
+            config(128, 128, itemsize=2)
+            == config(128, 128, itemsize=2, card=Card(8, 108))
+            != hopper
+        )
     assert config(128, 128, itemsize=2) == hopper

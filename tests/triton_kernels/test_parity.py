@@ -31,7 +31,8 @@ def judge(name, dtype=torch.float32):
 @pytest.mark.parametrize("warps", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "name", [pytest.param(case.name, marks=() if case.name == "gva_2" else SLOW) for case in select()]
+    "name",
+    [pytest.param(case.name, marks=() if case.name == "gva_2" else SLOW) for case in select()],
 )
 def test_parity_holds_in_layouts_of_two_four_and_eight_warps(name, dtype, warps):
     """A product's layout follows the number of warps: Triton before 3.7.1 was wrong at 4 and right at 2."""
@@ -53,7 +54,9 @@ def test_parity_holds_in_layouts_of_two_four_and_eight_warps(name, dtype, warps)
 def test_parity_holds_for_any_number_of_value_heads_of_a_key_head(groups, dtype):
     """The grid has 1, 2, 4 and 8."""
     case = Case("gva", 1, 70, 2, 32, 32, "", HV=2 * groups, state=True, loss=("o", "final_state"))
-    failures = [str(verdict) for verdict in verdicts(case, dtype, "triton", DEVICE) if not verdict.passed]
+    failures = [
+        str(verdict) for verdict in verdicts(case, dtype, "triton", DEVICE) if not verdict.passed
+    ]
     assert not failures, "\n".join(failures)
 
 
@@ -62,7 +65,9 @@ def test_parity_holds_in_the_wide_scans_of_many_heads():
     many = config(96, 192, itemsize=2)
     assert many.scan.columns == 128
     with adjust(lambda row: replace(row, scan=many.scan, reverse=replace(many.scan, stages=2))):
-        failures = [str(verdict) for verdict in judge("k96", torch.bfloat16).values() if not verdict.passed]
+        failures = [
+            str(verdict) for verdict in judge("k96", torch.bfloat16).values() if not verdict.passed
+        ]
     assert not failures, "\n".join(failures)
 
 
@@ -85,7 +90,9 @@ def test_parity_holds_in_scans_of_transposed_and_upright_tiles(name, upright, dt
     """The number of heads decides which of them the table has, up to K = 128."""
 
     def turned(row):
-        return replace(row, **{kernel: replace(getattr(row, kernel), upright=upright) for kernel in SCANS})
+        return replace(
+            row, **{kernel: replace(getattr(row, kernel), upright=upright) for kernel in SCANS}
+        )
 
     with adjust(turned):
         failures = [str(verdict) for verdict in judge(name, dtype).values() if not verdict.passed]

@@ -38,7 +38,9 @@ class Recorder:
 
     def __init__(self, kernel, keys):
         options = ("do_not_specialize", "do_not_specialize_on_alignment")
-        given = {name: (getattr(kernel, "kwargs", None) or vars(kernel)).get(name) for name in options}
+        given = {
+            name: (getattr(kernel, "kwargs", None) or vars(kernel)).get(name) for name in options
+        }
         function = JITFunction(kernel.fn, **given)
         self.bind = create_function_from_signature(function.signature, function.params, BACKEND)
         self.keys = keys
@@ -77,7 +79,9 @@ def call_rule(T, *, packed=False, parts=False, H=1, HV=2, K=16):
         q, k, v = q[:, :, None], k[:, :, None], v.unflatten(2, (HV, K))
     cuts = torch.tensor([0, T // 3, T]) if packed else None
     state = normal(2 if packed else 1, HV, K, K, dtype=torch.float32)
-    call = Rule(q, k, v, g, g, initial_state=state, cu_seqlens=cuts, l2norm=True, output_final_state=True)
+    call = Rule(
+        q, k, v, g, g, initial_state=state, cu_seqlens=cuts, l2norm=True, output_final_state=True
+    )
     *_, saved = triton_adapter.forward(call, save=True)
     triton_adapter.backward(v, state, call, saved)
     own, kept = torch.zeros(1, T).int(), torch.ones(1).int()
@@ -88,7 +92,9 @@ def call_channels(T, *, packed=False, H=1, HV=2, K=16):
     x, v, state = normal(1, T, H, K), normal(1, T, HV, K), normal(1, HV, K, K, dtype=torch.float32)
     g, beta = normal(1, T, HV, K, dtype=torch.float32), normal(1, T, HV, dtype=torch.float32)
     cuts = torch.tensor([0, T]) if packed else None
-    call = Rule(x, x, v, g, beta, initial_state=state, cu_seqlens=cuts, l2norm=True, output_final_state=True)
+    call = Rule(
+        x, x, v, g, beta, initial_state=state, cu_seqlens=cuts, l2norm=True, output_final_state=True
+    )
     *_, saved = channels.forward(call, save=True)
     channels.backward(v, state, call, saved)
     channels.step(Step(x[:, 0], x[:, 0], v[:, 0], g[:, 0], beta[:, 0], state))
@@ -107,7 +113,9 @@ def call_layers(T):
     layers.gated_rms_norm_backward(rows, GatedNorm(rows, rows, w), [])
     layers.add_rms_norm_forward(SumNorm(rows, rows, w), save=True)
     layers.add_rms_norm_backward(rows, rows, SumNorm(rows, rows, w), [rows])
-    layers.linear_cross_entropy_forward(Readout(rows, normal(33, N), torch.zeros(T).long()), save=True)
+    layers.linear_cross_entropy_forward(
+        Readout(rows, normal(33, N), torch.zeros(T).long()), save=True
+    )
     stream = Residual(normal(T, 64, 2), normal(T, 64), normal(T, 2), normal(T))
     residual.forward(stream, save=True)
     residual.backward(stream.x, stream, [])
@@ -127,7 +135,9 @@ def test_no_kernel_is_compiled_again_for_another_length(parts, compiled_for, mon
             with triton_adapter.adjust(lambda row: replace(row, dot="tf32")):  # as compiled
                 call_rule(T, parts=parts)
                 call_rule(T, parts=parts, K=128)
-            with triton_adapter.adjust(lambda row: replace(row, prepare=replace(row.prepare, gluon=False))):
+            with triton_adapter.adjust(
+                lambda row: replace(row, prepare=replace(row.prepare, gluon=False))
+            ):
                 call_rule(T, parts=parts)
     for (module, name), keys in compiled_for.items():
         assert keys or parts, f"{module.__name__}.{name} is launched by nothing here"

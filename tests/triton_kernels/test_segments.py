@@ -58,7 +58,9 @@ def test_segments_of_one_chunk_pass_parity(name, dtype, launched):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [name for name, case in BY_NAME.items() if not case.tags or name in QUICK])
+@pytest.mark.parametrize(
+    "name", [name for name, case in BY_NAME.items() if not case.tags or name in QUICK]
+)
 @pytest.mark.parametrize("segment", [1, 2])
 def test_segments_pass_parity_over_the_grid(name, segment, dtype):
     split_sequences(segment)
@@ -103,7 +105,9 @@ def run(leaves, cu_seqlens=None, function=gated_delta_rule, backend="triton"):
     return [o, state, *torch.autograd.grad(o.float().square().sum() + state.square().sum(), leaves)]
 
 
-@pytest.mark.parametrize("function", [gated_delta_rule, kimi_delta_attention], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [gated_delta_rule, kimi_delta_attention], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("cuts", [None, [0, 0, 15, 15, 80, 112, 112]], ids=["dense", "packed"])
 def test_segments_repeat_their_bits_also_with_states_recomputed(function, cuts, monkeypatch):
     split_sequences(2)
@@ -129,7 +133,9 @@ def test_segments_compile_into_one_graph(dynamic):
     split_sequences(2)
     leaves = tensors(T=70, K=16, V=16)
     compiled = torch.compile(gated_delta_rule, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    assert all(torch.equal(x, y) for x, y in zip(run(leaves), run(leaves, function=compiled), strict=True))
+    assert all(
+        torch.equal(x, y) for x, y in zip(run(leaves), run(leaves, function=compiled), strict=True)
+    )
 
 
 def test_backward_refuses_segments_that_forward_did_not_cut():
@@ -137,7 +143,9 @@ def test_backward_refuses_segments_that_forward_did_not_cut():
     split_sequences(2)
     o = gated_delta_rule(*leaves[:5], backend="triton")[0]
     split_sequences(None)
-    with pytest.raises(RuntimeError, match="cut its sequences into 2 segments and backward expects 0: leave"):
+    with pytest.raises(
+        RuntimeError, match="cut its sequences into 2 segments and backward expects 0: leave"
+    ):
         o.sum().backward()
 
 
@@ -159,5 +167,7 @@ def test_automatic_segments_are_cut_only_where_most_of_the_device_would_idle(T, 
     assert (split is not None) is cut
     if split is not None:
         assert (
-            split.chunks.segments * split.chunks.span >= T > (split.chunks.segments - 1) * split.chunks.span
+            split.chunks.segments * split.chunks.span
+            >= T
+            > (split.chunks.segments - 1) * split.chunks.span
         )

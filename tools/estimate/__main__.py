@@ -158,14 +158,18 @@ def record(rows: list[Row]) -> None:
     for x in rows:
         if x.waits:
             times[x.shape][x.kernel] = x.microseconds
-    RECORDED.write_text(json.dumps({"triton": triton.__version__, "microseconds": times}, indent=1) + "\n")
+    RECORDED.write_text(
+        json.dumps({"triton": triton.__version__, "microseconds": times}, indent=1) + "\n"
+    )
 
 
 def check(rows: list[Row]) -> int:
     """Compares with the record; returns 1 where a kernel has become slower."""
     recorded = json.loads(RECORDED.read_text())
     if recorded["triton"] != triton.__version__:
-        print(f"not compared: the record is of Triton {recorded['triton']}, this is {triton.__version__}")
+        print(
+            f"not compared: the record is of Triton {recorded['triton']}, this is {triton.__version__}"
+        )
         return 0
     complaints = slower([x for x in rows if x.waits], recorded)
     for complaint in complaints:
@@ -176,19 +180,32 @@ def check(rows: list[Row]) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Prints the estimates that the command line selects; returns 1 where a kernel has become slower."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.estimate", description="estimate the kernels on an H200 or H100, without one"
+        prog="python -m tools.estimate",
+        description="estimate the kernels on an H200 or H100, without one",
     )
     names = (*SHAPES, *layers.NAMES)
-    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(names)} (default: all)")
-    parser.add_argument("--peer", choices=["fla"], help="flash-linear-attention's kernels beside ours")
-    parser.add_argument("--device", choices=list(machine.DEVICES), default="h200", help="(default: h200)")
-    parser.add_argument("--check", action="store_true", help="fail where a kernel is slower than recorded")
+    parser.add_argument(
+        "shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(names)} (default: all)"
+    )
+    parser.add_argument(
+        "--peer", choices=["fla"], help="flash-linear-attention's kernels beside ours"
+    )
+    parser.add_argument(
+        "--device", choices=list(machine.DEVICES), default="h200", help="(default: h200)"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="fail where a kernel is slower than recorded"
+    )
     parser.add_argument(
         "--record", action="store_true", help="record the estimates that --check compares with"
     )
-    parser.add_argument("--launches", choices=list(choices.KERNELS), help="try other launches of this kernel")
+    parser.add_argument(
+        "--launches", choices=list(choices.KERNELS), help="try other launches of this kernel"
+    )
     parser.add_argument("--json", type=Path, help="write the rows here as well, one per line")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one per core)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="processes (default: one per core)"
+    )
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.shapes if name not in names]:
         parser.error(f"no shape is named {unknown[0]!r}; choose from: {', '.join(names)}")
@@ -197,7 +214,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device != "h200" and (options.record or options.check):
         parser.error("what is recorded is of an H200; leave --device out")
     if knobs.runtime.interpret:
-        parser.error("TRITON_INTERPRET is set, so the kernels are Python functions; unset it to compile them")
+        parser.error(
+            "TRITON_INTERPRET is set, so the kernels are Python functions; unset it to compile them"
+        )
     try:
         simulator()
         if options.peer:
@@ -211,8 +230,12 @@ def main(arguments: list[str] | None = None) -> int:
                 print(line, flush=True)
         return 0
     rows = []
-    with ProcessPoolExecutor(options.jobs, initializer=machine.choose, initargs=(options.device,)) as pool:
-        for found in pool.map(partial(rows_of, with_peer=bool(options.peer)), options.shapes or names):
+    with ProcessPoolExecutor(
+        options.jobs, initializer=machine.choose, initargs=(options.device,)
+    ) as pool:
+        for found in pool.map(
+            partial(rows_of, with_peer=bool(options.peer)), options.shapes or names
+        ):
             rows += found
             print(*table(found, options.device), sep="\n", flush=True)
     if options.json:

@@ -42,7 +42,9 @@ def compare(heads: tuple[int, int], lengths: tuple[int, int], kernels: dict[str,
     """Returns estimated over measured for a row of MEASURED, with `kernels` from `load`."""
     shape = Shape(*lengths, *heads, SIZE, SIZE)
     sizes = peer.Sizes(shape)
-    microseconds = time_move(sizes.A) + time_move(2 * sizes.gates)  # zeros of A; the running sum of g
+    microseconds = time_move(sizes.A) + time_move(
+        2 * sizes.gates
+    )  # zeros of A; the running sum of g
     for name in peer.FORWARD:
         choice = kernels["choices"][f"{heads[1]} {name}"]
         words = (word.partition("=") for word in choice.split())
@@ -73,7 +75,9 @@ def spread(ratios: list[float]) -> tuple[float, float]:
 def main() -> None:
     """Prints estimated over measured for every row."""
     kernels, ratios = load(), []
-    print("| heads | sequences x tokens | measured ms | estimated ms | ratio |\n" + "| --- " * 5 + "|")
+    print(
+        "| heads | sequences x tokens | measured ms | estimated ms | ratio |\n" + "| --- " * 5 + "|"
+    )
     for heads, rows in MEASURED.items():
         for lengths, measured in rows.items():
             ratio = compare(heads, lengths, kernels)
@@ -83,7 +87,9 @@ def main() -> None:
                 f"| {ratio * measured:.3f} | {ratio:.2f} |", flush=True,
             )  # fmt: skip
     mean, deviation = spread(ratios)
-    print(f"estimated / measured over {len(ratios)} rows: geometric mean {mean:.3f}, spread {deviation:.1%}")
+    print(
+        f"estimated / measured over {len(ratios)} rows: geometric mean {mean:.3f}, spread {deviation:.1%}"
+    )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,10 @@ def table(kernel: str, shape: str) -> Iterator[str]:
         with adjust(lambda row, tile=tile: replace(row, **{kernel: tile})):
             try:
                 estimates = [estimator.estimate(launch) for launch in launches(sizes)]
-            except (ValueError, PTXASError) as failure:  # it exceeds an SM, or has too few registers
+            except (
+                ValueError,
+                PTXASError,
+            ) as failure:  # it exceeds an SM, or has too few registers
                 results.append((float("inf"), tile, str(failure).strip().splitlines()[-1]))
                 continue
         own = next(x for x in estimates if x.name.removesuffix(" scan") == kernel)
@@ -60,5 +63,11 @@ def table(kernel: str, shape: str) -> Iterator[str]:
     yield "|" + " --- |" * 11
     for total, tile, text in sorted(results, key=lambda x: x[0]):
         time = f"{total:.0f}" if text.endswith("|") else "- "
-        launch = tile.columns, tile.warps, tile.stages, tile.registers or "", "upright" * tile.upright
+        launch = (
+            tile.columns,
+            tile.warps,
+            tile.stages,
+            tile.registers or "",
+            "upright" * tile.upright,
+        )
         yield f"| {' | '.join(map(str, launch))} | {time} | {text}"

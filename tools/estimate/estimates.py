@@ -42,7 +42,9 @@ def compile_code(variant: Variant, dtype: str = "bf16") -> Code:
     """Compiles a variant for Hopper and reads its machine code."""
     compiled = triton.compile(source(dtype, variant), HOPPER, variant.tile.options())
     cubin = compiled.asm["cubin"]
-    return Code(parse(disassemble(cubin)), *resources(cubin), compiled.metadata.shared, variant.tile.warps)
+    return Code(
+        parse(disassemble(cubin)), *resources(cubin), compiled.metadata.shared, variant.tile.warps
+    )
 
 
 def factor(simulation: Simulation, *, serial: bool) -> float:
@@ -66,7 +68,9 @@ class Estimator:
     def estimate(self, launch: Launch) -> Estimate:
         """Returns what a launch takes. Raises ValueError where a program exceeds an SM."""
         if launch.variant is None:
-            return Estimate(launch.name, "", launch.backward, time_move(launch.work.load_bytes, launch.count))
+            return Estimate(
+                launch.name, "", launch.backward, time_move(launch.work.load_bytes, launch.count)
+            )
         variant = launch.variant
         key = f"{variant.function} {variant.tile} {sorted((n, str(v)) for n, v in variant.values.items())}"
         key += f" {variant.multiples}"
@@ -100,5 +104,10 @@ def of_code(launch: Launch, code: Code) -> Estimate:
     seconds = simulation.seconds * factor(simulation, serial=work.serial) + machine.LAUNCH_SECONDS
     options = "" if launch.variant is None else launch.variant.options
     return Estimate(
-        launch.name, options, launch.backward, 1e6 * seconds, replace(code, instructions=()), simulation
+        launch.name,
+        options,
+        launch.backward,
+        1e6 * seconds,
+        replace(code, instructions=()),
+        simulation,
     )

@@ -56,8 +56,12 @@ def peers(name: str) -> Iterator[tuple[Launch, ...]]:
         yield _step(SEQUENCES[name])
         return
     yield from _convolution()
-    yield from _norm("gated norm", "modules.norm.fused_norm_gate", "layer_norm_gated_{}_kernel", B * T * H, V)
-    yield from _norm("norm of the stream", "modules.norm.layernorm", "layer_norm_{}_kernel_row", B * T, D)
+    yield from _norm(
+        "gated norm", "modules.norm.fused_norm_gate", "layer_norm_gated_{}_kernel", B * T * H, V
+    )
+    yield from _norm(
+        "norm of the stream", "modules.norm.layernorm", "layer_norm_{}_kernel_row", B * T, D
+    )
     yield from _softmax()
 
 
@@ -110,7 +114,12 @@ def _norm(name: str, module: str, kernel: str, M: int, N: int) -> Iterator[tuple
     values |= {"D": N, "BD": power_of_two(N), "NB": -(-M // 65536), "ACTIVATION": "swish", "G": 1}
     values |= {"GS": PROCESSORS, "IS_RMS_NORM": True, "HAS_WEIGHT": True}
     if not gated:
-        values |= {"HAS_RESIDUAL": True, "STORE_RESIDUAL_OUT": True, "HAS_DRESIDUAL": True, "BS": rows}
+        values |= {
+            "HAS_RESIDUAL": True,
+            "STORE_RESIDUAL_OUT": True,
+            "HAS_DRESIDUAL": True,
+            "BS": rows,
+        }
     yield _launches(
         name, False, getattr(found, kernel.format("fwd")), values,
         lambda own: Work(-(-M // own.get("BT", 1)), 2 * size),
@@ -123,13 +132,28 @@ def _norm(name: str, module: str, kernel: str, M: int, N: int) -> Iterator[tuple
 
 def _softmax() -> Iterator[tuple[Launch, ...]]:
     module, size = load("modules.fused_cross_entropy.ops"), TARGETS * VOCABULARY * ITEM
-    values = {"label_smoothing": 0.0, "logit_scale": 1.0, "lse_square_scale": 0.0, "logit_softcapping": None}
-    values |= {"ignore_index": -100, "V": VOCABULARY, "V_TOTAL": VOCABULARY, "V_START": 0, "SPLIT": False}
+    values = {
+        "label_smoothing": 0.0,
+        "logit_scale": 1.0,
+        "lse_square_scale": 0.0,
+        "logit_softcapping": None,
+    }
+    values |= {
+        "ignore_index": -100,
+        "V": VOCABULARY,
+        "V_TOTAL": VOCABULARY,
+        "V_START": 0,
+        "SPLIT": False,
+    }
     name, whole, part = "cross-entropy and its gradient", min(power_of_two(VOCABULARY), 65536), 4096
     forward, backward = (values | {"s_dloss": 1, "BV": columns} for columns in (whole, part))
     works = Work(TARGETS, size), Work(TARGETS * VOCABULARY // part, size)
-    yield _launches(name, True, module.cross_entropy_fwd_kernel, forward, lambda own: works[0], warps=16)
-    yield _launches(name, True, module.cross_entropy_bwd_kernel, backward, lambda own: works[1], warps=8)
+    yield _launches(
+        name, True, module.cross_entropy_fwd_kernel, forward, lambda own: works[0], warps=16
+    )
+    yield _launches(
+        name, True, module.cross_entropy_bwd_kernel, backward, lambda own: works[1], warps=8
+    )
 
 
 def _step(sequences: int) -> tuple[Launch, ...]:

@@ -12,7 +12,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 
-from delta_trn.triton_kernels import cross_entropy, gated_delta_rule_step, rms_norm, short_convolution
+from delta_trn.triton_kernels import (
+    cross_entropy,
+    gated_delta_rule_step,
+    rms_norm,
+    short_convolution,
+)
 from delta_trn.triton_kernels.variants import Variant
 from tools.estimate.simulate import Work
 from tools.estimate.work import ITEM, Launch
@@ -51,7 +56,11 @@ def _variant(module: ModuleType, sizes: tuple[int, int], options: str, **values:
 def _convolution() -> Iterator[Launch]:
     size = B * T * CHANNELS * ITEM
     for back in (False, True):
-        name, form = ("convolution, backward", "backward dense") if back else ("convolution", "forward dense")
+        name, form = (
+            ("convolution, backward", "backward dense")
+            if back
+            else ("convolution", "forward dense")
+        )
         launched = "short_convolution" if back else "short_convolution_forward"
         variant = _variant(short_convolution, (CHANNELS, W), form)
         across = -(-CHANNELS // variant.tile.columns)

@@ -55,7 +55,9 @@ CAUSES = (
     "arithmetic", "shared memory", "global loads", "asynchronous copies", "special functions",
     "matrix products", "barriers", "constants", "operand reads", "fences", "busy units",
 )  # fmt: skip
-_PIPES = {name: float(i) for i, name in enumerate(("alu", "fma", "heavy", "fp64", "special", "uniform"))}
+_PIPES = {
+    name: float(i) for i, name in enumerate(("alu", "fma", "heavy", "fp64", "special", "uniform"))
+}
 
 
 def choose(device: str) -> None:
@@ -112,7 +114,14 @@ def spilled_past_l1(code: Code, programs: int) -> float:
 
 def _width(opcode: str) -> int:
     """Returns the bytes that a load or store moves per thread."""
-    for modifier, width in ((".128", 16), (".64", 8), (".U16", 2), (".S16", 2), (".U8", 1), (".S8", 1)):
+    for modifier, width in (
+        (".128", 16),
+        (".64", 8),
+        (".U16", 2),
+        (".S16", 2),
+        (".U8", 1),
+        (".S8", 1),
+    ):
         if modifier in opcode:
             return width
     return 4
@@ -152,7 +161,9 @@ def _wgmma(instruction: Instruction) -> Cost:
 
 
 def _read(row: dict[str, str]) -> Cost:
-    interval, latency, reads, waves = (float(row[n]) for n in ("interval", "latency", "reads", "waves"))
+    interval, latency, reads, waves = (
+        float(row[n]) for n in ("interval", "latency", "reads", "waves")
+    )
     pipe, cause = _PIPES.get(row["pipe"], 0.0), CAUSES.index(row["cause"]) if row["cause"] else 0
     return Cost(row["kind"], interval, latency, reads, waves=waves, argument=pipe, cause=cause)
 
@@ -182,7 +193,9 @@ def cost(instruction: Instruction, mask: float = 1.0) -> Cost:
         case "LDSM" | "STSM":
             return Cost("shared", 2, 25, 8, waves={"4": 4, "2": 2}.get(opcode[-1], 1), cause=1)
         case "LDL" | "STL":
-            return Cost("shared", 2, 28, 8, size=max(32 * _width(opcode), 128), waves=waves, cause=1)
+            return Cost(
+                "shared", 2, 28, 8, size=max(32 * _width(opcode), 128), waves=waves, cause=1
+            )
         case "DEPBAR":
             place = re.search(r"SB(\d), 0x([0-9a-f]+)", instruction.operands)
             if place is None:

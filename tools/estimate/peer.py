@@ -55,7 +55,9 @@ class _Utils(ModuleType):
             raise AttributeError(name)
         if name.isupper():
             return False
-        return lambda *arguments, **_: arguments[0] if arguments and callable(arguments[0]) else lambda f: f
+        return lambda *arguments, **_: (
+            arguments[0] if arguments and callable(arguments[0]) else lambda f: f
+        )
 
 
 def version() -> str:
@@ -253,7 +255,14 @@ def configurations(name: str, shape: Shape, *, backward: bool = False) -> Iterat
         "USE_A": False, "USE_INITIAL_STATE": False, "USE_FINAL_STATE_GRADIENT": False,
         "STORE_FINAL_STATE": False, "STATE_V_FIRST": False, "IS_VARLEN": False,
     }  # fmt: skip
-    fixed = {"B": shape.sequences, "H": shape.H, "HV": shape.HV, "K": shape.K, "V": shape.V, "BT": C}
+    fixed = {
+        "B": shape.sequences,
+        "H": shape.H,
+        "HV": shape.HV,
+        "K": shape.K,
+        "V": shape.V,
+        "BT": C,
+    }
     absent = dict.fromkeys(ABSENT.split() + (["A"] if name == "dv, local" else []))
     types = TYPES
     if shape.rule:
@@ -266,7 +275,9 @@ def configurations(name: str, shape: Shape, *, backward: bool = False) -> Iterat
         types = TYPES_OF_CHANNELS
     for choice in tuned:
         blocks = kernel.blocks(sizes) | choice.kwargs
-        values = {n: v for n, v in (switches | fixed | absent | blocks).items() if n in function.arg_names}
+        values = {
+            n: v for n, v in (switches | fixed | absent | blocks).items() if n in function.arg_names
+        }
         variant = variant_of(name, function, types, values, choice)
         yield Launch(name, backward, variant, work(kernel, shape, choice.kwargs))
 
@@ -297,8 +308,14 @@ def _small(shape: Shape) -> Iterator[Launch]:
         ("gradient of beta", True, 1.5 * s.gates, 1),
     ]
     if shape.rule:  # sums of g and dg, twice norms in float32, and zeros of o as well
-        forward, backward = 4 * s.keys + 2 * s.decays + s.gates + s.A + s.values, 8 * s.keys + 7.1 * s.decays
-        moved = [("small kernels", False, forward, 6), ("small kernels", True, backward + 7.5 * s.gates, 10)]
+        forward, backward = (
+            4 * s.keys + 2 * s.decays + s.gates + s.A + s.values,
+            8 * s.keys + 7.1 * s.decays,
+        )
+        moved = [
+            ("small kernels", False, forward, 6),
+            ("small kernels", True, backward + 7.5 * s.gates, 10),
+        ]
     if shape.HV > shape.H:
         moved.append(("sums of grouped heads", True, 4.5 * s.w, 3))
     for name, backward, size, count in moved:

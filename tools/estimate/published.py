@@ -21,7 +21,9 @@ def compare(shape: str, forward: float, backward: float) -> list[str]:
     for name, times in PUBLISHED.get(shape, {}).items():
         words = [
             f"{word} {theirs:.3f} ms, {1e3 * theirs / ours:.2f} of ours"
-            for word, theirs, ours in zip(("forward", "backward"), times, (forward, backward), strict=True)
+            for word, theirs, ours in zip(
+                ("forward", "backward"), times, (forward, backward), strict=True
+            )
             if theirs is not None
         ]
         lines.append(

@@ -60,9 +60,13 @@ def run(code: Code, work: Work) -> Simulation:
     """Simulates the busiest SM of a launch. Raises ValueError for a program that no SM can hold."""
     most, limit = machine.residence(code)
     if not most:
-        raise ValueError(f"one program exceeds an SM's {limit}: {code.registers} registers, {code.shared} B")
+        raise ValueError(
+            f"one program exceeds an SM's {limit}: {code.registers} registers, {code.shared} B"
+        )
     if work.idle:
-        at = next(i for i, instruction in enumerate(code.instructions) if instruction.name == "EXIT")
+        at = next(
+            i for i, instruction in enumerate(code.instructions) if instruction.name == "EXIT"
+        )
         taken = replace(code.instructions[at], predicate="")
         code = replace(code, instructions=(*code.instructions[:at], taken))
     turns = loop_trips(code.instructions, work)
@@ -83,7 +87,9 @@ def run(code: Code, work: Work) -> Simulation:
         "warps": code.warps,
         "programs": simulated,
         "resident": resident,
-        "load_rate": min(60.0, share / max(from_memory / machine.MEMORY_BYTES, 1 / machine.L2_BYTES)),
+        "load_rate": min(
+            60.0, share / max(from_memory / machine.MEMORY_BYTES, 1 / machine.L2_BYTES)
+        ),
         "store_rate": min(60.0, share * machine.MEMORY_BYTES),
     }
     answer = _simulate(code.instructions, costs, turns, settings)
@@ -93,7 +99,10 @@ def run(code: Code, work: Work) -> Simulation:
         most,
         limit,
         answer["memory"],
-        {cause: cycles / waited for cause, cycles in zip(machine.CAUSES, answer["waits"], strict=True)},
+        {
+            cause: cycles / waited
+            for cause, cycles in zip(machine.CAUSES, answer["waits"], strict=True)
+        },
     )
 
 
@@ -145,7 +154,11 @@ def _repeats(instructions: tuple[Instruction, ...], turns: dict[int, int]) -> li
 
 
 def _simulate(instructions, costs, turns, settings) -> dict:
-    lines = [str(len(settings)), *(f"{name} {value}" for name, value in settings.items()), str(len(costs))]
+    lines = [
+        str(len(settings)),
+        *(f"{name} {value}" for name, value in settings.items()),
+        str(len(costs)),
+    ]
     for i, (x, cost) in enumerate(zip(instructions, costs, strict=True)):
         target = -1 if x.target is None or x.target == i else x.target
         if target > i:
@@ -154,7 +167,9 @@ def _simulate(instructions, costs, turns, settings) -> dict:
             f"{cost.kind} {x.stall} {x.write} {x.read} {x.wait} {cost.interval} {cost.latency} {cost.reads} "
             f"{cost.size} {cost.waves} {cost.argument:.0f} {cost.cause} {target} {turns.get(i, 1)}"
         )
-    done = subprocess.run([simulator()], input="\n".join(lines) + "\n", capture_output=True, text=True)
+    done = subprocess.run(
+        [simulator()], input="\n".join(lines) + "\n", capture_output=True, text=True
+    )
     if done.returncode:
         raise RuntimeError(f"the simulator failed: {done.stderr.strip()}")
     return json.loads(done.stdout)

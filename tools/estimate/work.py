@@ -117,7 +117,9 @@ class _Calls:
         self.row = config(shape.K, shape.V, itemsize=ITEM, heads=heads, rule=shape.rule)
         # kernel -> what the options of its variants for this many heads end with
         self.heads = {
-            kernel: next(x for x, tile in by_heads(name, shape.K, shape.V, ITEM).items() if tile == own)
+            kernel: next(
+                x for x, tile in by_heads(name, shape.K, shape.V, ITEM).items() if tile == own
+            )
             for kernel, name, own in (
                 ("scan", "scan", self.row.scan),
                 ("reverse_scan", "reverse", self.row.reverse),
@@ -129,7 +131,9 @@ class _Calls:
         self.C = self.row.C
         self.per_sequence = -(-shape.tokens // self.C)
         self.chunks = shape.sequences * self.per_sequence
-        cut = Chunks(self.C, self.chunks, shape.sequences, shape.tokens, self.per_sequence, packed=False)
+        cut = Chunks(
+            self.C, self.chunks, shape.sequences, shape.tokens, self.per_sequence, packed=False
+        )
         self.span = segment_length(cut, shape.HV, shape.K, shape.V, self.row) or self.per_sequence
         self.segments = -(-self.per_sequence // self.span)
         # bytes of one tensor
@@ -165,8 +169,12 @@ class _Calls:
 
     def prepare(self) -> Launch:
         together = heads_together(self.shape.H, self.shape.HV) if self.row.prepare.gluon else 1
-        variant = self._variant(gated_delta_rule_fwd, "dense, gates made", "prepare", TOGETHER=together)
-        work = Work(self.chunks * self.shape.HV // together, 2 * self.keys + 2 * self.factor, mask=self.mask)
+        variant = self._variant(
+            gated_delta_rule_fwd, "dense, gates made", "prepare", TOGETHER=together
+        )
+        work = Work(
+            self.chunks * self.shape.HV // together, 2 * self.keys + 2 * self.factor, mask=self.mask
+        )
         return Launch("prepare", False, variant, work)
 
     def scan(self, name: str, options: str, *, writes: int, backward: bool = False) -> Launch:
@@ -194,12 +202,16 @@ class _Calls:
 
     def chain(self, name: str, *, backward: bool) -> Launch:
         variant = self._variant(segments, "backward" if backward else "forward", "chain")
-        variant = replace(variant, values=variant.values | {"initial": None, "final": None, "offsets": None})
+        variant = replace(
+            variant, values=variant.values | {"initial": None, "final": None, "offsets": None}
+        )
         shape, tile = self.shape, variant.tile
         programs = shape.sequences * shape.HV * self._tiles(tile.columns)
         count = shape.sequences * self.segments * shape.HV
         load_bytes = 4 * count * shape.K * (shape.K + shape.V)
-        work = Work(programs, load_bytes, others=(self.segments, -(-shape.K // tile.rows)), serial=True)
+        work = Work(
+            programs, load_bytes, others=(self.segments, -(-shape.K // tile.rows)), serial=True
+        )
         return Launch(name, backward, variant, work)
 
     def refine(self) -> Launch:
@@ -241,7 +253,9 @@ class _Calls:
         if shape.HV > shape.H and not self.adds_heads:
             variant = self._variant(gated_delta_rule_bwd, "", "sum_heads")
             programs = shape.sequences * shape.tokens // variant.tile.rows * shape.H
-            work = Work(programs, 2 * self.keys * shape.HV // shape.H, others=(shape.HV // shape.H,))
+            work = Work(
+                programs, 2 * self.keys * shape.HV // shape.H, others=(shape.HV // shape.H,)
+            )
             for name in ("dk", "dq"):
                 yield Launch(f"sums of {name}", True, variant, work)
 
@@ -255,7 +269,9 @@ class _Calls:
         multiply = Work(programs, 4 * self.values + 2 * self.states, (tiles,), (), self.mask)
         gradients = Work(programs, given + 3 * scaled + 2 * self.P, (slices, 2, 4), (), self.mask)
         columns = self.row.scan.columns  # and the reverse scan's
-        scan = self._serial(columns, self._tiles(columns), 3 * scaled + self.values + self.T + self.P)
+        scan = self._serial(
+            columns, self._tiles(columns), 3 * scaled + self.values + self.T + self.P
+        )
         rows = shape.sequences * shape.tokens // tile("sum_heads", shape.K).rows
         combine = Work(rows * shape.H, 2 * scaled + self.keys)
         for name, backward, kernel, options, work in (
@@ -265,8 +281,12 @@ class _Calls:
             ("products", True, "products", "dense", multiply),
             ("gradients", True, "gradients", "dense, gates with a bound", gradients),
         ):
-            yield Launch(name, backward, self._variant(modules[backward], options, f"kimi_{kernel}"), work)
-        combined = self._variant(gated_delta_rule_bwd, "of normalized", "sum_heads", QR=shape.H * shape.K)
+            yield Launch(
+                name, backward, self._variant(modules[backward], options, f"kimi_{kernel}"), work
+            )
+        combined = self._variant(
+            gated_delta_rule_bwd, "of normalized", "sum_heads", QR=shape.H * shape.K
+        )
         for name in ("gradient of q", "gradient of k"):
             yield Launch(name, True, combined, combine)
         yield Launch("sums of gates", True, None, Work(0, 4 * programs * (shape.K + 1)), count=4)

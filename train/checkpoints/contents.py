@@ -30,7 +30,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -145,10 +148,19 @@ def write_optimizer(folder: Path, snapshot: Snapshot, team: Team) -> None:
 
 
 def write(
-    folder: Path, snapshot: Snapshot, *, config: RunConfig, sharding: Sharding, tokenizer: "TextTokenizer"
+    folder: Path,
+    snapshot: Snapshot,
+    *,
+    config: RunConfig,
+    sharding: Sharding,
+    tokenizer: "TextTokenizer",
 ) -> list[Path]:
     """Writes the rest, and returns all files of this process. No process waits for another."""
-    rank, world, own = sharding.team.rank, sharding.team.world, _own_folder(folder, sharding.team.rank)
+    rank, world, own = (
+        sharding.team.rank,
+        sharding.team.world,
+        _own_folder(folder, sharding.team.rank),
+    )
     model = sharding.model
     save_file(snapshot.weights, own / _weights_file(rank, world), metadata={"format": "pt"})
     if sharding.team.leads:
@@ -159,7 +171,9 @@ def write(
         model.generation_config.save_pretrained(own)
         if world > 1:
             places = {name: _weights_file(owner, world) for name, owner in snapshot.owners.items()}
-            _write_json(own / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
+            _write_json(
+                own / "model.safetensors.index.json", {"metadata": {}, "weight_map": places}
+            )
         tokenizer.save(own)
         save_file(snapshot.generators, own / _RANDOM)
         content = {
@@ -209,7 +223,9 @@ def read_state(folder: Path) -> tuple[State, RunConfig]:
     path = folder / "state.json"
     content = json.loads(path.read_bytes())
     if content.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {content.get('format')}, this code reads {FORMAT}")
+        raise CheckpointError(
+            f"{path} has format {content.get('format')}, this code reads {FORMAT}"
+        )
     state = State(**{f.name: content[f.name] for f in fields(State) if f.name in content})
     state.best = tuple(content["best"]) if content["best"] else None
     return state, read_saved(content["config"], where=f"{path}: ")
@@ -217,7 +233,9 @@ def read_state(folder: Path) -> tuple[State, RunConfig]:
 
 def require_same_run(saved: RunConfig, now: RunConfig, where: Path) -> None:
     """CheckpointError naming every differing key that may not change between saving and resuming."""
-    differing = {k: pair for k, pair in differences(saved, now).items() if not may_change_on_resume(k)}
+    differing = {
+        k: pair for k, pair in differences(saved, now).items() if not may_change_on_resume(k)
+    }
     if differing:
         listed = ", ".join(f"{key} was {old}, is {new}" for key, (old, new) in differing.items())
         raise CheckpointError(
@@ -260,7 +278,11 @@ def load_weights(folder: Path, sharding: Sharding) -> None:
     ]
     present = {id(own[name]) for name in saved if name in own}
     # a tied matrix has two names and is saved under one
-    missing = [name for name, parameter in own.items() if name not in saved and id(parameter) not in present]
+    missing = [
+        name
+        for name, parameter in own.items()
+        if name not in saved and id(parameter) not in present
+    ]
     if wrong or missing:
         raise CheckpointError(
             f"the weights in {folder} are not this model's: {len(missing)} missing, {len(wrong)} unknown or "
@@ -292,7 +314,9 @@ def _sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 def _read(folder: Path, into: dict[str, Tensor]) -> None:
     """Fills tensors, or this process's parts of them, by name. No process waits for another."""
     with _plain_library():
-        state_dict_loader.load(into, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        state_dict_loader.load(
+            into, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True
+        )
 
 
 @contextlib.contextmanager
@@ -300,7 +324,9 @@ def _plain_library() -> Iterator[None]:
     """Raises the first process's own error instead of torch.distributed.checkpoint's wrapper of it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns that one process works alone, which is intended
+            warnings.simplefilter(
+                "ignore"
+            )  # it warns that one process works alone, which is intended
             yield
     except CheckpointException as packed:
         raise packed.failures[min(packed.failures)][0] from packed

@@ -54,12 +54,16 @@ class RunFolder:
 
     def is_taken(self) -> bool:
         """Whether more than a lock is in it. A run that was killed before its first file leaves it free."""
-        return self.path.exists() and any(not name.startswith(".") for name in os.listdir(self.path))
+        return self.path.exists() and any(
+            not name.startswith(".") for name in os.listdir(self.path)
+        )
 
     def read(self) -> tuple[RunConfig, Origin]:
         """Returns configuration and origin of the run. RunFolderError if there is none that can be read."""
         if not self.path.is_dir():
-            raise RunFolderError(f"{self.path} is not a folder; a run's folder is what `run` printed")
+            raise RunFolderError(
+                f"{self.path} is not a folder; a run's folder is what `run` printed"
+            )
         try:
             tree = json.loads(self.config_path.read_bytes())
             origin = Origin(**tree.pop("run"))
@@ -77,7 +81,11 @@ class RunFolder:
 
     def write(self, config: RunConfig, origin: Origin) -> None:
         """Writes config.json: the configuration, `fingerprint`, and the origin under `run`."""
-        tree = {**config.model_dump(mode="json"), "fingerprint": config.fingerprint(), "run": vars(origin)}
+        tree = {
+            **config.model_dump(mode="json"),
+            "fingerprint": config.fingerprint(),
+            "run": vars(origin),
+        }
         write_file(self.config_path, json.dumps(tree, indent=2) + "\n")
 
     def write_summary(self, found: dict[str, Any]) -> None:
@@ -145,7 +153,9 @@ def place_for(config: RunConfig) -> Path:
             )
         return path
     number = 1
-    while RunFolder(path := RUNS / (config.name if number == 1 else f"{config.name}-{number}")).is_taken():
+    while RunFolder(
+        path := RUNS / (config.name if number == 1 else f"{config.name}-{number}")
+    ).is_taken():
         number += 1
     return path
 

@@ -31,7 +31,11 @@ class Saver:
         with store.writing(step, leads=team.leads) as folder:
             team.leader_does(lambda: store.begin(step))
             contents.write_optimizer(folder, snapshot, team)
-            write = {"config": run.config, "sharding": run.sharding, "tokenizer": run.dataset.tokenizer}
+            write = {
+                "config": run.config,
+                "sharding": run.sharding,
+                "tokenizer": run.dataset.tokenizer,
+            }
             parts = team.agree(lambda: describe(contents.write(folder, snapshot, **write)))
             team.leader_does(lambda: store.finish(step, parts))
         self._saved, self._has_saved = step, True

@@ -25,7 +25,9 @@ from delta_trn.train.settings.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_BEST = re.compile(r"(?:best|step)-(\d{8,})")  # a run of an earlier version has a folder best-00000100
+_BEST = re.compile(
+    r"(?:best|step)-(\d{8,})"
+)  # a run of an earlier version has a folder best-00000100
 _LEFTOVER = re.compile(r"\.(step|best)-\d+\.(tmp|old)")
 
 Described = dict[str, dict[str, Any]]
@@ -84,7 +86,9 @@ class CheckpointStore:
         beside, final = self._beside(step), self.path(step)
         files = {name: part[name] for part in parts for name in part}
         manifest = beside / MANIFEST
-        manifest.write_text(json.dumps({"format": 1, "files": dict(sorted(files.items()))}, indent=1) + "\n")
+        manifest.write_text(
+            json.dumps({"format": 1, "files": dict(sorted(files.items()))}, indent=1) + "\n"
+        )
         sync(manifest)
         sync(beside)
         if final.exists():
@@ -101,13 +105,17 @@ class CheckpointStore:
         """Returns the step's folder. CheckpointError if it is missing or damaged, naming the others."""
         if step not in self.steps():
             known = ", ".join(map(str, self.steps())) or "none"
-            raise CheckpointError(f"no checkpoint of step {step} in {self.directory}; there are: {known}")
+            raise CheckpointError(
+                f"no checkpoint of step {step} in {self.directory}; there are: {known}"
+            )
         return self._require_undamaged(self.path(step), step)
 
     def _require_undamaged(self, folder: Path, step: int) -> Path:
         if damage := _damage(folder):
             others = ", ".join(str(other) for other in self.steps() if other != step) or "none"
-            raise CheckpointError(f"checkpoint of step {step} is damaged: {damage}; other steps: {others}")
+            raise CheckpointError(
+                f"checkpoint of step {step} is damaged: {damage}; other steps: {others}"
+            )
         return folder
 
     def newest_whole(self, tell: Callable[[str], None]) -> int | None:
@@ -163,7 +171,9 @@ class CheckpointStore:
             if step != best:
                 self._remove(self.path(step))
         target = (self.directory / "best").resolve()
-        for path in self.directory.glob("best-*"):  # an older run's best, once there is a better one
+        for path in self.directory.glob(
+            "best-*"
+        ):  # an older run's best, once there is a better one
             if path.resolve() != target:
                 self._remove(path)
         for path in self.directory.glob("undone-step-*"):
@@ -195,7 +205,9 @@ def _damage(folder: Path) -> str | None:
     """Returns what is wrong with the files that a folder's manifest lists, or None."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-        expected = {str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in manifest["files"].items()}
+        expected = {
+            str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in manifest["files"].items()
+        }
     except FileNotFoundError:
         return f"{folder / MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -9,7 +9,13 @@ DESCRIPTION = """Write the weights of a language model of ours in our format, de
 flash-linear-attention's GatedDeltaNetForCausalLM and KDAForCausalLM, fla. What FROM is in is seen from its
 config.json. The model computes the same afterwards; what has no equivalent is refused."""
 # what belongs to a text model besides config.json and weights
-BESIDE = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json")
+BESIDE = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.*",
+    "merges.txt",
+    "generation_config.json",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -21,7 +27,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--format", choices=["delta", "fla"], default="delta", help="what to write (%(default)s)"
     )
-    parser.add_argument("--checkpoint", default="last", help="of a run: best, last, or a step (%(default)s)")
+    parser.add_argument(
+        "--checkpoint", default="last", help="of a run: best, last, or a step (%(default)s)"
+    )
     options = parser.parse_args(arguments)
 
     from delta_trn.models import DeltaForCausalLM
@@ -46,7 +54,9 @@ def main(arguments: Sequence[str]) -> int:
     for name, content in beside.items():
         (to / name).write_bytes(content)
     count = sum(p.numel() for p in model.parameters())
-    print(f"{to}: {count:,} parameters, {str(model.dtype).removeprefix('torch.')}, format {options.format}")
+    print(
+        f"{to}: {count:,} parameters, {str(model.dtype).removeprefix('torch.')}, format {options.format}"
+    )
     return 0
 
 

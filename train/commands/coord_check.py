@@ -70,12 +70,20 @@ def main(arguments: Sequence[str]) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a named run; `delta-trn` lists them")
-    parser.add_argument("--module", metavar="PACKAGE:FUNCTION", help="instead: what makes a model of a width")
-    parser.add_argument("options", nargs="*", metavar="key=value", help="keys, those below among them")
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="a named run; `delta-trn` lists them"
+    )
+    parser.add_argument(
+        "--module", metavar="PACKAGE:FUNCTION", help="instead: what makes a model of a width"
+    )
+    parser.add_argument(
+        "options", nargs="*", metavar="key=value", help="keys, those below among them"
+    )
     asked = read_arguments(parser, arguments)
     if not asked.module and not asked.recipe:
-        raise UsageError("name a recipe (`delta-trn` lists them), or pass --module package:function")
+        raise UsageError(
+            "name a recipe (`delta-trn` lists them), or pass --module package:function"
+        )
     words = [*filter(None, [asked.module and asked.recipe]), *asked.options]
     options, subject = parse(words), asked.module or asked.recipe
     out = Path(options.pop("out", f"runs/coord-check-{subject.rpartition(':')[2]}"))
@@ -91,10 +99,20 @@ def main(arguments: Sequence[str]) -> int:
     from delta_trn.train.studies.coordinates.report import judge, table, write
 
     batch = _load("batch", own["batch"]) if own.get("batch") else None
-    read = [row for kind, start in starts.items() for row in readings(start, *kind, **sizes, batch=batch)]
-    head = {"subject": subject, "keys": {**own, **changes}, "seconds": round(time.monotonic() - begun, 1)}
+    read = [
+        row
+        for kind, start in starts.items()
+        for row in readings(start, *kind, **sizes, batch=batch)
+    ]
+    head = {
+        "subject": subject,
+        "keys": {**own, **changes},
+        "seconds": round(time.monotonic() - begun, 1),
+    }
     picture, rows = write(out, head, read), judge(read)
-    print("power of width of each output's size before training, and of its change after the last step")
+    print(
+        "power of width of each output's size before training, and of its change after the last step"
+    )
     print(table(rows))
     failures = [v for v in rows if v.parametrization in counts and not v.passes]
     for v in failures:
@@ -107,13 +125,19 @@ def _starts_of_recipe(recipe: str, own: Mapping[str, str], changes: Mapping[str,
     """Checks a configuration for every optimizer and parametrization, and returns what starts its models."""
     for key in changes:
         if key in AXES:
-            raise UsageError(f"{key}={changes[key]}: this is an axis of coord-check; give {AXES[key]}=...")
+            raise UsageError(
+                f"{key}={changes[key]}: this is an axis of coord-check; give {AXES[key]}=..."
+            )
     optimizers = own["optimizers"].split(",")
     if not set(optimizers) <= set(OPTIMIZERS):
         raise UsageError(f"optimizers={own['optimizers']}: expected some of {','.join(OPTIMIZERS)}")
     base, configs = announce(recipe), {}
     for optimizer, table in product(optimizers, own["parametrizations"].split(",")):
-        axes = {"optimizer.name": optimizer, "optimizer.lr": own[f"lr.{optimizer}"], "parametrization": table}
+        axes = {
+            "optimizer.name": optimizer,
+            "optimizer.lr": own[f"lr.{optimizer}"],
+            "parametrization": table,
+        }
         configs[table, optimizer] = change(base, {**QUIET, **changes, **axes})
     require_effect_somewhere([*configs.values()], changes)
     for key in changes:
@@ -131,14 +155,18 @@ def _starts_of_recipe(recipe: str, own: Mapping[str, str], changes: Mapping[str,
 def _starts_of_module(place: str, own: Mapping[str, str], changes: Mapping[str, str]) -> "Starts":
     """Does the same for the models of a function of the caller's."""
     if changes:
-        raise UsageError(f"--module has no key {min(changes)!r}; its keys: out, {', '.join(OF_MODULES)}")
+        raise UsageError(
+            f"--module has no key {min(changes)!r}; its keys: out, {', '.join(OF_MODULES)}"
+        )
     make = _load("--module", place)
 
     from delta_trn.models.mup import TABLES
     from delta_trn.train.studies.coordinates.modules import OWN, PLAIN, Maker
 
     lrs = {name: own[f"lr.{name}"] for name in ("adamw", "sgd")}
-    rates = {name: change(RunConfig(), {"optimizer.lr": lr}).optimizer.lr for name, lr in lrs.items()}
+    rates = {
+        name: change(RunConfig(), {"optimizer.lr": lr}).optimizer.lr for name, lr in lrs.items()
+    }
     for key, words in (("parametrizations", (PLAIN, *TABLES)), ("optimizers", tuple(rates))):
         if not set(own[key].split(",")) <= set(words):
             raise UsageError(f"{key}={own[key]}: expected {', '.join(words)}")
@@ -148,7 +176,9 @@ def _starts_of_module(place: str, own: Mapping[str, str], changes: Mapping[str, 
     if own["optimizer"]:
         for key in ("parametrizations", "optimizers", "lr.adamw", "lr.sgd", "roles"):
             if own[key] != OF_MODULES[key]:
-                raise UsageError(f"{key}={own[key]} has no effect: optimizer={own['optimizer']} decides that")
+                raise UsageError(
+                    f"{key}={own[key]} has no effect: optimizer={own['optimizer']} decides that"
+                )
         own_start = maker.start_own(_load("optimizer", own["optimizer"]))
         return {OWN}, {(OWN, own["optimizer"].rpartition(":")[2]): own_start}
     kinds = product(own["parametrizations"].split(","), own["optimizers"].split(","))

@@ -31,8 +31,12 @@ def main(arguments: Sequence[str]) -> int:
     actions = {"prepare": _prepare, "info": _info}
     if arguments and arguments[0] in actions:
         return actions[arguments[0]](arguments[1:])
-    parser = argparse.ArgumentParser(prog="delta-trn data", description="Make and look at token shards.")
-    parser.add_argument("command", choices=tuple(actions), help="`delta-trn data COMMAND --help` says more")
+    parser = argparse.ArgumentParser(
+        prog="delta-trn data", description="Make and look at token shards."
+    )
+    parser.add_argument(
+        "command", choices=tuple(actions), help="`delta-trn data COMMAND --help` says more"
+    )
     parser.parse_args(arguments)
     return 2  # argparse has refused it before
 
@@ -45,17 +49,23 @@ def _prepare(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="delta-trn data prepare",
         description=PREPARE.format(separator=SEPARATOR),
-        epilog="\n".join(["keys", *(f"  {key:{width}}{declaration(key).description}" for key in keys)]),
+        epilog="\n".join(
+            ["keys", *(f"  {key:{width}}{declaration(key).description}" for key in keys)]
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="SOURCE", help=declaration("data.source").description)
-    parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change, those below")
+    parser.add_argument(
+        "changes", nargs="*", metavar="key=value", help="keys to change, those below"
+    )
     parser.add_argument("--quiet", action="store_true", help="print no progress")
     asked = read_arguments(parser, arguments, section="data")
     changes, began = parse(asked.changes), time.monotonic()
     data = change(RunConfig(), {"data.source": asked.source, **changes}).data
     if idle := [key for key in changes if key not in keys]:
-        raise UsageError(f"{idle[0]} changes nothing in `data prepare`, whose keys are {', '.join(keys)}")
+        raise UsageError(
+            f"{idle[0]} changes nothing in `data prepare`, whose keys are {', '.join(keys)}"
+        )
     try:
         folder = prepare(data, show=not asked.quiet)
     except KeyboardInterrupt:

@@ -11,11 +11,15 @@ def main(arguments: Sequence[str]) -> int:
         description="Write a run's model as a folder that transformers opens: weights, configuration, "
         "tokenizer and a model card, without what only training needs.",
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder that `run` printed")
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", type=Path, help="the folder that `run` printed"
+    )
     parser.add_argument("--to", metavar="DIR", type=Path, required=True, help="folder to make")
     parser.add_argument("--checkpoint", default="best", help="best, last, or a step (%(default)s)")
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (as they are: float32)"
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="of the weights (as they are: float32)",
     )
     parser.add_argument(
         "--license", metavar="NAME", help="the weights' license, for the card, as the Hub names it"

@@ -29,10 +29,16 @@ def main(arguments: Sequence[str]) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder that `run` printed")
-    parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change, those below")
     parser.add_argument(
-        "--prompt", required=True, help="text to continue; may be empty; best without a space at its end"
+        "run_dir", metavar="RUN_DIR", type=Path, help="the folder that `run` printed"
+    )
+    parser.add_argument(
+        "changes", nargs="*", metavar="key=value", help="keys to change, those below"
+    )
+    parser.add_argument(
+        "--prompt",
+        required=True,
+        help="text to continue; may be empty; best without a space at its end",
     )
     parser.add_argument(
         "--repetition-penalty",
@@ -46,7 +52,9 @@ def main(arguments: Sequence[str]) -> int:
     asked = change(START, changes)
     for key in changes:
         if key not in KEYS:
-            raise UsageError(f"{key} changes nothing in `generate`, whose keys are {', '.join(KEYS)}")
+            raise UsageError(
+                f"{key} changes nothing in `generate`, whose keys are {', '.join(KEYS)}"
+            )
     for name, value in (
         ("sample.tokens", asked.sample.tokens),
         ("--repetition-penalty", options.repetition_penalty),

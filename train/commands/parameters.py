@@ -19,7 +19,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "changes", nargs="*", metavar="key=value", help="keys to change, such as model.width=512"
     )
-    parser.add_argument("--json", action="store_true", help="a list of objects; init_std null: not normal")
+    parser.add_argument(
+        "--json", action="store_true", help="a list of objects; init_std null: not normal"
+    )
     options = read_arguments(parser, arguments)
     config = apply(announce(options.recipe), parse(options.changes))
 
@@ -37,7 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     lines = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        print("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+        print(
+            "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        )
     return 0
 
 

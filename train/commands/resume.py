@@ -12,11 +12,18 @@ def main(arguments: Sequence[str]) -> int:
         prog="delta-trn resume",
         description="Continue a run from its newest whole checkpoint, or from its start if it has none.",
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder that `run` printed")
     parser.add_argument(
-        "changes", nargs="*", metavar="key=value", help="what may change: steps, max_minutes, device, ..."
+        "run_dir", metavar="RUN_DIR", type=Path, help="the folder that `run` printed"
     )
-    parser.add_argument("--step", type=int, help="continue from this checkpoint instead; 0: from the start")
+    parser.add_argument(
+        "changes",
+        nargs="*",
+        metavar="key=value",
+        help="what may change: steps, max_minutes, device, ...",
+    )
+    parser.add_argument(
+        "--step", type=int, help="continue from this checkpoint instead; 0: from the start"
+    )
     options = read_arguments(parser, arguments)
     changes = parse(options.changes)
 

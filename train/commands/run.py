@@ -20,14 +20,48 @@ KEY_WIDTH = 36  # of the column of keys
 # What most runs need; `--keys` shows these and what differs from the defaults, `--all-keys` the rest, too.
 USUAL = frozenset(
     (
-        *("out", "steps", "epochs", "seed", "device", "backend", "precision", "parametrization", "compile"),
-        *("gradient_checkpointing", "max_minutes", "model.width", "model.base_width", "model.layers"),
-        *("model.heads", "model.v_heads", "model.head_dim_k", "model.attention_layers", "model.residual"),
-        *("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip", "schedule.warmup"),
+        *(
+            "out",
+            "steps",
+            "epochs",
+            "seed",
+            "device",
+            "backend",
+            "precision",
+            "parametrization",
+            "compile",
+        ),
+        *(
+            "gradient_checkpointing",
+            "max_minutes",
+            "model.width",
+            "model.base_width",
+            "model.layers",
+        ),
+        *(
+            "model.heads",
+            "model.v_heads",
+            "model.head_dim_k",
+            "model.attention_layers",
+            "model.residual",
+        ),
+        *(
+            "optimizer.name",
+            "optimizer.lr",
+            "optimizer.weight_decay",
+            "optimizer.clip",
+            "schedule.warmup",
+        ),
         *("schedule.min_lr", "batch.sequences", "batch.length", "batch.micro", "data.source"),
         *("data.tokenizer", "data.vocab_size", "data.validation", "data.text_field", "data.loader"),
         *("evaluation.every", "evaluation.final_tokens", "sample.tokens", "sample.prompt"),
-        *("checkpoint.every", "checkpoint.keep_last", "log.every", "log.wandb", "distribution.mode"),
+        *(
+            "checkpoint.every",
+            "checkpoint.keep_last",
+            "log.every",
+            "log.wandb",
+            "distribution.mode",
+        ),
     )
 )
 
@@ -35,9 +69,13 @@ USUAL = frozenset(
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="delta-trn run", description="Train from the start.")
     parser.add_argument("recipe", metavar="RECIPE", help=f"a named run: {', '.join(RECIPES)}")
-    parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change, such as steps=100")
     parser.add_argument(
-        "--keys", action="store_true", help="print the usual keys with their values and meanings, and stop"
+        "changes", nargs="*", metavar="key=value", help="keys to change, such as steps=100"
+    )
+    parser.add_argument(
+        "--keys",
+        action="store_true",
+        help="print the usual keys with their values and meanings, and stop",
     )
     parser.add_argument("--all-keys", action="store_true", help="the same of every key there is")
     parser.add_argument(
@@ -71,7 +109,9 @@ def main(arguments: Sequence[str]) -> int:
         folder = RunFolder(Path(config.out).expanduser())
         if ask_leader(folder.config_path.exists, config.distribution.timeout_minutes):
             # auto, and where the run is, are what they were when it began
-            words = {key: value for key, value in changes.items() if key != "out" and value != "auto"}
+            words = {
+                key: value for key, value in changes.items() if key != "out" and value != "auto"
+            }
             words["name"] = config.name  # another recipe's run is refused
             with resume(folder.path, words, None, out.print) as run:
                 return drive(run, config.backend)
@@ -94,7 +134,9 @@ def drive(run: "Run", asked_backend: str) -> int:
     for line in opening(run, asked_backend):
         tell(_wrap(line, out.width))
     if (known := run.team.leader_does(folder.read_summary)) is not None:
-        tell(f"finished   all {run.config.steps:,} steps were trained before; this was measured then")
+        tell(
+            f"finished   all {run.config.steps:,} steps were trained before; this was measured then"
+        )
         closing(run, out, known)
         return 0
     with out.status("measuring what zlib and lzma make of the held-out text"):

@@ -41,7 +41,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a named run; with --report, a folder")
     parser.add_argument("options", nargs="*", metavar="key=value", help="axes, and keys to change")
-    parser.add_argument("--report", action="store_true", help="print what folders have so far, and stop")
+    parser.add_argument(
+        "--report", action="store_true", help="print what folders have so far, and stop"
+    )
     asked = read_arguments(parser, arguments)
     if asked.report:
         print(_report([Path(asked.recipe), *map(Path, asked.options)]))
@@ -69,7 +71,9 @@ def _report(folders: Sequence[Path]) -> str:
     for folder in folders:
         found = Results(folder).read()
         if not found:
-            raise UsageError(f"{folder} has no results of a sweep; give folders that have a sweep.jsonl[.gz]")
+            raise UsageError(
+                f"{folder} has no results of a sweep; give folders that have a sweep.jsonl[.gz]"
+            )
         lines = {**found, **lines}
     return table(reports(lines.values()))
 
@@ -97,13 +101,21 @@ def _execute(sweep: "Sweep", folder: Path, own: Mapping[str, str | None]) -> int
     minutes = change(RunConfig(), {"max_minutes": own["max_minutes"] or "none"}).max_minutes
     configs = {t.config.data.model_dump_json(): t.config for t in sweep.trials}
     for config in configs.values():
-        load_dataset(config)  # tokenized before any trial starts: the others would wait for the first one
+        load_dataset(
+            config
+        )  # tokenized before any trial starts: the others would wait for the first one
     with RunFolder(folder).hold():
         write_file(folder / "sweep.json", json.dumps(sweep.asked, indent=1) + "\n", SAFE)
         tell(f"{folder}  {jobs} at a time on {', '.join(devices) if devices else 'cpu'}")
         start = time.monotonic()
         stop, failed = execute(
-            sweep, folder, jobs=jobs, devices=devices, threads=threads, max_minutes=minutes, tell=tell
+            sweep,
+            folder,
+            jobs=jobs,
+            devices=devices,
+            threads=threads,
+            max_minutes=minutes,
+            tell=tell,
         )
         print(write_report(folder))
     tell(f"time     {duration(time.monotonic() - start)}")

@@ -19,7 +19,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a named run; `delta-trn` lists them")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")
-    parser.add_argument("--peer", action="append", choices=("hf", "fla"), default=[], help="may be repeated")
+    parser.add_argument(
+        "--peer", action="append", choices=("hf", "fla"), default=[], help="may be repeated"
+    )
     parser.add_argument("--rounds", type=int, default=20, help="steps of each (default: 20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add one JSON object a contender")
     given = read_arguments(parser, arguments)

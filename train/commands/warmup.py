@@ -29,7 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a named run, or the folder of a run")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="keys to change")
-    parser.add_argument("--list", action="store_true", help="print every graph with its shapes, and stop")
+    parser.add_argument(
+        "--list", action="store_true", help="print every graph with its shapes, and stop"
+    )
     parser.add_argument(
         "--processes", type=int, default=1, help="with --list: of how many processes (%(default)s)"
     )
@@ -99,7 +101,9 @@ def _warm(config: RunConfig) -> int:
         with start(here) as run:
             compile_all(run, tell, probe_of(run))
             if not compiles(run):
-                tell(f"nothing to compile: on {run.device} operators run one by one unless compile=true")
+                tell(
+                    f"nothing to compile: on {run.device} operators run one by one unless compile=true"
+                )
             elif COLLECTING in os.environ:
                 tell("collected for neuron_parallel_compile, which compiles now")
     return 0

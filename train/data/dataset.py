@@ -89,7 +89,14 @@ class TokenDataset:
         """A hash of the tokens and their meaning: equal fingerprints give equal batches."""
         meta = self.meta
         shards = {split: [shard.sha256 for shard in x.shards] for split, x in meta.splits.items()}
-        identity = [meta.vocab_size, meta.dtype, meta.bos_id, meta.eos_id, meta.tokenizer.sha256, shards]
+        identity = [
+            meta.vocab_size,
+            meta.dtype,
+            meta.bos_id,
+            meta.eos_id,
+            meta.tokenizer.sha256,
+            shards,
+        ]
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     @cached_property
@@ -103,12 +110,17 @@ class TokenDataset:
 
     def split(self, split: Split) -> SplitMeta:
         if split not in self.meta.splits:
-            raise ShardError(f"no split {split!r} in {self.path}; expected one of {sorted(self.meta.splits)}")
+            raise ShardError(
+                f"no split {split!r} in {self.path}; expected one of {sorted(self.meta.splits)}"
+            )
         return self.meta.splits[split]
 
     def shards(self, split: Split) -> list[np.ndarray]:
         """Returns the split's tokens, one read-only map per shard. [tokens_i]"""
-        return [map_tokens(self.path / shard.file, self.meta.dtype) for shard in self.split(split).shards]
+        return [
+            map_tokens(self.path / shard.file, self.meta.dtype)
+            for shard in self.split(split).shards
+        ]
 
     def bits_per_byte(self, nats_per_token: float) -> float:
         """Converts nats per token to bits per byte of the held-out text. BOS and EOS are paid for."""
@@ -141,8 +153,14 @@ def open_dataset(path: str | Path) -> TokenDataset:
     directory = Path(path).expanduser()
     meta = read_meta(directory)
     for split in ("train", "val"):
-        if split not in meta.splits or not meta.splits[split].tokens or not meta.splits[split].bytes:
-            raise ShardError(f"{directory} has no tokens in split {split!r}; prepare the data again")
+        if (
+            split not in meta.splits
+            or not meta.splits[split].tokens
+            or not meta.splits[split].bytes
+        ):
+            raise ShardError(
+                f"{directory} has no tokens in split {split!r}; prepare the data again"
+            )
         for shard in meta.splits[split].shards:
             check_shard(directory / shard.file, meta.dtype, shard.tokens)
     return TokenDataset(directory, meta)

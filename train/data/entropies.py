@@ -52,7 +52,9 @@ def baselines(dataset: TokenDataset) -> dict[str, Baseline]:
     then lack what they would have to compress.
     """
     path = dataset.path / "baselines.json"
-    with suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or another version wrote it
+    with suppress(
+        OSError, ValueError, KeyError, TypeError
+    ):  # none yet, or another version wrote it
         saved = json.loads(path.read_bytes())
         if saved["dataset"] == dataset.fingerprint:
             return {name: Baseline(**values) for name, values in saved["baselines"].items()}
@@ -65,7 +67,11 @@ def baselines(dataset: TokenDataset) -> dict[str, Baseline]:
 
 
 def _measure(dataset: TokenDataset) -> dict[str, Baseline]:
-    ids, train, val = dataset.meta.tokenizer.size, _counts(dataset, "train"), _counts(dataset, "val")
+    ids, train, val = (
+        dataset.meta.tokenizer.size,
+        _counts(dataset, "train"),
+        _counts(dataset, "val"),
+    )
     log_p = np.log(train[:ids] + 1.0) - math.log(train.sum() + ids)
     nats = {"uniform": math.log(ids), "unigram": float(-(val[:ids] * log_p).sum() / val.sum())}
     size = dataset.split("val").bytes
@@ -76,7 +82,11 @@ def _measure(dataset: TokenDataset) -> dict[str, Baseline]:
     priming = leading_text(dataset, "train", PRIMING_BYTES)
     with ThreadPoolExecutor(2) as threads:  # 6 s each for 9 MB; liblzma releases the interpreter
         both, before = threads.map(_lzma_size, [priming + text, priming])
-    sizes = {"zlib": len(zlib.compress(text, 9)), "lzma": _lzma_size(text), "lzma_primed": both - before}
+    sizes = {
+        "zlib": len(zlib.compress(text, 9)),
+        "lzma": _lzma_size(text),
+        "lzma_primed": both - before,
+    }
     for name, compressed in sizes.items():
         bits = 8 * compressed / len(text)
         costs[name] = Baseline(dataset.nats_per_token(bits), bits, len(text))

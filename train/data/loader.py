@@ -84,7 +84,11 @@ def fold(*words: "int | np.ndarray") -> np.ndarray:
     """Returns a 64-bit hash of the words; arrays broadcast. uint64"""
     state = np.zeros(1, np.uint64)
     for word in words:
-        value = np.array([word & (2**64 - 1)], np.uint64) if isinstance(word, int) else word.astype(np.uint64)
+        value = (
+            np.array([word & (2**64 - 1)], np.uint64)
+            if isinstance(word, int)
+            else word.astype(np.uint64)
+        )
         state = mix64(state ^ value)
     return state
 
@@ -202,12 +206,16 @@ class Stream(Loader):
 
     def _shards_of(self, epoch: int) -> np.ndarray:
         if self._order[0] != epoch:
-            keys = fold(_SHARD_ORDER, self.seed, epoch, np.arange(len(self._tokens.shards), dtype=np.uint64))
+            keys = fold(
+                _SHARD_ORDER, self.seed, epoch, np.arange(len(self._tokens.shards), dtype=np.uint64)
+            )
             self._order = epoch, np.argsort(keys, kind="stable")
         return self._order[1]
 
 
-def make_loader(dataset: TokenDataset, split: Split, *, kind: Kind = "random_crop", **options: Any) -> Loader:
+def make_loader(
+    dataset: TokenDataset, split: Split, *, kind: Kind = "random_crop", **options: Any
+) -> Loader:
     """Returns the loader of that kind; `options` are fields of Loader.
 
     Raises ShardError if the split is shorter than a sequence.
@@ -216,7 +224,13 @@ def make_loader(dataset: TokenDataset, split: Split, *, kind: Kind = "random_cro
 
 
 def evaluation_batches(
-    dataset: TokenDataset, *, batch: int, sequence: int, batches: int, seed: int = 0, boundaries: bool = False
+    dataset: TokenDataset,
+    *,
+    batch: int,
+    sequence: int,
+    batches: int,
+    seed: int = 0,
+    boundaries: bool = False,
 ) -> list[Batch]:
     """Returns the same crops at every call: batches x batch, one in each equal part of the held-out split.
 

@@ -96,7 +96,9 @@ class _Preparation:
     source: Source
     held_out: Source | None
     bar: Bar
-    counts: dict[Split, Counter[str]] = field(default_factory=lambda: {s: Counter() for s in FIRST_SHARD})
+    counts: dict[Split, Counter[str]] = field(
+        default_factory=lambda: {s: Counter() for s in FIRST_SHARD}
+    )
     skipped: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> None:
@@ -111,9 +113,13 @@ class _Preparation:
         with ShardWriters(self.place, self.source.name, dtype, data.shard_tokens) as writers:
             if self.held_out is not None:
                 self.bar.begin("held-out text")
-                self._write(self.held_out.documents(self.skipped), tokenizer, lambda text: "val", writers)
+                self._write(
+                    self.held_out.documents(self.skipped), tokenizer, lambda text: "val", writers
+                )
             self.bar.begin("tokenizing", 0.0)
-            self._write(self._documents(self.skipped), tokenizer, split_of, writers, data.max_tokens)
+            self._write(
+                self._documents(self.skipped), tokenizer, split_of, writers, data.max_tokens
+            )
             self._require_both()
             meta = self._meta(tokenizer, writers)
             write_file(self.place / "meta.json", meta.model_dump_json(indent=2) + "\n")
@@ -132,14 +138,18 @@ class _Preparation:
         """Writes the documents until there are `most` tokens."""
         began, read, size = time.monotonic(), 0, self.source.size
         for texts in _batches(documents):
-            splits: list[Split | None] = [split_of(text) if text.strip() else None for text in texts]
+            splits: list[Split | None] = [
+                split_of(text) if text.strip() else None for text in texts
+            ]
             wanted = [text if split else "" for text, split in zip(texts, splits, strict=True)]
             all_ids = tokenizer.encode_documents(wanted)
             for text, split, ids in zip(texts, splits, all_ids, strict=True):
                 length = len(text.encode())
                 read += length
                 if split is None:
-                    self.skipped["documents also held out" if text.strip() else "empty documents"] += 1
+                    self.skipped[
+                        "documents also held out" if text.strip() else "empty documents"
+                    ] += 1
                     continue
                 writers.append(split, ids)
                 altered = split == "val" and tokenizer.decode(ids) != text
@@ -156,7 +166,9 @@ class _Preparation:
         documents = {split: counts["documents"] for split, counts in self.counts.items()}
         if not all(documents.values()):
             empty = " and ".join(split for split, count in documents.items() if not count)
-            skipped = ", ".join(f"{count} {reason}" for reason, count in self.skipped.items() if count)
+            skipped = ", ".join(
+                f"{count} {reason}" for reason, count in self.skipped.items() if count
+            )
             raise SourceError(
                 f"no document for {empty}: {sum(documents.values())} documents with text in "
                 f"{self.source.name!r} (skipped: {skipped or 'nothing'}); holding out needs at least two "
@@ -192,7 +204,9 @@ class _Preparation:
         )
 
 
-def hold_out(data: DataSection, source: Source, validation: Source | None) -> Callable[[str], Split | None]:
+def hold_out(
+    data: DataSection, source: Source, validation: Source | None
+) -> Callable[[str], Split | None]:
     """Returns the function that decides a document's split; None if the validation source has it too.
 
     With data.val_fraction a document is held out if its hash is among the lowest of all hashes. So that a
@@ -202,7 +216,9 @@ def hold_out(data: DataSection, source: Source, validation: Source | None) -> Ca
 
     def value(text: str) -> int:
         key = data.seed.to_bytes(8, "little", signed=True)
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, key=key).digest(), "little")
+        return int.from_bytes(
+            hashlib.blake2b(text.encode(), digest_size=8, key=key).digest(), "little"
+        )
 
     def values(of: Source, count: int | None) -> set[int]:
         return {value(text) for text in islice(of.documents(Counter()), count) if text.strip()}

@@ -25,7 +25,12 @@ MAGIC = 20240520
 VERSION = 1
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
-LAYOUT = {"magic": MAGIC, "version": VERSION, "header_ints": HEADER_INTS, "header_bytes": HEADER_BYTES}
+LAYOUT = {
+    "magic": MAGIC,
+    "version": VERSION,
+    "header_ints": HEADER_INTS,
+    "header_bytes": HEADER_BYTES,
+}
 Split = Literal["train", "val"]
 FIRST_SHARD: dict[Split, int] = {"val": 0, "train": 1}  # the number of a split's first shard
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -89,7 +94,12 @@ class ShardWriters:
     """
 
     def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int):
-        self._folder, self._name, self._dtype, self._limit = folder, name, DTYPES[dtype], shard_tokens
+        self._folder, self._name, self._dtype, self._limit = (
+            folder,
+            name,
+            DTYPES[dtype],
+            shard_tokens,
+        )
         self._files: dict[Split, BinaryIO] = {}
         self._records: dict[Split, list[ShardRecord]] = {split: [] for split in FIRST_SHARD}
         self._in_shard = dict.fromkeys(FIRST_SHARD, 0)
@@ -100,7 +110,9 @@ class ShardWriters:
 
     def __exit__(self, *error: object) -> None:
         for file in self._files.values():
-            with suppress(OSError):  # closing writes the buffer once more, which the disk may have refused
+            with suppress(
+                OSError
+            ):  # closing writes the buffer once more, which the disk may have refused
                 file.close()
 
     def append(self, split: Split, ids: np.ndarray) -> None:

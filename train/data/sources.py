@@ -23,7 +23,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from delta_trn.train.data.readers import PACKED, has_rows, read_dataset, read_rows, read_text, stream
+from delta_trn.train.data.readers import (
+    PACKED,
+    has_rows,
+    read_dataset,
+    read_rows,
+    read_text,
+    stream,
+)
 from delta_trn.train.data.tokenizer import HUB_SECONDS
 from delta_trn.train.settings.errors import SourceError
 from delta_trn.train.settings.schema import DataSection
@@ -71,7 +78,9 @@ def find_validation(data: DataSection, source: "Source") -> "Source | None":
         return path_source(path, data.text_field)
     if isinstance(source, HubSource):
         return replace(source, split=data.validation)
-    raise SourceError(f"no validation text at {path}; expected a folder, .txt, .jsonl, .csv or .parquet file")
+    raise SourceError(
+        f"no validation text at {path}; expected a folder, .txt, .jsonl, .csv or .parquet file"
+    )
 
 
 def path_source(path: Path, text_field: str) -> "FileSource":
@@ -139,7 +148,9 @@ class FileSource:
             "kind": self.kind,
             "name": self.name,
             "files": len(self.names),
-            "text_field": self.text_field if any(has_rows(Path(name)) for name in self.names) else None,
+            "text_field": self.text_field
+            if any(has_rows(Path(name)) for name in self.names)
+            else None,
             "section": self.section,
             "sha256": digest.hexdigest(),
         }
@@ -149,14 +160,18 @@ class FileSource:
         for path in (self.root / name for name in self.names):
             rows = has_rows(path)
             try:
-                yield from read_rows(path, self.text_field) if rows else read_text(path, self.section)
+                yield from (
+                    read_rows(path, self.text_field) if rows else read_text(path, self.section)
+                )
             except UNREADABLE as error:
                 if isinstance(error, ValueError) and not rows and len(self.names) > 1:
                     skipped["files that are not text in UTF-8"] += 1
                     continue
                 expected = "text in UTF-8"
                 if rows:
-                    expected = f"rows in UTF-8 with {self.text_field!r}, which data.text_field names"
+                    expected = (
+                        f"rows in UTF-8 with {self.text_field!r}, which data.text_field names"
+                    )
                 raise SourceError(
                     f"{path} cannot be read ({error}); expected {expected}: mend it, unpack an archive, or "
                     "copy it again where it is cut short"
@@ -180,14 +195,20 @@ class HubSource:
 
     def settings(self) -> dict[str, Any]:
         others = ("subset", "split", "text_field", "revision")
-        return {"kind": "dataset", "name": self.dataset, **{name: getattr(self, name) for name in others}}
+        return {
+            "kind": "dataset",
+            "name": self.dataset,
+            **{name: getattr(self, name) for name in others},
+        }
 
     def documents(self, skipped: Counter[str]) -> Iterator[str]:
         try:
             yield from read_dataset(self._rows, self.text_field, self.dataset)
         except SourceError:
             raise
-        except Exception as error:  # requests, httpx, OfflineModeIsEnabled: it varies by the client's version
+        except (
+            Exception
+        ) as error:  # requests, httpx, OfflineModeIsEnabled: it varies by the client's version
             raise SourceError(
                 f"dataset {self.dataset!r} of the Hugging Face Hub, subset {self.subset!r}, split "
                 f"{self.split!r}, cannot be read ({type(error).__name__}: {error}), and there is no such "

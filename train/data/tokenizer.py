@@ -21,11 +21,19 @@ from delta_trn.train.files import write_file
 from delta_trn.train.settings.errors import TokenizerError
 
 BOS, EOS, PAD = "<|bos|>", "<|endoftext|>", "<|pad|>"
-OURS = {"eos_token": EOS, "bos_token": BOS, "pad_token": PAD}  # as a tokenizer's configuration names them
+OURS = {
+    "eos_token": EOS,
+    "bos_token": BOS,
+    "pad_token": PAD,
+}  # as a tokenizer's configuration names them
 GPT2_REPOSITORY = "openai-community/gpt2"
 HUB_SECONDS = 5.0  # in which the Hub answers, if it does
-VOCAB_MULTIPLE = 64  # GPT-2's 50257 ids become 50304 rows: a size for matrix units, and that of the papers
-TRAINING_BYTES = 2**26  # more text hardly changes the merges, and takes an hour rather than a minute
+VOCAB_MULTIPLE = (
+    64  # GPT-2's 50257 ids become 50304 rows: a size for matrix units, and that of the papers
+)
+TRAINING_BYTES = (
+    2**26
+)  # more text hardly changes the merges, and takes an hour rather than a minute
 DEFAULT_BPE_VOCAB = 4096
 NAMED = ("gpt2", "bytebpe", "bytes")  # others are paths
 
@@ -63,7 +71,9 @@ class TextTokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns BOS, ids, EOS of each text, computed on all cores. uint32 [n_i]"""
         encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array([self.bos, *encoding.ids, self.eos], dtype=np.uint32) for encoding in encodings]
+        return [
+            np.array([self.bos, *encoding.ids, self.eos], dtype=np.uint32) for encoding in encodings
+        ]
 
     def decode(self, ids: int | Iterable[int]) -> str:
         """Returns the text of the ids. Bytes that do not form UTF-8, as at a cut, become U+FFFD.
@@ -168,7 +178,9 @@ def fetch_gpt2() -> Tokenizer:
     import huggingface_hub as hub
 
     try:
-        if not isinstance(path := hub.try_to_load_from_cache(GPT2_REPOSITORY, "tokenizer.json"), str):
+        if not isinstance(
+            path := hub.try_to_load_from_cache(GPT2_REPOSITORY, "tokenizer.json"), str
+        ):
             # the download would try six times, in half a minute, what this tries once
             url = hub.hf_hub_url(GPT2_REPOSITORY, "tokenizer.json")
             hub.get_session().head(url, timeout=HUB_SECONDS)
@@ -258,4 +270,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text()) if path.is_file() else {}
     except ValueError as error:
-        raise TokenizerError(f"{path} is not JSON ({error}); copy it again, or prepare again") from error
+        raise TokenizerError(
+            f"{path} is not JSON ({error}); copy it again, or prepare again"
+        ) from error

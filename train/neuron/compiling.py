@@ -60,7 +60,9 @@ def compile_all(run: Run, tell: Tell, probe: Probe | None = None) -> None:
     c, device, layout = run.config, run.device, run.layout
     loss = loss_function(run.sharding, c, device)
     plain = loss_function(run.sharding, c.model_copy(update={"compile": False}), device)
-    step = TrainingStep(loss, run.optimizer, run.sharding, micro=layout.micro, clip=c.optimizer.clip)
+    step = TrainingStep(
+        loss, run.optimizer, run.sharding, micro=layout.micro, clip=c.optimizer.clip
+    )
     for graph in graphs(c, world=run.team.world, held_out=run.dataset.split("val").tokens):
         before, began = _programs(run), time.monotonic()
         run.model.train(graph.name == "step")

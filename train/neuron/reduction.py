@@ -32,7 +32,9 @@ def bucket_bytes() -> int:
     """Returns the largest size of a bucket. ConfigError where its variable is no positive whole number."""
     text = os.environ.get(VARIABLE, str(DEFAULT))
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{VARIABLE}={text}: expected a whole number of MB from 1, or none for {DEFAULT}")
+        raise ConfigError(
+            f"{VARIABLE}={text}: expected a whole number of MB from 1, or none for {DEFAULT}"
+        )
     return int(text) * 2**20
 
 

@@ -62,7 +62,12 @@ class NeuronSharding(Sharding):
             machine.broadcast(tensors, root=team.rank % how.tensor, groups=self._groups)
 
     def make_optimizer(
-        self, kind: type[Optimizer], groups: list[dict[str, Any]], *, clip: float | None, **options: Any
+        self,
+        kind: type[Optimizer],
+        groups: list[dict[str, Any]],
+        *,
+        clip: float | None,
+        **options: Any,
     ) -> Optimizer:
         """Under ZeRO-1 a NeuronZero1Optimizer: its step averages gradients, clips, updates and gathers.
 
@@ -105,7 +110,9 @@ class NeuronSharding(Sharding):
         """Counts parts and what is whole once each."""
         if not self._by_heads:
             return super().norm(parameters)
-        return library("parallel_layers.grads").get_grad_norm(list(parameters), norm_type=2).squeeze()
+        return (
+            library("parallel_layers.grads").get_grad_norm(list(parameters), norm_type=2).squeeze()
+        )
 
     def slots(self, optimizer: Any) -> dict[str, Tensor]:
         """Under ZeRO-1 whole tensors, from all processes' rows. All must call."""
@@ -113,7 +120,9 @@ class NeuronSharding(Sharding):
             return super().slots(optimizer)
         group = library("parallel_layers.parallel_state").get_data_parallel_group()
         tensors = {}
-        for (name, parameter), shard in zip(named_parameters(optimizer), _shards(optimizer), strict=True):
+        for (name, parameter), shard in zip(
+            named_parameters(optimizer), _shards(optimizer), strict=True
+        ):
             for slot, x in optimizer.base_optimizer.state.get(shard, {}).items():
                 if x is not None:
                     rows = _gather(x, group, 0)[: parameter.shape[0]] if x.dim() else x
@@ -135,12 +144,16 @@ class NeuronSharding(Sharding):
         def rows(x: Tensor) -> Tensor:
             return torch.cat([x, x.new_zeros(-x.shape[0] % n, *x.shape[1:])]).chunk(n)[rank].clone()
 
-        for (_, parameter), shard in zip(named_parameters(optimizer), _shards(optimizer), strict=True):
+        for (_, parameter), shard in zip(
+            named_parameters(optimizer), _shards(optimizer), strict=True
+        ):
             shard.copy_(rows(parameter))
         # there are no slots where the optimizer has no memory yet
         for shard, tensors in zip(_shards(optimizer), slots, strict=False):
             for slot, x in tensors.items():
-                optimizer.base_optimizer.state[shard][slot] = (rows(x) if x.dim() else x).to(shard.device)
+                optimizer.base_optimizer.state[shard][slot] = (rows(x) if x.dim() else x).to(
+                    shard.device
+                )
 
     def saves_whole(self, name: str) -> bool:
         return _is_part(self._parameter(name))
@@ -222,7 +235,9 @@ class _Region:
         self.leave = mappings.reduce_from_tensor_model_parallel_region
 
     def __call__(self, x: Tensor, *others: Any) -> Tensor:
-        shared = {name: self.enter(p) for name, p in self.holder.named_parameters() if not _is_part(p)}
+        shared = {
+            name: self.enter(p) for name, p in self.holder.named_parameters() if not _is_part(p)
+        }
         return self.leave(functional_call(self.holder, shared, (self.enter(x), *others)))
 
 

@@ -37,7 +37,9 @@ def divide_heads(
             for name, parameter in list(layer.named_parameters()):
                 whole = parameter.detach()
                 if name == "conv.weight":
-                    order = moved[f"model.blocks.{index}.{kind}.{name}"] = channels(layer.sizes, parts)
+                    order = moved[f"model.blocks.{index}.{kind}.{name}"] = channels(
+                        layer.sizes, parts
+                    )
                     whole = whole[order.to(whole.device)]
                 # the gains of norms are on every process
                 is_shared = name.startswith(("o_norm", "q_norm", "k_norm", "f_proj.0", "g_proj.0"))

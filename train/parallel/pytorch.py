@@ -41,7 +41,9 @@ from delta_trn.train.settings.schema import DistributionSection
 class PyTorchSharding(Sharding):
     """A model divided by torch.distributed, among the processes of a team of at least two."""
 
-    def __init__(self, model: DeltaForCausalLM, how: DistributionSection, team: Team, *, bf16: bool = False):
+    def __init__(
+        self, model: DeltaForCausalLM, how: DistributionSection, team: Team, *, bf16: bool = False
+    ):
         super().__init__(model, team)
         assert team.mesh is not None  # there are two or more
         self._fully_sharded: list[FSDPModule] = []
@@ -70,14 +72,19 @@ class PyTorchSharding(Sharding):
 
     def _shard_fully(self, replicas: DeviceMesh, *, bf16: bool) -> None:
         model: Any = self.model
-        options: dict[str, Any] = {"mesh": replicas, "reshard_after_forward": not self._keeps_weights}
+        options: dict[str, Any] = {
+            "mesh": replicas,
+            "reshard_after_forward": not self._keeps_weights,
+        }
         for index, block in enumerate(model.model.blocks):
             if bf16:
                 whole = parameters_in_float32(block)
                 self._whole += [f"model.blocks.{index}.{name}" for name in whole]
                 options["ignored_params"] = set(whole.values())
                 options["mp_policy"] = MixedPrecisionPolicy(
-                    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+                    param_dtype=torch.bfloat16,
+                    reduce_dtype=torch.float32,
+                    cast_forward_inputs=False,
                 )
             self._fully_sharded.append(fully_shard(block, **options))
         options.pop("mp_policy", None)
@@ -122,7 +129,9 @@ class PyTorchSharding(Sharding):
         """Does for the parameters that FSDP2 leaves whole what it does for its own, in one collective."""
         assert self.team.mesh is not None
         replicas = self.team.mesh["replica"]
-        gradients = [p.grad for p in map(self.model.get_parameter, self._whole) if p.grad is not None]
+        gradients = [
+            p.grad for p in map(self.model.get_parameter, self._whole) if p.grad is not None
+        ]
         local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         together = torch.cat([g.flatten() for g in local])
         dist.all_reduce(together, group=replicas.get_group())

@@ -45,9 +45,14 @@ def fresh_part(store: Store, rank: int, world: int, timeout: timedelta) -> Store
     awaited, answered = set(range(1, world)), set()
     while awaited := {r for r in awaited if not store.check([f"{name}/{r}"])}:
         if time.monotonic() > until:
-            raise TimeoutError(f"timed out: of {world} processes, ranks {sorted(awaited)} did not come")
+            raise TimeoutError(
+                f"timed out: of {world} processes, ranks {sorted(awaited)} did not come"
+            )
         for r in awaited:
-            if store.check([f"ticket/{r}"]) and (ticket := store.get(f"ticket/{r}")) not in answered:
+            if (
+                store.check([f"ticket/{r}"])
+                and (ticket := store.get(f"ticket/{r}")) not in answered
+            ):
                 store.set(f"answer/{ticket.decode()}", name)
                 answered.add(ticket)
         time.sleep(_SECONDS)

@@ -53,8 +53,12 @@ def segment_map(
     K, V = q.shape[-1], v.shape[-1]
     wide = F.pad(v, (0, K))
     full = torch.float64 if v.dtype == torch.float64 else torch.float32
-    begin = F.pad(torch.eye(K, dtype=full, device=v.device), (V, 0)).expand(v.shape[0], v.shape[2], K, V + K)
-    _, end = rule(q, k, wide, g, beta, initial_state=begin.contiguous(), output_final_state=True, **options)
+    begin = F.pad(torch.eye(K, dtype=full, device=v.device), (V, 0)).expand(
+        v.shape[0], v.shape[2], K, V + K
+    )
+    _, end = rule(
+        q, k, wide, g, beta, initial_state=begin.contiguous(), output_final_state=True, **options
+    )
     assert end is not None
     return end[..., V:], end[..., :V]
 
@@ -88,7 +92,9 @@ class _Scan:
         self, *inputs: Any, initial_state: Tensor | None, output_final_state: bool, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         if output_final_state:  # a cache is filled: every process has the whole text
-            return self.rule(*inputs, initial_state=initial_state, output_final_state=True, **options)
+            return self.rule(
+                *inputs, initial_state=initial_state, output_final_state=True, **options
+            )
         with torch.autocast(inputs[0].device.type, enabled=False):
             S = state_before(*segment_map(self.rule, *inputs, **options), self.mesh)
         return self.rule(*inputs, initial_state=S, **options)
@@ -110,7 +116,9 @@ class _Convolution:
         if sequences.begins is not None:
             # tokens that join the row in front see nothing, and what is before a document's first is not seen
             joined = replace(sequences, position=F.pad(sequences.position, (before, 0)))
-            return ShortConvolution.forward(self.module, torch.cat([tail, x], 1), joined)[:, before:]
+            return ShortConvolution.forward(self.module, torch.cat([tail, x], 1), joined)[
+                :, before:
+            ]
         memory: Any = LayerCache()
         memory.convolution = tail
         return ShortConvolution.forward(self.module, x, sequences, memory)

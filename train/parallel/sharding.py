@@ -57,7 +57,12 @@ class Sharding:
     # The optimizer
 
     def make_optimizer(
-        self, kind: type[Optimizer], groups: list[dict[str, Any]], *, clip: float | None, **options: Any
+        self,
+        kind: type[Optimizer],
+        groups: list[dict[str, Any]],
+        *,
+        clip: float | None,
+        **options: Any,
     ) -> Optimizer:
         """Returns the optimizer that `step` moves. `clip` is for those that clip by themselves."""
         return kind(groups, **options)
@@ -79,8 +84,12 @@ class Sharding:
         by_weight: dict[float, list[nn.Parameter]] = defaultdict(list)
         for group in optimizer.param_groups:
             by_weight[group["clip"]] += group["params"]
-        with_gradient = {w: ps for w, ps in by_weight.items() if any(p.grad is not None for p in ps)}
-        norms = [math.sqrt(weight) * self.norm(ps) for weight, ps in (with_gradient or {1.0: []}).items()]
+        with_gradient = {
+            w: ps for w, ps in by_weight.items() if any(p.grad is not None for p in ps)
+        }
+        norms = [
+            math.sqrt(weight) * self.norm(ps) for weight, ps in (with_gradient or {1.0: []}).items()
+        ]
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     def norm(self, parameters: list[nn.Parameter]) -> Tensor:
@@ -151,7 +160,9 @@ class Sharding:
         if not isinstance(parameter, DTensor) or not whole.dim():
             return whole
         # every process has the whole: nothing needs to be sent
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return distribute_tensor(
+            whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
 
     def _parameter(self, name: str) -> nn.Parameter:
         return self.model.get_parameter(name.partition("/")[0])
@@ -163,5 +174,7 @@ class Sharding:
 def named_parameters(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
     """Returns (name, parameter) in the order of the optimizer's own numbering."""
     return [
-        pair for group in optimizer.param_groups for pair in zip(group["names"], group["params"], strict=True)
+        pair
+        for group in optimizer.param_groups
+        for pair in zip(group["names"], group["params"], strict=True)
     ]

@@ -96,7 +96,9 @@ class Team:
         except Exception as error:
             failure = error
         outcomes: list[Any] = [None] * self.world
-        dist.all_gather_object(outcomes, (result, failure and _picklable(failure)), group=self.hosts)
+        dist.all_gather_object(
+            outcomes, (result, failure and _picklable(failure)), group=self.hosts
+        )
         if failure is not None:
             raise failure
         for _, error in outcomes:
@@ -167,7 +169,9 @@ def assemble(config: RunConfig, device: torch.device) -> Iterator[Team]:
         with _naming_the_lost(here.world, d.timeout_minutes):
             join(machine.collectives(device), timeout, device)
             replicas, shares = here.world // d.tensor, here.world // (d.tensor * d.context)
-            mesh = init_device_mesh(kind, (replicas, d.tensor), mesh_dim_names=("replica", "tensor"))
+            mesh = init_device_mesh(
+                kind, (replicas, d.tensor), mesh_dim_names=("replica", "tensor")
+            )
             context = None
             if d.context > 1:
                 shape, names = (shares, d.context, d.tensor), ("data", "context", "tensor")

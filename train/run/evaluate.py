@@ -66,9 +66,14 @@ def evaluate(
     return Evaluation((team.mean(total) * team.data_world / tokens).item(), tokens)
 
 
-def held_out_windows(config: RunConfig, dataset: TokenDataset, *, tokens: int, batch: int) -> Iterator[Batch]:
+def held_out_windows(
+    config: RunConfig, dataset: TokenDataset, *, tokens: int, batch: int
+) -> Iterator[Batch]:
     """Yields the first `tokens` held-out tokens in order: whole windows of batch.length, at least one."""
-    sequence, total = config.batch.length, dataset.split("val").tokens - 1  # nothing precedes the first token
+    sequence, total = (
+        config.batch.length,
+        dataset.split("val").tokens - 1,
+    )  # nothing precedes the first token
     windows = max(min(tokens, total) // sequence, 1)
     where = {"batch": 1, "sequence": sequence, "seed": 0, "boundaries": config.data.boundaries}
     loader = make_loader(dataset, "val", kind="stream", **where)

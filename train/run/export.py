@@ -42,7 +42,9 @@ def export(
 
     to = to.expanduser().absolute()
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise RunFolderError(f"{to} is there already, and not an empty folder; choose another --to DIR")
+        raise RunFolderError(
+            f"{to} is there already, and not an empty folder; choose another --to DIR"
+        )
     folder = RunFolder(run)
     config, origin = folder.read()
     (state, _), (model, tokenizer) = read_checkpoint(
@@ -105,7 +107,9 @@ def model_card(
     if dtype is not None:
         rows["weights"] = f"{dtype}, trained in float32"
     if measured is not None:
-        loss, perplexity, bits = (measured[name] for name in ("loss", "perplexity", "bits_per_byte"))
+        loss, perplexity, bits = (
+            measured[name] for name in ("loss", "perplexity", "bits_per_byte")
+        )
         tokens = f" on {measured['held_out']:,} tokens" if "held_out" in measured else ""
         rows["held-out loss"] = (
             f"{loss:.4f} nats per token{tokens}, perplexity {perplexity:.2f}, {bits:.4f} bits per byte"
@@ -114,7 +118,9 @@ def model_card(
         name=config.name,
         table="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
         needs=_NEEDS_NOTHING if remote_code else _NEEDS_PACKAGE,
-        first="" if remote_code else "import delta_trn  # registers the architecture with transformers\n",
+        first=""
+        if remote_code
+        else "import delta_trn  # registers the architecture with transformers\n",
         license="" if license is None else f"license: {license}\n",
         trust=", trust_remote_code=True" if remote_code else "",
     )

@@ -172,7 +172,9 @@ class _Loop:
                 }
             )
         self._report(lines)
-        self._attempt("progress line", lambda: self.display.update(steps[-1].step, lines[-1]["loss"], rate))
+        self._attempt(
+            "progress line", lambda: self.display.update(steps[-1].step, lines[-1]["loss"], rate)
+        )
 
     def _evaluate(self, stop: StopRequest) -> Evaluation | None:
         """Returns the loss on held-out crops; None where a signal ended it: a resumed run begins with it."""
@@ -190,7 +192,9 @@ class _Loop:
         finally:
             run.model.train()
         if not math.isfinite(evaluation.loss):
-            raise Diverged(f"validation loss at step {state.step} is {evaluation.loss}; {self._way_back()}")
+            raise Diverged(
+                f"validation loss at step {state.step} is {evaluation.loss}; {self._way_back()}"
+            )
         return evaluation
 
     def _report_evaluation(self, evaluation: Evaluation, better: bool) -> None:
@@ -226,7 +230,9 @@ class _Loop:
             return
 
         def draw() -> None:
-            text = continue_text(run.model, run.dataset.tokenizer, prompt, sample, seed=run.config.seed)
+            text = continue_text(
+                run.model, run.dataset.tokenizer, prompt, sample, seed=run.config.seed
+            )
             run.folder.add_sample(run.state.step, prompt + text)
 
         self._attempt("sample", draw)
@@ -254,5 +260,9 @@ class _Loop:
 
     def _way_back(self) -> str:
         steps = [step for step in self.run.folder.checkpoints.steps() if step < self.run.state.step]
-        state = f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no checkpoint yet"
+        state = (
+            f"the checkpoint of step {steps[-1]} is intact"
+            if steps
+            else "there is no checkpoint yet"
+        )
         return f"{state}: {REMEDY} in a new run"

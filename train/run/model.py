@@ -25,7 +25,11 @@ def pick_device(name: str) -> torch.device:
     """Returns the device of that name, or the machine's preferred one for auto; ConfigError if absent."""
     try:
         return machine.pick(name)
-    except (ValueError, RuntimeError, ImportError) as error:  # RuntimeError: PyTorch does not know the name
+    except (
+        ValueError,
+        RuntimeError,
+        ImportError,
+    ) as error:  # RuntimeError: PyTorch does not know the name
         raise ConfigError(f"device={name}: {str(error).splitlines()[0]}") from error
 
 
@@ -35,7 +39,9 @@ def vocabulary(config: RunConfig) -> int:
     Raises ConfigError where only the tokenizer knows.
     """
     known = (
-        config.model.vocab_size or config.data.vocab_size or _KNOWN_VOCABULARIES.get(config.data.tokenizer)
+        config.model.vocab_size
+        or config.data.vocab_size
+        or _KNOWN_VOCABULARIES.get(config.data.tokenizer)
     )
     if known is None:
         raise ConfigError(
@@ -45,7 +51,12 @@ def vocabulary(config: RunConfig) -> int:
 
 
 def model_config(
-    config: RunConfig, *, rows: int, bos: int | None = None, eos: int | None = None, pad: int | None = None
+    config: RunConfig,
+    *,
+    rows: int,
+    bos: int | None = None,
+    eos: int | None = None,
+    pad: int | None = None,
 ) -> "DeltaConfig":
     """Returns the model's configuration for `rows` of vocabulary. ConfigError: sizes do not go together."""
     settings = config.model.model_dump(exclude={"vocab_size"})
@@ -62,12 +73,17 @@ def model_config(
         raise ConfigError(f"model: {error}") from error
 
 
-def make_model(configuration: "DeltaConfig", *, seed: int, device: torch.device) -> "DeltaForCausalLM":
+def make_model(
+    configuration: "DeltaConfig", *, seed: int, device: torch.device
+) -> "DeltaForCausalLM":
     """Returns the model with initial float32 weights, drawn on the CPU and so the same on every device.
 
     A model on the meta device has no weights: divide it first, and `materialize` it.
     """
-    with torch.random.fork_rng(devices=[]), device if device.type == "meta" else contextlib.nullcontext():
+    with (
+        torch.random.fork_rng(devices=[]),
+        device if device.type == "meta" else contextlib.nullcontext(),
+    ):
         torch.manual_seed(seed)
         model = DeltaForCausalLM(configuration)
     cast(nn.Module, model).to(device=device, dtype=torch.float32)

@@ -66,7 +66,9 @@ class Muon(AdamW):
             momenta = [self.state[p]["momentum"] for p in matrices]
             _many._foreach_mul_(momenta, group["momentum"])
             _many._foreach_add_(momenta, gradients)
-            directions = torch.stack(_many._foreach_add(gradients, momenta, alpha=group["momentum"]))
+            directions = torch.stack(
+                _many._foreach_add(gradients, momenta, alpha=group["momentum"])
+            )
             blocks = cut(directions, group["heads"], group["of_columns"])
             size = MATCHES_ADAMW * max(blocks.shape[-2:]) ** 0.5
             blocks.copy_(orthogonalize(blocks))  # a view of `directions`

@@ -69,14 +69,23 @@ def make_optimizer(sharding: Sharding, config: RunConfig) -> Optimizer:
     """
     o = config.optimizer
     adaptive = o.name != "sgd"
-    members: dict[tuple[float, float, float, float, Hashable], list[ScaledParameter]] = defaultdict(list)
+    members: dict[tuple[float, float, float, float, Hashable], list[ScaledParameter]] = defaultdict(
+        list
+    )
     for row in rows(sharding.model, config):
         # fused kernels take parameters of one kind: whole, or divided among the same processes
         kind = getattr(row.parameter, "device_mesh", None)
         if o.name == "muon" and row.role is Role.HIDDEN and len(row.shape) == 2:
             # these are whole on every process; the keys tell Muon that a group is of matrices
-            kind = ("heads", row.tag.heads), ("of_columns", row.tag.of_columns), ("momentum", o.momentum)
-        epsilon, clip = row.epsilon if adaptive else 1.0, row.clip if o.clip_norm == "width" else 1.0
+            kind = (
+                ("heads", row.tag.heads),
+                ("of_columns", row.tag.of_columns),
+                ("momentum", o.momentum),
+            )
+        epsilon, clip = (
+            row.epsilon if adaptive else 1.0,
+            row.clip if o.clip_norm == "width" else 1.0,
+        )
         members[row.lr / o.lr, row.weight_decay, epsilon, clip, kind].append(row)
     groups: list[dict[str, Any]] = [
         {

@@ -37,7 +37,10 @@ def continue_text(
     """
     device = next(model.parameters()).device
     if on_xla := device.type == "xla":  # which would compile a graph for each length
-        weights, device = {name: x.cpu() for name, x in model.state_dict().items()}, torch.device("cpu")
+        weights, device = (
+            {name: x.cpu() for name, x in model.state_dict().items()},
+            torch.device("cpu"),
+        )
         model = type(model)(model.config)
         model.load_state_dict(weights)
     ids, streamer = torch.tensor([tokenizer.encode(prompt)], device=device), None
@@ -48,8 +51,14 @@ def continue_text(
     options: dict[str, Any] = {"do_sample": how.temperature > 0}
     if how.temperature > 0:
         # 0 and 1.0 are transformers' words for all
-        options |= {"temperature": how.temperature, "top_k": how.top_k or 0, "top_p": how.top_p or 1.0}
-    generate: Any = cast(Any, model).generate  # transformers declares it for other classes than its models
+        options |= {
+            "temperature": how.temperature,
+            "top_k": how.top_k or 0,
+            "top_p": how.top_p or 1.0,
+        }
+    generate: Any = cast(
+        Any, model
+    ).generate  # transformers declares it for other classes than its models
     was_training = model.training
     model.eval()
     try:
@@ -112,7 +121,9 @@ def read_checkpoint(folder: RunFolder, which: str, read: Callable[[Path], T]) ->
                 raise
 
 
-def load_for_generation(folder: Path, device: torch.device) -> tuple["DeltaForCausalLM", TextTokenizer]:
+def load_for_generation(
+    folder: Path, device: torch.device
+) -> tuple["DeltaForCausalLM", TextTokenizer]:
     """Returns model and tokenizer of a checkpoint's folder."""
     model = DeltaForCausalLM(DeltaConfig.from_pretrained(folder))
     load_weights(folder, Sharding(model))

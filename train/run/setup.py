@@ -41,7 +41,12 @@ from delta_trn.train.run.optimizer import learning_rate, make_optimizer
 from delta_trn.train.settings.effects import is_prepared
 from delta_trn.train.settings.errors import ConfigError, DataError, RunFolderError
 from delta_trn.train.settings.overrides import apply
-from delta_trn.train.settings.schema import DistributionSection, RunConfig, differences, may_change_on_resume
+from delta_trn.train.settings.schema import (
+    DistributionSection,
+    RunConfig,
+    differences,
+    may_change_on_resume,
+)
 from delta_trn.train.watch import trackers
 
 Tell = Callable[[str], None]
@@ -167,7 +172,9 @@ def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
     for key, (old, new) in changed.items():
         tell(f"{key} changes from {old} to {new}")
     if changed or state.step < config.steps or state.owes:
-        folder.summary_path.unlink(missing_ok=True)  # it would be taken for the result of what follows
+        folder.summary_path.unlink(
+            missing_ok=True
+        )  # it would be taken for the result of what follows
     before, after = learning_rate(saved, state.step), learning_rate(config, state.step)
     if before != after and state.step < config.steps:
         tell(f"so the learning rate at step {state.step} changes from {before:.3g} to {after:.3g}")
@@ -207,7 +214,9 @@ def _assemble(
     team: Team,
 ) -> Run:
     meta = dataset.meta
-    _ = dataset.tokenizer  # read and kept by every process: checkpoints need it when the data may be gone
+    _ = (
+        dataset.tokenizer
+    )  # read and kept by every process: checkpoints need it when the data may be gone
     configuration = model_config(
         config,
         rows=config.model.vocab_size or meta.vocab_size,
@@ -242,7 +251,9 @@ def make_sharding(
     """Returns the model with initial weights, divided among a team by the library that serves its device."""
     on_neuron = neuron.serves(device)
     later = is_divided(config, team.world) and not on_neuron
-    model = make_model(configuration, seed=config.seed, device=torch.device("meta") if later else device)
+    model = make_model(
+        configuration, seed=config.seed, device=torch.device("meta") if later else device
+    )
     if config.gradient_checkpointing:
         checkpoint_blocks(model, device)
     model.train()
@@ -303,7 +314,9 @@ def set_up_process(config: RunConfig) -> tuple[RunConfig, torch.device]:
             f"precision=bf16_products is for CPUs, and this run is on {device}; give precision=bf16"
         )
     # high: TF32 for what autocast leaves in float32
-    machine.set_products({"float32": "highest", "bf16": "high", "bf16_products": "medium"}[precision])
+    machine.set_products(
+        {"float32": "highest", "bf16": "high", "bf16_products": "medium"}[precision]
+    )
     if config.deterministic:
         # CUDA's own switch, read when its first handle is made; without it PyTorch refuses
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -326,7 +339,11 @@ def load_dataset(config: RunConfig) -> TokenDataset:
 def _reload_dataset(config: RunConfig, origin: Origin) -> TokenDataset:
     """Returns the tokens with which a run was started. DataError if they differ now."""
     where = config.data.folder
-    dataset = open_dataset(where) if where and (Path(where) / "meta.json").is_file() else load_dataset(config)
+    dataset = (
+        open_dataset(where)
+        if where and (Path(where) / "meta.json").is_file()
+        else load_dataset(config)
+    )
     remedy = "put the old ones back, name their folder with data.folder=DIR, or start a new run"
     _require_same_data(dataset, origin, "than the run began with", remedy)
     return dataset
@@ -362,7 +379,9 @@ def _change(saved: RunConfig, changes: dict[str, str]) -> RunConfig:
     if "device" in changes:
         changes = {"backend": "auto", **changes}  # another device has another backend
     config = apply(saved, changes)
-    refused = {k: pair for k, pair in differences(saved, config).items() if not may_change_on_resume(k)}
+    refused = {
+        k: pair for k, pair in differences(saved, config).items() if not may_change_on_resume(k)
+    }
     if refused:
         listed = ", ".join(f"{key} from {old} to {new}" for key, (old, new) in refused.items())
         raise ConfigError(
@@ -373,7 +392,9 @@ def _change(saved: RunConfig, changes: dict[str, str]) -> RunConfig:
 
 def _begin_folder(run: Run) -> None:
     if run.folder.is_taken():
-        raise RunFolderError(f"{run.folder.path} was taken by another process just now; run the same again")
+        raise RunFolderError(
+            f"{run.folder.path} was taken by another process just now; run the same again"
+        )
     run.folder.write(run.config, run.origin)
     run.dataset.tokenizer.save(run.folder.path)
 

@@ -17,12 +17,17 @@ from delta_trn.train.settings.schema import RunConfig
 Loss = Callable[..., Tensor]
 
 
-def loss_function(model: "DeltaForCausalLM | Sharding", config: RunConfig, device: torch.device) -> Loss:
+def loss_function(
+    model: "DeltaForCausalLM | Sharding", config: RunConfig, device: torch.device
+) -> Loss:
     """Returns a function of a batch's fields: the mean cross-entropy in nats, in the run's precision."""
     compute: Loss = torch.compile(model.loss, dynamic=False) if config.compile else model.loss
 
     def loss(
-        inputs: Tensor, targets: Tensor, position_ids: Tensor | None = None, noise: Tensor | None = None
+        inputs: Tensor,
+        targets: Tensor,
+        position_ids: Tensor | None = None,
+        noise: Tensor | None = None,
     ) -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bf16"):
             return compute(inputs, targets, position_ids=position_ids, noise=noise)
@@ -57,7 +62,9 @@ class TrainingStep:
         self.optimizer.zero_grad(set_to_none=True)
         set_learning_rate(self.optimizer, lr)
         pin = self.device.type == "cuda"  # so that the copy waits for nothing
-        batch = batch.each(lambda x: (x.pin_memory() if pin else x).to(self.device, non_blocking=pin))
+        batch = batch.each(
+            lambda x: (x.pin_memory() if pin else x).to(self.device, non_blocking=pin)
+        )
         micros = batch.split(self.micro)
         total = torch.zeros((), device=self.device)
         with micro_batches():
@@ -68,7 +75,9 @@ class TrainingStep:
                     loss.backward()
                 total += loss.detach()
                 if len(micros) > 1:
-                    machine.synchronize(self.device, wait=False)  # on XLA a micro-batch is one graph
+                    machine.synchronize(
+                        self.device, wait=False
+                    )  # on XLA a micro-batch is one graph
         norm = self.sharding.step(self.optimizer, self.clip)
         mean = self.sharding.team.mean(total)
         machine.synchronize(self.device, wait=False)  # on XLA this is one graph, too

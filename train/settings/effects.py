@@ -21,7 +21,12 @@ def is_prepared(source: str) -> bool:
 # what the keys need, as a message has it; whether that holds; the keys, after the section that they share
 NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], str, str], ...] = (
     ("epochs=none", lambda c: c.epochs is None, "", "steps"),
-    ("optimizer.name=adamw or muon", lambda c: c.optimizer.name != "sgd", "optimizer.", "beta1 beta2 eps"),
+    (
+        "optimizer.name=adamw or muon",
+        lambda c: c.optimizer.name != "sgd",
+        "optimizer.",
+        "beta1 beta2 eps",
+    ),
     ("optimizer.name=sgd or muon", lambda c: c.optimizer.name != "adamw", "optimizer.", "momentum"),
     ("optimizer.name=sgd", lambda c: c.optimizer.name == "sgd", "optimizer.", "memory"),
     (
@@ -63,7 +68,11 @@ NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], str, str], ...] = (
 def require_effect(config: RunConfig, keys: Collection[str]) -> None:
     """ConfigError for the first of the keys that a user gave and that NEEDS says changes nothing."""
     for text, holds, section, names in NEEDS:
-        idle = [key for key in keys if key.removeprefix(section) in names.split() and key.startswith(section)]
+        idle = [
+            key
+            for key in keys
+            if key.removeprefix(section) in names.split() and key.startswith(section)
+        ]
         if idle and not holds(config):
             value = dict(flatten(config))[idle[0]]
             raise ConfigError(

@@ -36,7 +36,9 @@ def with_environment(config: RunConfig, environment: Mapping[str, str]) -> RunCo
     changes: dict[str, str] = {}
     for variable, keys in KEYS.items():
         if text := environment.get(variable, "").strip():
-            changes |= dict.fromkeys(keys, _in_minutes(text) if variable.endswith("_HOURS") else text)
+            changes |= dict.fromkeys(
+                keys, _in_minutes(text) if variable.endswith("_HOURS") else text
+            )
     if environment.get("WANDB_API_KEY", "").strip():
         changes["log.wandb"] = "true"
     try:

@@ -12,7 +12,9 @@ from delta_trn.train.settings.effects import require_effect
 from delta_trn.train.settings.errors import ConfigError, UsageError
 from delta_trn.train.settings.schema import RunConfig, declaration, flatten, validate
 
-_POWER = re.compile(r"-?\d+(\.\d+)?\*\*-?\d+(\.\d+)?")  # 2**-8.5, as learning rate grids are written
+_POWER = re.compile(
+    r"-?\d+(\.\d+)?\*\*-?\d+(\.\d+)?"
+)  # 2**-8.5, as learning rate grids are written
 
 
 def read_arguments(
@@ -22,7 +24,9 @@ def read_arguments(
 
     section     where the command's own keys are; of two keys with one name, its is the one that is meant
     """
-    for action in parser._actions:  # argparse would call `key=value` required, where anything else is missing
+    for action in (
+        parser._actions
+    ):  # argparse would call `key=value` required, where anything else is missing
         action.required = action.required and action.nargs != "*"
     options, unknown = parser.parse_known_intermixed_args(arguments)
     if not unknown:

@@ -246,7 +246,9 @@ class RunConfig(Section):
             raise ValueError(f"batch.micro={micro} does not divide batch.sequences={batch}")
         crops, size = self.evaluation.sequences, self.evaluation.batch
         if size is not None and crops % size:
-            raise ValueError(f"evaluation.batch={size} does not divide evaluation.sequences={crops}")
+            raise ValueError(
+                f"evaluation.batch={size} does not divide evaluation.sequences={crops}"
+            )
         m, d = self.model, self.distribution
         if m.positions == "learned" and self.batch.length > m.max_position_embeddings:
             raise ValueError(
@@ -258,8 +260,18 @@ class RunConfig(Section):
                 f"out={self.out}: a run's folder is on this machine; give out=DIR, and copy it when it has "
                 "ended, such as with aws s3 sync DIR s3://BUCKET"
             )
-        alone = ("use_qk_rmsnorm", "use_k_shift", "use_v_shift", "using_groupnorm", "use_output_gate")
-        if d.tensor > 1 and m.attention_layers and (given := [name for name in alone if getattr(m, name)]):
+        alone = (
+            "use_qk_rmsnorm",
+            "use_k_shift",
+            "use_v_shift",
+            "using_groupnorm",
+            "use_output_gate",
+        )
+        if (
+            d.tensor > 1
+            and m.attention_layers
+            and (given := [name for name in alone if getattr(m, name)])
+        ):
             raise ValueError(
                 f"model.{given[0]}=true is not divided among processes; leave distribution.tensor at 1"
             )
@@ -282,7 +294,9 @@ class RunConfig(Section):
 
     def fingerprint(self) -> str:
         """Returns 16 hex digits of the keys that decide what is learned: equal digits, the same curve."""
-        mathematics = {key: value for key, value in flatten(self) if not is_one_of(key, NOT_MATHEMATICS)}
+        mathematics = {
+            key: value for key, value in flatten(self) if not is_one_of(key, NOT_MATHEMATICS)
+        }
         return hashlib.sha256(json.dumps(mathematics, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -11,7 +11,9 @@ def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """Fits a line by least squares to three or more points, not all at one x: its slope, and that's error."""
     X = np.asarray(x, float)
     if len(X) < 3 or np.ptp(X) == 0:
-        raise ValueError(f"a slope with an error needs three points of different x, got x={list(x)}")
+        raise ValueError(
+            f"a slope with an error needs three points of different x, got x={list(x)}"
+        )
     (slope, _), covariance = np.polyfit(X - X.mean(), y, 1, cov=True)
     return float(slope), math.sqrt(covariance[0, 0])
 

@@ -17,7 +17,16 @@ from delta_trn.train.watch.figure import dress, new_figure, save_figure
 # of a layer, by the names in probes.py; of Sk the one at the latest token
 PANELS = (
     *("q", "k", "v", "o", "hidden", "grad_q", "grad_k", "grad_hidden"),
-    *("beta_mean", "beta_strong", "alpha_mean", "memory", "gate_decay_std", "gate_beta_std", "qk_mean", "Sk"),
+    *(
+        "beta_mean",
+        "beta_strong",
+        "alpha_mean",
+        "memory",
+        "gate_decay_std",
+        "gate_beta_std",
+        "qk_mean",
+        "Sk",
+    ),
 )
 BY_TOKEN = ("qk", "Sk")
 # theory says 1/d: times d the widths share one curve
@@ -61,7 +70,9 @@ def load_probes(folder: RunFolder) -> Probed | None:
     series = tuple((line["step"], line["probes"]) for line in lines if line.get("probes"))
     if not series:
         return None
-    return Probed(f"{folder.path.resolve().name} (d = {config.model.width})", config.model.width, series)
+    return Probed(
+        f"{folder.path.resolve().name} (d = {config.model.width})", config.model.width, series
+    )
 
 
 def plot_probes(runs: Sequence[Probed], path: Path) -> Path:
@@ -98,7 +109,9 @@ def plot_probes(runs: Sequence[Probed], path: Path) -> Path:
         axes = figure.add_subplot(rows, COLUMNS, i + 1)
         for j, (label, steps, values) in enumerate(curves):
             color = colormaps["viridis"](0.85 * j / max(len(curves) - 1, 1))
-            axes.plot(steps, values, color=color, linewidth=1.2, marker=".", markersize=3, label=label)
+            axes.plot(
+                steps, values, color=color, linewidth=1.2, marker=".", markersize=3, label=label
+            )
         dress(axes, title, size=7)
         axes.tick_params(labelsize=6)
         if i == 0 or i >= len(PANELS):
@@ -113,10 +126,18 @@ def plot_geometry(run: Probed, path: Path) -> Path | None:
         return None
     figure = new_figure(9, 6.4, dpi=130)
     figure.suptitle(run.label, x=0.01, ha="left", fontsize=11, fontweight="bold")
-    for axes, (name, heading, colors, (low, high)) in zip(figure.subplots(2, 2).flatten(), MAPS, strict=True):
+    for axes, (name, heading, colors, (low, high)) in zip(
+        figure.subplots(2, 2).flatten(), MAPS, strict=True
+    ):
         grid = [run.curve(f"depth/{i}/{name}")[1] for i in depths]
         image = axes.imshow(
-            grid, aspect="auto", origin="lower", cmap=colors, interpolation="nearest", vmin=low, vmax=high
+            grid,
+            aspect="auto",
+            origin="lower",
+            cmap=colors,
+            interpolation="nearest",
+            vmin=low,
+            vmax=high,
         )
         figure.colorbar(image, ax=axes, fraction=0.05)
         shown = sorted({0, len(run.series) // 2, len(run.series) - 1})

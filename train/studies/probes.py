@@ -77,7 +77,9 @@ class MixerView:
                 lambda _, inputs: vars(self).update(x=inputs[0], sequences=inputs[1])
             ),
             self.mixer.conv.register_forward_hook(lambda _, inputs, out: self._keep("qkv", out)),
-            self.mixer.o_norm.register_forward_pre_hook(lambda _, inputs: self._keep("o", inputs[0])),
+            self.mixer.o_norm.register_forward_pre_hook(
+                lambda _, inputs: self._keep("o", inputs[0])
+            ),
         ]
 
     def _keep(self, name: str, tensor: Any) -> None:
@@ -172,10 +174,14 @@ def measure(model: DeltaForCausalLM, loss: Loss, batch: Batch) -> dict[str, floa
         values: dict[str, float] = {}
         with torch.no_grad():
             for i, (write, inputs) in writes.items():
-                of_write = write_probes(*operands(write, *inputs), erases=not isinstance(write, WriteOnly))
+                of_write = write_probes(
+                    *operands(write, *inputs), erases=not isinstance(write, WriteOnly)
+                )
                 values |= {f"depth/{i}/{name}": value for name, value in of_write.items()}
             for i, mixer in mixers.items():
-                values |= {f"layers/{i}/{name}": value for name, value in layer_probes(mixer).items()}
+                values |= {
+                    f"layers/{i}/{name}": value for name, value in layer_probes(mixer).items()
+                }
     finally:
         model.train(training)
         for p, grad in kept:

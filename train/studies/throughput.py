@@ -48,7 +48,9 @@ class Workload:
         config, self.device = set_up_process(config)
         rows = vocabulary(config)
         self.config = config
-        self.model = make_model(model_config(config, rows=rows), seed=config.seed, device=self.device)
+        self.model = make_model(
+            model_config(config, rows=rows), seed=config.seed, device=self.device
+        )
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
         self.model.train()

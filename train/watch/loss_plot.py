@@ -58,11 +58,23 @@ def plot_loss(folder: RunFolder) -> Path:
     axes.plot(steps, smooth(losses, len(losses) // 40), color=BLUE, linewidth=1.6, label="training")
     if summary:
         label = f"all {summary['held_out']:,} held-out tokens, {summary['loss']:.4f}"
-        axes.plot([end], [summary["loss"]], color=RED, linestyle="", marker="D", label=label, clip_on=False)
+        axes.plot(
+            [end],
+            [summary["loss"]],
+            color=RED,
+            linestyle="",
+            marker="D",
+            label=label,
+            clip_on=False,
+        )
     if val:
         val_steps, val_losses = [line["step"] for line in val], [line["loss"] for line in val]
         # a part of the held-out text, the same each time: its loss is not that of the whole
-        label = "validation, on a part of them" if summary else f"validation, {val_losses[-1]:.3f} at the end"
+        label = (
+            "validation, on a part of them"
+            if summary
+            else f"validation, {val_losses[-1]:.3f} at the end"
+        )
         axes.plot(
             val_steps,
             val_losses,

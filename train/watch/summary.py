@@ -30,7 +30,9 @@ def opening(run: Run, asked_backend: str) -> list[str]:
     parameters = list(run.model.parameters())
     total = sum(p.numel() for p in parameters)
     meta = run.dataset.meta
-    embedding = (c.model.vocab_size or 0) * c.model.width * (1 if c.model.tie_word_embeddings else 2)
+    embedding = (
+        (c.model.vocab_size or 0) * c.model.width * (1 if c.model.tie_word_embeddings else 2)
+    )
     per_step = c.batch.sequences * c.batch.length
     passes = per_step * c.steps / run.dataset.split("train").tokens
     ratio, parts = c.model.width / c.model.base_width, run.layout.sequences // run.layout.micro
@@ -58,9 +60,13 @@ def opening(run: Run, asked_backend: str) -> list[str]:
         )
         lines.append(f"processes  {run.team.world}, {d.mode}{split}")
     if run.sharding.is_divided and c.sample.tokens:
-        lines.append("note       no samples: no process has all weights; `generate` opens the checkpoints")
+        lines.append(
+            "note       no samples: no process has all weights; `generate` opens the checkpoints"
+        )
     if s.warmup >= c.steps:
-        lines.append(f"note       warmup of {s.warmup} steps is not over when the run ends after {c.steps}")
+        lines.append(
+            f"note       warmup of {s.warmup} steps is not over when the run ends after {c.steps}"
+        )
     return lines
 
 
@@ -72,7 +78,9 @@ def measure(run: Run) -> dict[str, Any] | None:
     config, state = run.config, run.state
     path = run.folder.metrics.path
     # the leader reads what it wrote: to others a shared disk may not show it yet
-    last = run.team.leader_does(lambda: [line for line in metrics.read(path) if line["split"] == "val"][-1:])
+    last = run.team.leader_does(
+        lambda: [line for line in metrics.read(path) if line["split"] == "val"][-1:]
+    )
     if not last:
         return None
     found = Evaluation(last[0]["loss"], config.evaluation.sequences * config.batch.length)
@@ -114,7 +122,9 @@ def peak_tokens_per_s(run: Run) -> float | None:
     return run.team.world * rate / flops_per_token(run.config)
 
 
-def closing(run: Run, console: Console, found: dict[str, Any] | None, peak: float | None = None) -> None:
+def closing(
+    run: Run, console: Console, found: dict[str, Any] | None, peak: float | None = None
+) -> None:
     """Prints the result beside the baselines, a sample, and what to try next.
 
     found   what summary.json has; None: nothing was measured yet
@@ -148,7 +158,9 @@ def _next(run: Run) -> list[tuple[str, str]]:
     """Returns what to try after a run, as pairs of a sentence and a command."""
     c, where = run.config, shlex.quote(str(run.folder.path))
     # how this package's command is called from this shell
-    program = "delta-trn" if shutil.which("delta-trn") else f"{shlex.quote(sys.executable)} -m delta_trn"
+    program = (
+        "delta-trn" if shutil.which("delta-trn") else f"{shlex.quote(sys.executable)} -m delta_trn"
+    )
     commands = []
     if run.folder.checkpoints.steps():
         prompt = shlex.quote(c.sample.prompt or "The")

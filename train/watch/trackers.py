@@ -24,9 +24,13 @@ class Tracker:
     everything.
     """
 
-    def __init__(self, config: RunConfig, origin: Origin, folder: RunFolder, tell: Callable[[str], None]):
+    def __init__(
+        self, config: RunConfig, origin: Origin, folder: RunFolder, tell: Callable[[str], None]
+    ):
         self._tell = tell
-        self._run: Any = self._attempt(lambda: _begin(config, origin, folder)) if config.log.wandb else None
+        self._run: Any = (
+            self._attempt(lambda: _begin(config, origin, folder)) if config.log.wandb else None
+        )
 
     def log(self, lines: Sequence[Line]) -> None:
         run = self._run

@@ -51,7 +51,9 @@ PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  #
 KEYS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))  # tiles [C, K]
 ROW, COLUMN = (gl.constexpr(gl.SliceLayout(axis, PAIRS.value)) for axis in (1, 0))
 KEY_ROW = gl.constexpr(gl.SliceLayout(1, KEYS.value))
-PIECES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # of 16 bytes, in tiles [C, 128]
+PIECES = gl.constexpr(
+    gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
+)  # of 16 bytes, in tiles [C, 128]
 FOURS = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
 locate = gluon.jit(locate_chunk.fn)  # of a chunk's number in 32 bits, whose division is short
 
@@ -151,7 +153,9 @@ def gradients_kernel(
     s_rows = gl.allocate_shared_memory(gl.float32, [8 * C], FLAT)
     s_parts = gl.allocate_shared_memory(gl.float32, [SUMS * 128], FLAT)
     o_i, o_j = gl.arange(0, C, ROW)[:, None], gl.arange(0, C, COLUMN)[None, :]
-    s_from = gl.allocate_shared_memory(dtype, [C, C], SQUARE, gl.where(o_i <= o_j, 1.0, 0.0).to(dtype))
+    s_from = gl.allocate_shared_memory(
+        dtype, [C, C], SQUARE, gl.where(o_i <= o_j, 1.0, 0.0).to(dtype)
+    )
     o_t = gl.arange(0, C, gl.SliceLayout(1, PIECES))[:, None]
     o_n = gl.arange(0, 128, gl.SliceLayout(0, PIECES))[None, :]
 
@@ -177,8 +181,18 @@ def gradients_kernel(
             start_next, length_next = locate(c_next, tokens, NT, chunk_start, chunk_length, C)
             tile_next = c_next.to(gl.int64) * HV + h_next
             zero = gl.where(tile_next < 0, 1, 0)
-            s_q, s_k, s_U, s_dY = a_q.index(zero), a_k.index(zero), a_U.index(zero), a_dY.index(zero)
-            s_do, s_v, s_S, s_dS = a_do.index(zero), a_v.index(zero), a_S.index(zero), a_dS.index(zero)
+            s_q, s_k, s_U, s_dY = (
+                a_q.index(zero),
+                a_k.index(zero),
+                a_U.index(zero),
+                a_dY.index(zero),
+            )
+            s_do, s_v, s_S, s_dS = (
+                a_do.index(zero),
+                a_v.index(zero),
+                a_S.index(zero),
+                a_dS.index(zero),
+            )
             s_1, s_2 = a_pairs.index(zero), a_pairs.index(zero + 1)
             s_3, s_4 = a_pairs.index(zero + 2), a_pairs.index(zero + 3)
 
@@ -189,7 +203,9 @@ def gradients_kernel(
             b_YS = _start(s_dY, s_S.permute((1, 0)), KEYS)
             b_strength = s_rows.slice(7 * C, C).load(gl.SliceLayout(1, PIECES))
             b_dv = s_dY.load(PIECES).to(gl.float32) * b_strength[:, None]
-            gl.store(dv + start * DVR + i_h * 128 + ((o_t + zero) * DVR + o_n), b_dv.to(dtype), mask=m)
+            gl.store(
+                dv + start * DVR + i_h * 128 + ((o_t + zero) * DVR + o_n), b_dv.to(dtype), mask=m
+            )
             b_b, b_low = s_rows.slice(0, C).load(ROW), s_rows.slice(C, C).load(ROW)
             b_rq, b_rk = s_rows.slice(2 * C, C).load(ROW), s_rows.slice(3 * C, C).load(ROW)
             b_beta = s_rows.slice(7 * C, C).load(ROW)
@@ -210,10 +226,14 @@ def gradients_kernel(
             b_US = _start(s_U, s_dS.permute((1, 0)), KEYS)
             b_OU, b_YU, b_YV, b_US = warpgroup_mma_wait(0, deps=(b_OU, b_YU, b_YV, b_US))
             gl.barrier()
-            _copy_values(a_do, a_dY, a_v, do, dY, v, start_next, length_next, tile_next, h_next, zero, HV, VR)
+            _copy_values(
+                a_do, a_dY, a_v, do, dY, v, start_next, length_next, tile_next, h_next, zero, HV, VR
+            )
             # <S, dS'> is the sum of the diagonals of two products
             b_SS = _start(s_S.slice(0, C, 0), s_dS.slice(0, C, 0).permute((1, 0)), PAIRS)
-            b_SS = warpgroup_mma(s_S.slice(C, C, 0), s_dS.slice(C, C, 0).permute((1, 0)), b_SS, is_async=True)
+            b_SS = warpgroup_mma(
+                s_S.slice(C, C, 0), s_dS.slice(C, C, 0).permute((1, 0)), b_SS, is_async=True
+            )
             _put_sums(s_parts, gl.where(o_i == o_j, b_YU, 0.0), 3)
             _put_sums(s_parts, gl.where(o_i == o_j, b_YV, 0.0), 6)
             _put_sums(s_parts, s_k.load(KEYS).to(gl.float32) * b_US, 2)
@@ -255,7 +275,9 @@ def gradients_kernel(
             fence_async_shared()
             gl.barrier()
             b_from = _start(s_from, s_1, PAIRS)
-            b_from = warpgroup_mma_wait(0, deps=(warpgroup_mma(s_from, s_2, b_from, is_async=True),))
+            b_from = warpgroup_mma_wait(
+                0, deps=(warpgroup_mma(s_from, s_2, b_from, is_async=True),)
+            )
             _put_sums(s_parts, gl.where(o_i > o_j, b_from, 0.0), 5)
             left, right = gl.reshape(s_parts.load(FOURS), [SUMS * C, 2]).split()
             o_s = gl.arange(0, SUMS * C, left.type.layout) + zero
@@ -267,7 +289,10 @@ def gradients_kernel(
             p_r = rows + (i_c.to(gl.int64) * HV + i_hk * G) * (ROWS * C)
             b_dq = _through_norm(b_dq, a_q.index(zero), p_r + 2 * C, s_parts, 0)
             b_dk = _through_norm(b_dk, a_k.index(zero), p_r + 3 * C, s_parts, 1)
-        b_dq, b_dk = gl.convert_layout(b_dq.to(dtype), PIECES), gl.convert_layout(b_dk.to(dtype), PIECES)
+        b_dq, b_dk = (
+            gl.convert_layout(b_dq.to(dtype), PIECES),
+            gl.convert_layout(b_dk.to(dtype), PIECES),
+        )
         gl.store(dq + start * DQR + i_hk * 128 + ((o_t + zero) * DQR + o_n), b_dq, mask=m)
         gl.store(dk + start * DKR + i_hk * 128 + ((o_t + zero) * DKR + o_n), b_dk, mask=m)
         gl.barrier()
@@ -306,7 +331,9 @@ def gates_kernel(
     b_reads = scale * b_gam * tl.load(p_rows + 2 * C) * tl.load(p_sums) - b_beta * b_kYS
     # what the token before wrote, so that its sum so far leaves out what this one writes
     before = o_c > 0
-    b_lam = (b_last - tl.load(p_rows - 1, mask=before)) + (b_last_low - tl.load(p_rows + C - 1, mask=before))
+    b_lam = (b_last - tl.load(p_rows - 1, mask=before)) + (
+        b_last_low - tl.load(p_rows + C - 1, mask=before)
+    )
     b_writes = tl.load(p_sums + 2 * C - 1, mask=before) * tl.load(p_rows + 3 * C - 1, mask=before)
     b_writes = tl.where(before, tl.exp2(b_lam) * b_writes, 0.0)
     b_dbeta = tl.load(p_sums + 6 * C) + b_rk * tl.load(p_sums + 4 * C) - b_kYS
@@ -315,7 +342,11 @@ def gates_kernel(
     if carry is not None:
         for i_tile in range(0, TILES):
             b_carry += tl.load(carry + tile * TILES + i_tile)
-    b_dg = tl.load(p_sums + 5 * C) + tl.cumsum(b_writes, axis=0) + tl.cumsum(b_reads, axis=0, reverse=True)
+    b_dg = (
+        tl.load(p_sums + 5 * C)
+        + tl.cumsum(b_writes, axis=0)
+        + tl.cumsum(b_reads, axis=0, reverse=True)
+    )
     b_dg += tl.exp2(b_last) * b_carry
     p_dg, p_dbeta = dg + start * DGR + i_h + o_c * DGR, dbeta + start * DBR + i_h + o_c * DBR
     p_dgates = None if dgates is None else dgates + tile * 2

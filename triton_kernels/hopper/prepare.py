@@ -50,7 +50,13 @@ from delta_trn.triton_kernels.tiles import LOG2E, RESET, ROWS
 
 exp2_of_words, locate_chunk, scale_by_exp, sigmoid, softplus = (
     gluon.jit(f.fn)
-    for f in (tiles.exp2_of_words, tiles.locate_chunk, tiles.scale_by_exp, tiles.sigmoid, tiles.softplus)
+    for f in (
+        tiles.exp2_of_words,
+        tiles.locate_chunk,
+        tiles.scale_by_exp,
+        tiles.sigmoid,
+        tiles.softplus,
+    )
 )
 
 
@@ -129,12 +135,22 @@ def prepare_kernel(
     b_b = b_sum.to(gl.float32)
     b_low = (b_sum - b_b).to(gl.float32)
     at_end = o_c % 16 == 15
-    b_end = gl.sum(gl.reshape(gl.where(at_end, b_b, 0.0), [TOGETHER, 4, 16]), axis=2, keep_dims=True)
-    b_end_low = gl.sum(gl.reshape(gl.where(at_end, b_low, 0.0), [TOGETHER, 4, 16]), axis=2, keep_dims=True)
-    b_within = b_end - gl.reshape(b_b, [TOGETHER, 4, 16]) + (b_end_low - gl.reshape(b_low, [TOGETHER, 4, 16]))
+    b_end = gl.sum(
+        gl.reshape(gl.where(at_end, b_b, 0.0), [TOGETHER, 4, 16]), axis=2, keep_dims=True
+    )
+    b_end_low = gl.sum(
+        gl.reshape(gl.where(at_end, b_low, 0.0), [TOGETHER, 4, 16]), axis=2, keep_dims=True
+    )
+    b_within = (
+        b_end
+        - gl.reshape(b_b, [TOGETHER, 4, 16])
+        + (b_end_low - gl.reshape(b_low, [TOGETHER, 4, 16]))
+    )
     s_rows = gl.allocate_shared_memory(gl.float32, [8 * LINE], FLAT)  # a row of ROWS after another
     s_sums = gl.allocate_shared_memory(gl.float32, [LINE], FLAT)
-    s_within = gl.allocate_shared_memory(gl.float32, [LINE], FLAT, gl.reshape(gl.exp2(b_within), [LINE]))
+    s_within = gl.allocate_shared_memory(
+        gl.float32, [LINE], FLAT, gl.reshape(gl.exp2(b_within), [LINE])
+    )
     s_rows.slice(0, LINE).store(gl.reshape(b_b, [LINE]))
     s_rows.slice(LINE, LINE).store(gl.reshape(b_low, [LINE]))
     s_rows.slice(7 * LINE, LINE).store(gl.reshape(b_beta, [LINE]))
@@ -193,9 +209,15 @@ def prepare_kernel(
         b_D *= load_of_own_columns(s_blocks.slice(4 * (3 * TOGETHER + i), 4, 0))
         own_k = gl.where(b_below > 0, own_K * b_fk * b_D, 0.0)
         own_q = (own_Q * b_fq * b_D).to(dtype)
-        M0, P0 = _decay_left(K0, Q0, own_q, b_fk, b_fq, b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 0)
-        M1, P1 = _decay_left(K1, Q1, own_q, b_fk, b_fq, b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 1)
-        M2, P2 = _decay_left(K2, Q2, own_q, b_fk, b_fq, b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 2)
+        M0, P0 = _decay_left(
+            K0, Q0, own_q, b_fk, b_fq, b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 0
+        )
+        M1, P1 = _decay_left(
+            K1, Q1, own_q, b_fk, b_fq, b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 1
+        )
+        M2, P2 = _decay_left(
+            K2, Q2, own_q, b_fk, b_fq, b_b, b_low, s_rows, s_within, i_w, i * C, LINE, 2
+        )
         P3 = choose(gl.where(i_w == 3, -1, 0), own_q, gl.zeros_like(own_q))
         s_out.store(beside(beside(P0, P1, ACC32), beside(P2, P3, ACC32), ACC64))
         b_sums = gl.sum(gl.abs(own_k) + gl.abs(M0) + gl.abs(M1) + gl.abs(M2), axis=1)

@@ -20,7 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 ACC16, ACC32, ACC64 = (
-    gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])) for columns in (16, 32, 64)
+    gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]))
+    for columns in (16, 32, 64)
 )
 ROW = gl.constexpr(gl.SliceLayout(1, ACC16.value))
 COLUMN = gl.constexpr(gl.SliceLayout(0, ACC16.value))
@@ -65,7 +66,9 @@ def number_of_warp(o_row):
     Where the compiler knows it to be the same in all lanes, it moves every comparison between two kinds of
     registers, so it is told nothing.
     """
-    thread = gl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r,r", [o_row], gl.int32, is_pure=True, pack=1)
+    thread = gl.inline_asm_elementwise(
+        "mov.u32 $0, %tid.x;", "=r,r", [o_row], gl.int32, is_pure=True, pack=1
+    )
     return thread // 32
 
 
@@ -96,8 +99,12 @@ def load_of_own_columns(s_x):
 @gluon.jit
 def choose(mask, a, b):
     """Returns a where mask is -1 and b where it is 0, of 16 bits: two elements by one instruction."""
-    form: gl.constexpr = "{.reg .b32 c; not.b32 c, $1; and.b32 c, c, $4; and.b32 $0, $1, $3; or.b32 $0,c,$0;}"
-    return gl.inline_asm_elementwise(form, "=&r,r,r,r,r", [mask, a, b], a.dtype, is_pure=True, pack=2)
+    form: gl.constexpr = (
+        "{.reg .b32 c; not.b32 c, $1; and.b32 c, c, $4; and.b32 $0, $1, $3; or.b32 $0,c,$0;}"
+    )
+    return gl.inline_asm_elementwise(
+        form, "=&r,r,r,r,r", [mask, a, b], a.dtype, is_pure=True, pack=2
+    )
 
 
 @gluon.jit
@@ -119,7 +126,9 @@ def split_words(x, dtype: gl.constexpr):
 @gluon.jit
 def store_words(high, low):
     """Stores words in shared memory, as right operands."""
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([high.shape[0], high.shape[1]], high.dtype)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+        [high.shape[0], high.shape[1]], high.dtype
+    )
     s_high = gl.allocate_shared_memory(high.dtype, [high.shape[0], high.shape[1]], SHARED, high)
     s_low = gl.allocate_shared_memory(high.dtype, [high.shape[0], high.shape[1]], SHARED, low)
     return s_high, s_low
@@ -170,18 +179,23 @@ def invert_blocks(M):
     t00o = gl.where(first == 8 * pair + 4, 1.0, zero)
     t11e, t11o, t10e, t10o = t00e, t00o, zero, zero
     for j in gl.static_range(8):  # rows of the upper two
-        m = _from_lane(gl.convert_layout(m10o if j % 2 else m10e, LANE, assert_trivial=True), first + j // 2)
+        m = _from_lane(
+            gl.convert_layout(m10o if j % 2 else m10e, LANE, assert_trivial=True), first + j // 2
+        )
         te, to = _from_lane(t00e, pair + 4 * j), _from_lane(t00o, pair + 4 * j)
         t10e += m * te
         t10o += m * to
         if j < 7:
             m = _from_lane(
-                gl.convert_layout(m00o if j % 2 else m00e, LANE, assert_trivial=True), first + j // 2
+                gl.convert_layout(m00o if j % 2 else m00e, LANE, assert_trivial=True),
+                first + j // 2,
             )
             t00e += m * te
             t00o += m * to
     for j in gl.static_range(7):  # rows of the lower two
-        m = _from_lane(gl.convert_layout(m11o if j % 2 else m11e, LANE, assert_trivial=True), first + j // 2)
+        m = _from_lane(
+            gl.convert_layout(m11o if j % 2 else m11e, LANE, assert_trivial=True), first + j // 2
+        )
         row = pair + 4 * j
         t10e += m * _from_lane(t10e, row)
         t10o += m * _from_lane(t10o, row)
@@ -229,4 +243,6 @@ def invert(own, M0, M1, M2, i_w, dtype: gl.constexpr):
     fence_async_shared()
     b_0 = warpgroup_mma_wait(0, deps=(start_product(t_high, t_low, s_high, s_low, 32, ACC32),))
     lower = gl.convert_layout(-(i_w // 2), ACC32, assert_trivial=True)
-    return beside(choose(lower, b_0.to(dtype), t_high), choose(lower, t_high, gl.zeros_like(t_high)), ACC64)
+    return beside(
+        choose(lower, b_0.to(dtype), t_high), choose(lower, t_high, gl.zeros_like(t_high)), ACC64
+    )

@@ -140,7 +140,10 @@ def products_kernel(
     below = o_c[:, None] > o_c[None, :]
     tl.store(dP + o_cc, round_to(tl.where(below, b_OU, tl.trans(b_OU)), dtype, DOT))
     tl.store(dkk + o_cc, round_to(tl.where(below, -b_YU, tl.trans(-b_YU)), dtype, DOT))
-    p, m = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :], m_t[:, None] & m_k[None, :]
+    p, m = (
+        (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :],
+        m_t[:, None] & m_k[None, :],
+    )
     tl.store(OS + p, round_to(b_OS, dtype, DOT), mask=m)
     tl.store(YS + p, round_to(b_YS, dtype, DOT), mask=m)
     tl.store(US + p, round_to(b_US, dtype, DOT), mask=m)
@@ -178,7 +181,9 @@ def differentiate_cuts(
         b_w = tl.where(right, b_q, b_k)
         b_by = tl.where(right, b_beta, 1.0)
         b_from_q = b_f * multiply(tl.where(apart, b_dP, 0.0), round_to(b_w * b_f, dtype, DOT), DOT)
-        b_row_k = b_f * multiply(tl.where(apart, b_dkk, 0.0), round_to(b_k * b_f * b_by, dtype, DOT), DOT)
+        b_row_k = b_f * multiply(
+            tl.where(apart, b_dkk, 0.0), round_to(b_k * b_f * b_by, dtype, DOT), DOT
+        )
         b_dq += tl.where(right, b_from_q, 0.0)
         b_rowk += tl.where(right, b_row_k, 0.0)
         b_dk += tl.where(right, 0.0, b_from_q + b_row_k)
@@ -232,7 +237,9 @@ def gradients_kernel(
         b_YS = tl.load(YS + p_g, mask=m, other=0.0)
         b_US = tl.load(US + p_g, mask=m, other=0.0)
         b_SdS = tl.load(SdS + tile * K + o_k, mask=m_k, other=0.0)
-        o_r = o_c + tl.where(i_k < NT + K, 0, C)  # o_c, which the compiler does not know: it would keep masks
+        o_r = o_c + tl.where(
+            i_k < NT + K, 0, C
+        )  # o_c, which the compiler does not know: it would keep masks
         b_g, b_x = load_decays(g, rate, dt_bias, lower_bound, p_g, p_bias, m, m_k[None, :])
         # the layout of products, which the levels have, costs nothing where a product makes it: of 1
         b_one = tl.where(o_r[:, None] == o_c[None, :], 1.0, 0.0).to(dtype)
@@ -290,7 +297,11 @@ def gradients(
 ):  # fmt: skip
     """Launches both kernels: fills products, dq and dk of value heads, dv, dg, dbeta; with A_log dgates."""
     H, (HV, V), K = q.shape[2], do.shape[2:], q.shape[3]
-    launch, grid, sizes = config.products, (chunks.count * HV,), {"HV": HV, "K": K, "C": chunks.size}
+    launch, grid, sizes = (
+        config.products,
+        (chunks.count * HV,),
+        {"HV": HV, "K": K, "C": chunks.size},
+    )
     places = chunks.start, chunks.length, scale, chunks.tokens, chunks.per_sequence
     products_kernel[grid](
         v, do, rows, S, U, dY, dS, carry, *products, dv, *places, KP=power_of_two(K), V=V,
@@ -306,19 +317,37 @@ def gradients(
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row = config(K, V, itemsize=itemsize, rule="kimi_")
-    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "BK": row.prepare.columns, "V": V, "C": row.C}
+    sizes = {
+        "H": 2,
+        "HV": 4,
+        "K": K,
+        "KP": power_of_two(K),
+        "BK": row.prepare.columns,
+        "V": V,
+        "C": row.C,
+    }
     sizes |= {"TILES": 2, "DOT": row.dot}
     for layout, tables in layouts(quick).items():
         states = ("dstate", "initial_state", "dinitial_state", "carry") if layout == "dense" else ()
         values, launch = sizes | tables | dict.fromkeys(states), row.reverse
-        own = sizes | tables | of_tile(launch) | dict.fromkeys(("units", "writes")) | rows_of(4, 4, K, V)
+        own = (
+            sizes
+            | tables
+            | of_tile(launch)
+            | dict.fromkeys(("units", "writes"))
+            | rows_of(4, 4, K, V)
+        )
         absent = ("dstate", "initial_state", "S", "U", "dY", "dS", "carry")
         for use, missing in {"": states, " segments": absent}.items():
             form = own | dict.fromkeys(missing)
-            yield Variant("kimi_reverse", layout + use, rule.reverse_scan_kernel, rule.TYPES, launch, form)
+            yield Variant(
+                "kimi_reverse", layout + use, rule.reverse_scan_kernel, rule.TYPES, launch, form
+            )
         launch = row.products
         own = values | {"BV": launch.columns, "PIPELINED": launch.stages > 1}
         yield Variant("kimi_products", layout, products_kernel, TYPES, launch, own)
         for form, arguments in gates_of(quick).items():
             own = values | arguments | {"BK": row.gradients.columns}
-            yield Variant("kimi_gradients", f"{layout}, {form}", gradients_kernel, TYPES, row.gradients, own)
+            yield Variant(
+                "kimi_gradients", f"{layout}, {form}", gradients_kernel, TYPES, row.gradients, own
+            )

@@ -132,7 +132,9 @@ def find_norms(q, k, p_q, m_t, o_c, H: tl.constexpr, K: tl.constexpr, BK: tl.con
 
 
 @triton.jit
-def add_cuts(b_kk, b_P, b_q, b_k, b_g, o_i, o_j, first, last, dtype: tl.constexpr, DOT: tl.constexpr):
+def add_cuts(
+    b_kk, b_P, b_q, b_k, b_g, o_i, o_j, first, last, dtype: tl.constexpr, DOT: tl.constexpr
+):
     """Adds kk and P of the levels from `first` to before `last`, and what pairs i < j would have.
 
     Tiles are those of a chunk or of its blocks of 16; o_i and o_j number rows and columns. g times log2(e).
@@ -195,7 +197,9 @@ def prepare_kernel(
         b_q = tl.load(q + p, mask=m, other=0.0)
         b_k = tl.load(k + p, mask=m, other=0.0)
         p_g = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
-        b_g, _ = load_decays(g, rate, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, m_k[None, :])
+        b_g, _ = load_decays(
+            g, rate, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, m_k[None, :]
+        )
         b_q = b_q.to(tl.float32) * (scale * b_rq)[:, None]
         b_k = b_k.to(tl.float32) * b_rk[:, None]
         b_gam, b_lam, b_last = find_factors(b_g, o_c, C, dtype)
@@ -220,7 +224,10 @@ def prepare_kernel(
     b_L = b_kk * b_beta[:, None]
     p_rows = rows + tile * (ROWS * C) + o_c
     for row in tl.static_range(ROWS - 2):
-        tl.store(p_rows + row * C, b_rq if row == 2 else b_rk if row == 3 else tl.full([C], 1.0, tl.float32))
+        tl.store(
+            p_rows + row * C,
+            b_rq if row == 2 else b_rk if row == 3 else tl.full([C], 1.0, tl.float32),
+        )
     tl.store(p_rows + 7 * C, b_beta)
     tl.store(p_rows + 8 * C, tl.sum(tl.abs(b_L), axis=1))
     tl.store(T + tile * (C * C) + o_cc, round_to(invert_unit_lower(b_L, C, dtype, DOT), dtype, DOT))
@@ -242,7 +249,9 @@ def prepare(
     )  # fmt: skip
     sizes = {"H": H, "HV": HV, "K": K, "C": chunks.size} | config.prepare.options()
     if l2norm and hopper.takes(q, k, g, A_log, lower_bound, config):
-        hopper.prepare_kernel[(chunks.count * HV,)](*arguments, SLICES=hopper.count_slices(K), **sizes)
+        hopper.prepare_kernel[(chunks.count * HV,)](
+            *arguments, SLICES=hopper.count_slices(K), **sizes
+        )
         return
     prepare_kernel[(chunks.count * HV,)](
         *arguments, BK=config.prepare.columns, L2NORM=l2norm, DOT=config.dot, **sizes
@@ -259,7 +268,15 @@ def gates_of(quick: bool):
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module: nothing in float16."""
     row = config(K, V, itemsize=itemsize, rule="kimi_")
-    sizes = {"H": 2, "HV": 4, "K": K, "KP": power_of_two(K), "BK": row.prepare.columns, "V": V, "C": row.C}
+    sizes = {
+        "H": 2,
+        "HV": 4,
+        "K": K,
+        "KP": power_of_two(K),
+        "BK": row.prepare.columns,
+        "V": V,
+        "C": row.C,
+    }
     sizes |= {"L2NORM": True, "DOT": row.dot}
     tile = row.scan
     own = sizes | rows_of(4, 4, K, V) | of_tile(tile) | dict.fromkeys(("QR", "KR"), 4 * K)
@@ -267,7 +284,9 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     for layout, tables in layouts(quick).items():
         for form, arguments in gates_of(quick).items():
             values = sizes | tables | arguments
-            yield Variant("kimi_prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, values)
+            yield Variant(
+                "kimi_prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, values
+            )
             if form == "gates with a bound" and row.prepare.gluon:
                 values |= {"SLICES": hopper.count_slices(K)}
                 kernel = hopper.prepare_kernel

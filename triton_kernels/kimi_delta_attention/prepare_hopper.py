@@ -129,7 +129,10 @@ def prepare_kernel(
         start_copy(s_q.index(i), q + o, m)
         start_copy(s_k.index(i), k + o, m)
     async_copy.commit_group()
-    o_t, o_n = gl.arange(0, C, gl.SliceLayout(1, LOAD_G)), gl.arange(0, N, gl.SliceLayout(0, LOAD_G))
+    o_t, o_n = (
+        gl.arange(0, C, gl.SliceLayout(1, LOAD_G)),
+        gl.arange(0, N, gl.SliceLayout(0, LOAD_G)),
+    )
     p_g = (start * HV + i_h) * K
     for i in gl.static_range(SLICES):
         m = (o_t < length)[:, None] & (i * N + o_n < K)[None, :]
@@ -138,7 +141,9 @@ def prepare_kernel(
     async_copy.commit_group()
 
     o_c = gl.arange(0, C, LINE)
-    b_beta = gl.load(beta + start * HV + i_h + o_c * HV, mask=o_c < length, other=0.0).to(gl.float32)
+    b_beta = gl.load(beta + start * HV + i_h + o_c * HV, mask=o_c < length, other=0.0).to(
+        gl.float32
+    )
     if beta_max is not None:
         b_beta = gl.where(o_c < length, beta_max * sigmoid(b_beta), 0.0)
     rate = -LOG2E * exp(load_rate(A_log, lower_bound, i_h))
@@ -184,16 +189,23 @@ def prepare_kernel(
         if dt_bias is not None:
             b_bias = gl.load(dt_bias + i_h * K + i * N + b_n, mask=m_k, other=0.0)
             b_x += b_bias.to(gl.float32)[None, :]
-        b_g = gl.where(m_t, _divide(lower_bound * LOG2E, 1.0 + _exp2(b_x * rate)), 0.0)  # times log2(e)
+        b_g = gl.where(
+            m_t, _divide(lower_bound * LOG2E, 1.0 + _exp2(b_x * rate)), 0.0
+        )  # times log2(e)
         b_g = by_blocks(b_g, BLOCKS)
         b_p = gl.associative_scan(b_g, 1, add)
         b_s = gl.sum(b_g, axis=1)
         s_sums.store(gl.reshape(b_s, [4 * N]))
         gl.barrier()
         b_0, b_1 = s_sums.slice(0, N).load(SUM)[None, :], s_sums.slice(N, N).load(SUM)[None, :]
-        b_2, b_3 = s_sums.slice(2 * N, N).load(SUM)[None, :], s_sums.slice(3 * N, N).load(SUM)[None, :]
+        b_2, b_3 = (
+            s_sums.slice(2 * N, N).load(SUM)[None, :],
+            s_sums.slice(3 * N, N).load(SUM)[None, :],
+        )
         b_start = (
-            gl.where(block > 0, b_0, 0.0) + gl.where(block > 1, b_1, 0.0) + gl.where(block > 2, b_2, 0.0)
+            gl.where(block > 0, b_0, 0.0)
+            + gl.where(block > 1, b_1, 0.0)
+            + gl.where(block > 2, b_2, 0.0)
         )
         b_all = b_0 + b_1 + b_2 + b_3
         f_0 = _exp2(b_start - b_0)[:, None, :]
@@ -206,7 +218,10 @@ def prepare_kernel(
         o_g = p_g + (b_t[:, None] * (HV * K) + (i * N + b_n)[None, :])
         m_g = m_t & m_k[None, :]
         b_f = _exp2(b_p)
-        x_q = by_blocks(s_q.index(i).load(TALL).to(gl.float32) * s_rq.load(TOKENS)[:, None], BLOCKS) * b_f
+        x_q = (
+            by_blocks(s_q.index(i).load(TALL).to(gl.float32) * s_rq.load(TOKENS)[:, None], BLOCKS)
+            * b_f
+        )
         s_q0.store(whole((x_q * f_0).to(dtype), TALL))
         s_q1.store(whole((x_q * f_1).to(dtype), TALL))
         gl.store(qg + o_g, whole((x_q * (f_gam * scale)).to(dtype), TALL), mask=m_g)
@@ -215,7 +230,9 @@ def prepare_kernel(
         x_k *= b_f
         s_k0.store(whole((x_k * f_0).to(dtype), TALL))
         s_k1.store(whole((x_k * f_1).to(dtype), TALL))
-        gl.store(kg + o_g, (whole(x_k * f_gam, TALL) * s_beta.load(TOKENS)[:, None]).to(dtype), mask=m_g)
+        gl.store(
+            kg + o_g, (whole(x_k * f_gam, TALL) * s_beta.load(TOKENS)[:, None]).to(dtype), mask=m_g
+        )
         s_read.store(whole((b_read * f_read).to(dtype), TALL))
         fence_async_shared()
         gl.barrier()
@@ -223,7 +240,9 @@ def prepare_kernel(
         b_kk0 = warpgroup_mma(s_k0, s_read.slice(0, 32, 0).permute((1, 0)), b_kk0, is_async=True)
         b_P1 = warpgroup_mma(s_q1, s_read.slice(32, 32, 0).permute((1, 0)), b_P1, is_async=True)
         b_kk1 = warpgroup_mma(s_k1, s_read.slice(32, 32, 0).permute((1, 0)), b_kk1, is_async=True)
-        gl.store(kl + o_g, whole((b_read * _exp2(b_s)[:, None, :] * f_lam).to(dtype), TALL), mask=m_g)
+        gl.store(
+            kl + o_g, whole((b_read * _exp2(b_s)[:, None, :] * f_lam).to(dtype), TALL), mask=m_g
+        )
         b_P0, b_P1, b_kk0, b_kk1 = warpgroup_mma_wait(0, deps=(b_P0, b_P1, b_kk0, b_kk1))
 
     o_i, o_j = gl.arange(0, C, ROW)[:, None], gl.arange(0, C, gl.SliceLayout(0, ACC64))[None, :]
@@ -237,7 +256,8 @@ def prepare_kernel(
     b_one = gl.full([C], 1.0, gl.float32, LINE)
     for row in gl.static_range(7):
         gl.store(
-            p_rows + row * C + o_c, s_rq.load(LINE) if row == 2 else s_rk.load(LINE) if row == 3 else b_one
+            p_rows + row * C + o_c,
+            s_rq.load(LINE) if row == 2 else s_rk.load(LINE) if row == 3 else b_one,
         )
     gl.store(p_rows + 7 * C + o_c, s_beta.load(LINE))
     gl.barrier()

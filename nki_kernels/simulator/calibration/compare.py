@@ -74,7 +74,9 @@ def table(comparisons: list[Comparison]) -> str:
             f"{model / measured:.2f}" if measured else ""
             for model, measured in ((c.vector, m.vector), (c.scalar, m.scalar))
         ]
-        lines.append(f"| {m.kernel} | {m.source} | {m.ms:.3f} | {times} | {ratios} | {' | '.join(busy)} |")
+        lines.append(
+            f"| {m.kernel} | {m.source} | {m.ms:.3f} | {times} | {ratios} | {' | '.join(busy)} |"
+        )
     return "\n".join(lines)
 
 
@@ -89,7 +91,11 @@ def verdict(comparisons: list[Comparison]) -> tuple[list[str], bool]:
         for reading in READINGS:
             ratios = sorted(c.ratio(reading.name) for c in chosen)
             middle = median(ratios)
-            good = MEDIAN[0] <= middle <= MEDIAN[1] and ratios[0] >= 1 / FARTHEST and ratios[-1] <= FARTHEST
+            good = (
+                MEDIAN[0] <= middle <= MEDIAN[1]
+                and ratios[0] >= 1 / FARTHEST
+                and ratios[-1] <= FARTHEST
+            )
             met &= good
             lines.append(
                 f"{name}, {reading.name}: {len(ratios)} points, median {middle:.2f}, {ratios[0]:.2f} to "
@@ -102,7 +108,9 @@ def main() -> int:
     """Runs the comparison. Returns 1 if the model is farther from a measurement than the aims allow."""
     comparisons = [compare(m) for m in MEASUREMENTS]
     lines, met = verdict(comparisons)
-    print("Model in program order against published measurements on Trn1. Nothing was measured here.\n")
+    print(
+        "Model in program order against published measurements on Trn1. Nothing was measured here.\n"
+    )
     print(table(comparisons) + "\n", *lines, "", sep="\n")
     print("\nSources:", *(f"{name}: {address}" for name, address in SOURCES.items()), sep="\n  ")
     return 0 if met else 1

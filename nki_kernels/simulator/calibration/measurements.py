@@ -53,7 +53,9 @@ class Measurement:
 def _read(row: dict[str, str]) -> Measurement:
     ms = float(row["ms"])
     whole = ms if row["busy"] == "share" else 1.0
-    vector, scalar = (whole * float(row[engine]) if row[engine] else None for engine in ("vector", "scalar"))
+    vector, scalar = (
+        whole * float(row[engine]) if row[engine] else None for engine in ("vector", "scalar")
+    )
     samples = tuple(map(int, row["samples"].split()))
     return Measurement(
         row["kernel"], row["source"], row["where"], ms, getattr(programs, row["program"]),

@@ -58,7 +58,10 @@ def multiply(target, stationary, right):
                 total = tile(P, N, buffer=nl.psum)
                 for step, (s, v) in enumerate(zip(stationary, moving, strict=True)):
                     nisa.nc_matmul(
-                        dst=total, stationary=s[:, row : row + P], moving=v[:, n : n + N], accumulate=step > 0
+                        dst=total,
+                        stationary=s[:, row : row + P],
+                        moving=v[:, n : n + N],
+                        accumulate=step > 0,
                     )
                 to_sbuf(total, done[:, n : n + N])
             nisa.dma_copy(dst=target[row : row + P, column : column + WIDE], src=done)
@@ -71,7 +74,10 @@ def gemm(left, right):
     for column in range(0, width, WIDE):
         blocks = [tile(P, N, buffer=nl.psum) for _ in range(8)]
         for k in range(0, depth, P):
-            moving, stationary = load(right[k : k + P, column : column + WIDE]), load(left[k : k + P, :])
+            moving, stationary = (
+                load(right[k : k + P, column : column + WIDE]),
+                load(left[k : k + P, :]),
+            )
             for m in range(4):
                 for n in range(2):
                     nisa.nc_matmul(
@@ -167,7 +173,9 @@ def silu(x):
         for n in range(0, WIDE, N):
             part, power, below, inverse = loaded[:, n : n + N], tile(P, N), tile(P, N), tile(P, N)
             nisa.activation(dst=power, op=nl.exp, data=part, scale=-1.0)
-            nisa.tensor_scalar(dst=below, data=power, op0=nl.add, operand0=1.0, engine=nisa.engine.scalar)
+            nisa.tensor_scalar(
+                dst=below, data=power, op0=nl.add, operand0=1.0, engine=nisa.engine.scalar
+            )
             nisa.reciprocal(dst=inverse, data=below)
             nisa.tensor_tensor(dst=done[:, n : n + N], data1=part, data2=inverse, op=nl.multiply)
         nisa.dma_copy(dst=out[:, column : column + WIDE], src=done)

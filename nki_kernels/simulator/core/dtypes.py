@@ -24,7 +24,9 @@ class DType(str):
         self.itemsize = self.numpy.itemsize
         self.integer = self.numpy.kind in "iu"
         self.packed = name.endswith("_x4")
-        self.limits = (int(np.iinfo(self.numpy).min), int(np.iinfo(self.numpy).max)) if self.integer else None
+        self.limits = (
+            (int(np.iinfo(self.numpy).min), int(np.iinfo(self.numpy).max)) if self.integer else None
+        )
         return self
 
     __hash__ = str.__hash__
@@ -99,11 +101,17 @@ def store(out: np.ndarray, dtype: DType, values: np.ndarray) -> None:
 def round_to(values: np.ndarray, name: str) -> np.ndarray:
     """Round float32 values to another float dtype and return them in float32."""
     dtype = dtype_of(name)
-    return round_tfloat32(values) if dtype is tfloat32 else values.astype(dtype.numpy).astype(np.float32)
+    return (
+        round_tfloat32(values)
+        if dtype is tfloat32
+        else values.astype(dtype.numpy).astype(np.float32)
+    )
 
 
 def round_tfloat32(values: np.ndarray) -> np.ndarray:
     """Round float32 to 10 mantissa bits, to nearest even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))) & np.uint32(0xFFFFE000)
+    rounded = (bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))) & np.uint32(
+        0xFFFFE000
+    )
     return np.where(np.isnan(values), values, rounded.view(np.float32))

@@ -45,7 +45,17 @@ NOT_IN_PLACE = (
 class Instruction:
     """One instruction while it runs: checks operands, stores results, and appends itself to the trace."""
 
-    __slots__ = ("_latched", "_reads", "_writes", "engine", "index", "machine", "op", "strict", "target")
+    __slots__ = (
+        "_latched",
+        "_reads",
+        "_writes",
+        "engine",
+        "index",
+        "machine",
+        "op",
+        "strict",
+        "target",
+    )
 
     def __init__(self, op: str, engine: Engine) -> None:
         machine = current()
@@ -58,9 +68,13 @@ class Instruction:
         machine.count += 1
         self._reads: list[tuple[str, NkiTensor]] = []
         self._writes: list[tuple[str, NkiTensor]] = []
-        self._latched: tuple[str, ...] = ("bias",)  # (P, 1) operands, read before the engine streams
+        self._latched: tuple[str, ...] = (
+            "bias",
+        )  # (P, 1) operands, read before the engine streams
 
-    def read(self, role: str, tensor: object, regions: tuple[MemoryRegion, ...] = ON_CHIP) -> np.ndarray:
+    def read(
+        self, role: str, tensor: object, regions: tuple[MemoryRegion, ...] = ON_CHIP
+    ) -> np.ndarray:
         """Check an input operand and return its values."""
         t = self._operand(role, tensor, regions)
         storage = t.storage
@@ -78,13 +92,17 @@ class Instruction:
         values = self.read(role, tensor)
         return to_float32(values).reshape(tensor.shape[0], -1)
 
-    def dst(self, role: str, tensor: object, regions: tuple[MemoryRegion, ...] = ON_CHIP) -> NkiTensor:
+    def dst(
+        self, role: str, tensor: object, regions: tuple[MemoryRegion, ...] = ON_CHIP
+    ) -> NkiTensor:
         """Check an output operand and return it."""
         t = self._operand(role, tensor, regions)
         if 0 in t.array.strides and t.indirection is None:
             repeats = any(s == 0 and n > 1 for s, n in zip(t.array.strides, t.shape, strict=True))
             if repeats:
-                self.machine.refuse("a destination that repeats", f"{self.op} {role} `{t.name}` {t.shape}")
+                self.machine.refuse(
+                    "a destination that repeats", f"{self.op} {role} `{t.name}` {t.shape}"
+                )
         self._writes.append((role, t))
         return t
 
@@ -116,7 +134,11 @@ class Instruction:
         self.write(out, values)
 
     def write_columns(
-        self, role: str, tensor: object, values: np.ndarray, regions: tuple[MemoryRegion, ...] = ON_CHIP
+        self,
+        role: str,
+        tensor: object,
+        values: np.ndarray,
+        regions: tuple[MemoryRegion, ...] = ON_CHIP,
     ) -> None:
         """Check that an output operand has the shape of `values`, [partitions, columns], and write them."""
         out = self.dst(role, tensor, regions)
@@ -142,7 +164,9 @@ class Instruction:
         if len(operands) > len(order):
             raise TypeError(f"{self.op} takes {len(order)} operands, got {len(operands)}")
         for other, names in orders.items() if self.strict else ():
-            for place, (name, instead) in enumerate(zip(order[: len(operands)], names, strict=False)):
+            for place, (name, instead) in enumerate(
+                zip(order[: len(operands)], names, strict=False)
+            ):
                 self.forbid(
                     name != instead,
                     f"positional operand {place + 1} is {name} in nki {release} and {instead} in {other}: "
@@ -203,10 +227,14 @@ class Instruction:
                 f"(NeuronCore-v{self.target.generation})"
             )
 
-    def scalar_operand(self, role: str, value: object, partitions: int, *, bitvec: bool = False) -> Any:
+    def scalar_operand(
+        self, role: str, value: object, partitions: int, *, bitvec: bool = False
+    ) -> Any:
         """Return a number as it is, and a (P, 1) tile so that it broadcasts along the free axis."""
         if not isinstance(value, NkiTensor):
-            if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+            if isinstance(value, bool) or not isinstance(
+                value, (int, float, np.integer, np.floating)
+            ):
                 raise TypeError(
                     f"{self.op} {role} must be a number or a (P, 1) tile, got {type(value).__name__}"
                 )
@@ -218,7 +246,8 @@ class Instruction:
             f"{role} must be a number or a tile of shape ({partitions}, 1), got {value.shape}",
         )
         self.forbid(
-            not bitvec and value.dtype != "float32", f"{role} dtype must be float32, got {value.dtype}"
+            not bitvec and value.dtype != "float32",
+            f"{role} dtype must be float32, got {value.dtype}",
         )
         return values.reshape(partitions, 1)
 
@@ -235,13 +264,17 @@ class Instruction:
     def activation_function(self, op: object) -> Operator:
         """Return `op` if one Scalar instruction computes it; raise TypeError otherwise."""
         if not isinstance(op, Operator) or op.activation is None or op.composed:
-            raise TypeError(f"{self.op} op must be an activation function such as nl.exp, got {op!r}")
+            raise TypeError(
+                f"{self.op} op must be an activation function such as nl.exp, got {op!r}"
+            )
         return op
 
     def one_of(self, role: str, op: object, names: tuple[str, ...]) -> Operator:
         """Return `op` if it is an operator of one of these names; refuse others."""
         listed = " or ".join(f"nl.{name}" for name in names)
-        self.require(isinstance(op, Operator) and op.name in names, f"{role} must be {listed}, got {op!r}")
+        self.require(
+            isinstance(op, Operator) and op.name in names, f"{role} must be {listed}, got {op!r}"
+        )
         assert isinstance(op, Operator)
         return op
 
@@ -254,7 +287,9 @@ class Instruction:
     def check_member(self, enumeration: str, member: object, *allowed: Enum) -> None:
         """Refuse what is no member of an enumeration of nisa, or none that the instruction takes."""
         if not isinstance(member, type(allowed[0])):
-            raise TypeError(f"{self.op} {enumeration} must be a member of nisa.{enumeration}, got {member!r}")
+            raise TypeError(
+                f"{self.op} {enumeration} must be a member of nisa.{enumeration}, got {member!r}"
+            )
         names = ", ".join(m.name for m in allowed)
         self.require(member in allowed, f"{enumeration} must be one of {names}, got {member.name}")
 
@@ -286,16 +321,21 @@ class Instruction:
             raise TypeError(f"{self.op} {role} must be a tensor, got {type(tensor).__name__}")
         if tensor.buffer not in regions:
             allowed = [r.value for r in regions]
-            raise ConstraintError(f"{self.op} {role} must be in {allowed}, got {tensor.buffer.value}")
+            raise ConstraintError(
+                f"{self.op} {role} must be in {allowed}, got {tensor.buffer.value}"
+            )
         if tensor.dtype.packed:
             self.require(
-                self.op == "dma_copy", f"{role} has dtype {tensor.dtype}, which is copied by DMA alone"
+                self.op == "dma_copy",
+                f"{role} has dtype {tensor.dtype}, which is copied by DMA alone",
             )
         if tensor.form:
             self.machine.refuse(tensor.form, f"{self.op} {role} `{tensor.name}` {tensor.shape}")
         if tensor.on_chip:
             n = tensor.shape[0]
-            self.require(n <= PARTITIONS, f"{role} partition dimension {n} exceeds maximum {PARTITIONS}")
+            self.require(
+                n <= PARTITIONS, f"{role} partition dimension {n} exceeds maximum {PARTITIONS}"
+            )
             if self.engine is not Engine.dma and self.strict:
                 if tensor.partition:
                     self._check_start(role, tensor)
@@ -380,7 +420,10 @@ def instruction(
         body: Callable[Concatenate[Instruction, P], dict[str, Any] | None],
     ) -> Callable[P, Handle]:
         parameters = inspect.signature(body).parameters.values()
-        order = (*(p.name for p in list(parameters)[1:] if p.kind is p.POSITIONAL_OR_KEYWORD), "name")
+        order = (
+            *(p.name for p in list(parameters)[1:] if p.kind is p.POSITIONAL_OR_KEYWORD),
+            "name",
+        )
 
         @functools.wraps(body)
         def issue(*operands: P.args, **options: P.kwargs) -> Handle:

@@ -101,7 +101,13 @@ class Machine:
     """The state of one simulated core during one kernel call."""
 
     def __init__(
-        self, target: Target, *, strict: bool, trace: bool, numerics: Numerics, nki: str | None = None
+        self,
+        target: Target,
+        *,
+        strict: bool,
+        trace: bool,
+        numerics: Numerics,
+        nki: str | None = None,
     ) -> None:
         self.target = target
         self.strict = strict
@@ -178,7 +184,9 @@ class Machine:
     def argument(self, array: np.ndarray, name: str) -> NkiTensor:
         """Return `array`, not copied, as a written tensor in shared HBM."""
         number = len(self.lives)
-        storage = Storage(array, dtype_of(array.dtype), MemoryRegion.shared_hbm, name, number, BY_OTHER)
+        storage = Storage(
+            array, dtype_of(array.dtype), MemoryRegion.shared_hbm, name, number, BY_OTHER
+        )
         self.lives.append(storage.life)
         return NkiTensor(array, storage)
 
@@ -236,5 +244,7 @@ def current() -> Machine:
     """Return the machine of the kernel that runs in this thread."""
     machine = running.machine
     if machine is None:
-        raise RuntimeError("NKI instructions run inside a kernel: call it, or nki.simulate(kernel)(...)")
+        raise RuntimeError(
+            "NKI instructions run inside a kernel: call it, or nki.simulate(kernel)(...)"
+        )
     return machine

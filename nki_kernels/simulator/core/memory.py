@@ -135,7 +135,16 @@ def _view_method(make):
 class NkiTensor:
     """A view of a storage. Views share storage; only instructions move data."""
 
-    __slots__ = ("array", "buffer", "dtype", "form", "indirection", "partition", "sliced", "storage")
+    __slots__ = (
+        "array",
+        "buffer",
+        "dtype",
+        "form",
+        "indirection",
+        "partition",
+        "sliced",
+        "storage",
+    )
 
     def __init__(
         self, array: np.ndarray, storage: Storage, partition: int = 0, dtype: DType | None = None
@@ -164,7 +173,9 @@ class NkiTensor:
     @property
     def offset(self) -> int:
         """Says how many elements lie between the start of the storage and this tensor's first."""
-        return (self.array.__array_interface__["data"][0] - self.storage.pointer) // self.array.itemsize
+        return (
+            self.array.__array_interface__["data"][0] - self.storage.pointer
+        ) // self.array.itemsize
 
     @property
     def span(self) -> tuple[int, int]:
@@ -187,8 +198,12 @@ class NkiTensor:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def _like(self, array: np.ndarray, partition: int | None = None, sliced: bool = True) -> "NkiTensor":
-        view = NkiTensor(array, self.storage, self.partition if partition is None else partition, self.dtype)
+    def _like(
+        self, array: np.ndarray, partition: int | None = None, sliced: bool = True
+    ) -> "NkiTensor":
+        view = NkiTensor(
+            array, self.storage, self.partition if partition is None else partition, self.dtype
+        )
         view.indirection = self.indirection
         return self._derive(view, sliced)
 
@@ -239,10 +254,15 @@ class NkiTensor:
             )
             return slice(i, i + 1)
         else:
-            raise TypeError(f"tensors are indexed by integers, slices, ... and nl.ds, got {type(k).__name__}")
+            raise TypeError(
+                f"tensors are indexed by integers, slices, ... and nl.ds, got {type(k).__name__}"
+            )
         start = start + size if start < 0 else start
         stop = stop + size if stop < 0 else stop
-        require(step >= 1, f"slice step {step} on dimension {axis} of tensor `{self.name}` is not positive")
+        require(
+            step >= 1,
+            f"slice step {step} on dimension {axis} of tensor `{self.name}` is not positive",
+        )
         require(
             0 <= start < stop <= size,
             f"Out-of-bound access for tensor `{self.name}` on dimension {axis}: "
@@ -251,7 +271,9 @@ class NkiTensor:
         return slice(start, stop, step)
 
     def __setitem__(self, key: object, value: object) -> None:
-        raise TypeError("nki.language, which is not imported, has the instructions that assign to a tensor")
+        raise TypeError(
+            "nki.language, which is not imported, has the instructions that assign to a tensor"
+        )
 
     # Views
 
@@ -292,7 +314,9 @@ class NkiTensor:
             )
             if len(pairs) == 1:
                 pairs.append((1, 1))
-        array, where = _take_strided(self, flat, start, pairs, scalar_offset, vector_offset, indirect_dim)
+        array, where = _take_strided(
+            self, flat, start, pairs, scalar_offset, vector_offset, indirect_dim
+        )
         tensor = NkiTensor(array, self.storage, partition, element)
         tensor.indirection = None if where is None else (flat, where)
         return self._derive(tensor)
@@ -306,7 +330,9 @@ class NkiTensor:
         )
         P = self.shape[0]
         kept = not self.on_chip or shape[0] == P
-        require(kept, f"reshape keeps the partition axis on chip: {P} partitions, asked for {shape[0]}")
+        require(
+            kept, f"reshape keeps the partition axis on chip: {P} partitions, asked for {shape[0]}"
+        )
         view = self.array.reshape(shape)
         require(
             np.may_share_memory(view, self.array),
@@ -319,7 +345,9 @@ class NkiTensor:
     def permute(self, dims) -> "NkiTensor":
         known = sorted(dims) == list(range(self.ndim))
         require(known, f"permute needs a permutation of {self.ndim} axes, got {dims}")
-        require(not self.on_chip or dims[0] == 0, "permute keeps the partition axis outermost on chip")
+        require(
+            not self.on_chip or dims[0] == 0, "permute keeps the partition axis outermost on chip"
+        )
         return self._like(self.array.transpose(dims))
 
     def _free_axis(self, dim: int, what: str, one: bool = False) -> None:
@@ -332,8 +360,12 @@ class NkiTensor:
 
     def repeat(self, dim: int, size: int) -> "NkiTensor":
         """View an axis of size 1 as one of `size`. No kernel calls it; that is what `broadcast` is for."""
-        self._free_axis(dim, "broadcast of the partition axis is not a view; use a ones matmul", one=True)
-        return self._like(np.broadcast_to(self.array, (*self.shape[:dim], size, *self.shape[dim + 1 :])))
+        self._free_axis(
+            dim, "broadcast of the partition axis is not a view; use a ones matmul", one=True
+        )
+        return self._like(
+            np.broadcast_to(self.array, (*self.shape[:dim], size, *self.shape[dim + 1 :]))
+        )
 
     def insert_axis(self, dim: int) -> "NkiTensor":
         """View the tensor with one more axis. No kernel calls it; that is what `expand_dim` is for."""
@@ -359,7 +391,10 @@ class NkiTensor:
 
     @_view_method
     def flatten_dims(self, start_dim: int, end_dim: int) -> "NkiTensor":
-        require(not self.on_chip or start_dim > 0, "flatten_dims cannot merge the partition axis on chip")
+        require(
+            not self.on_chip or start_dim > 0,
+            "flatten_dims cannot merge the partition axis on chip",
+        )
         merged = prod(self.shape[start_dim : end_dim + 1])
         return self.reshape((*self.shape[:start_dim], merged, *self.shape[end_dim + 1 :]))
 
@@ -401,8 +436,13 @@ class NkiTensor:
 
     def view(self, dtype: object) -> "NkiTensor":
         element = dtype_of(dtype)
-        require(self.array.strides[-1] == self.array.itemsize, "view(dtype) needs a contiguous last axis")
-        return self._derive(NkiTensor(self.array.view(element.numpy), self.storage, self.partition, element))
+        require(
+            self.array.strides[-1] == self.array.itemsize,
+            "view(dtype) needs a contiguous last axis",
+        )
+        return self._derive(
+            NkiTensor(self.array.view(element.numpy), self.storage, self.partition, element)
+        )
 
     reinterpret_cast = view
 
@@ -429,7 +469,8 @@ class NkiTensor:
 def _take_strided(tensor, flat, start, pairs, scalar_offset, vector_offset, indirect_dim):
     """Return the NumPy view of an access pattern; for a gather or scatter also the elements' indices."""
     require(
-        scalar_offset is None or vector_offset is None, "scalar_offset and vector_offset exclude each other"
+        scalar_offset is None or vector_offset is None,
+        "scalar_offset and vector_offset exclude each other",
     )
     shape = tuple(count for _, count in pairs)
     strides = [stride for stride, _ in pairs]

@@ -26,7 +26,9 @@ class Operator:
     bitvec: bool = False
     reduce: bool = False
     activation: Callable | None = None
-    valid: tuple[float, float] | None = None  # the inputs for which the Scalar engine's result is right
+    valid: tuple[float, float] | None = (
+        None  # the inputs for which the Scalar engine's result is right
+    )
     identity: float | None = None  # what a reduction starts from
     composed: bool = False  # no single instruction computes it; nl.cos on a tile issues several
 

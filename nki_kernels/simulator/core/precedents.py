@@ -13,7 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 # an instruction: what its options are in public kernels; an option that is not named is in none
-PUBLIC: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+PUBLIC: dict[str, dict[str, list[str]]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text()
+)
 OPTIONS = ("op", "op0", "op1", "cmp_op", "reduce_op", "reduce_cmd", "engine")
 
 

@@ -34,7 +34,9 @@ class Rule:
         return bool(self.warns) and all(r >= self.warns for r in releases_of(nki) if self.holds(r))
 
     def __str__(self) -> str:
-        span = f"nki {self.first}" if self.first == self.last else f"nki {self.first} to {self.last}"
+        span = (
+            f"nki {self.first}" if self.first == self.last else f"nki {self.first} to {self.last}"
+        )
         verb = "is doubtful in" if self.doubtful else "is refused, or wrong, in"
         if self.warns:
             verb = "is refused by AWS's text, and public kernels have it, in"

@@ -23,7 +23,8 @@ MOST_SETS = 8
 
 EVERYWHERE = frozenset({"copy", "square", "abs", "relu", "sign"})
 SETS: dict[str, frozenset[str]] = {
-    name: frozenset(own) for name, own in json.loads(Path(__file__).with_suffix(".json").read_text()).items()
+    name: frozenset(own)
+    for name, own in json.loads(Path(__file__).with_suffix(".json").read_text()).items()
 }
 
 

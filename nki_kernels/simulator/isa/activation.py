@@ -100,7 +100,10 @@ def activate2(
     run.require(known, f"does not support op0 {first!r} with op1 {second!r}")
     P = data.shape[0]
     values = run.rows("data", data)
-    for alu, imm, reverse, role in ((first, imm0, reverse0, "imm0"), (second, imm1, reverse1, "imm1")):
+    for alu, imm, reverse, role in (
+        (first, imm0, reverse0, "imm0"),
+        (second, imm1, reverse1, "imm1"),
+    ):
         if alu.name != "bypass":
             values = combine(alu, values, run.scalar_operand(role, imm, P), reverse)
     assert function.activation is not None
@@ -122,4 +125,6 @@ def exponential(
     result = np.exp(values - run.scalar_operand("max_value", max_value, P))
     run.write_like(dst, result, src)
     initial = run.scalar_operand("reduce_init", reduce_init, P)
-    return accumulate(run, run.machine.vector_registers[:P], add, result, reduce_cmd, reduce_res, initial)
+    return accumulate(
+        run, run.machine.vector_registers[:P], add, result, reduce_cmd, reduce_res, initial
+    )

@@ -65,7 +65,9 @@ def _pair(run: Instruction) -> Pair:
 
 
 @instruction(engines.gpsimd)
-def core_barrier(run: Instruction, data: NkiTensor, cores: tuple[int, int], engine: engines = engines.gpsimd):
+def core_barrier(
+    run: Instruction, data: NkiTensor, cores: tuple[int, int], engine: engines = engines.gpsimd
+):
     """Wait until both cores have arrived; data is the shared HBM tensor that they wait for."""
     run.engine = engine
     pair = _pair(run)
@@ -83,7 +85,9 @@ def sendrecv(
     pair = _pair(run)
     values = run.read("src", src, (SBUF,))
     out = run.dst("dst", dst, (SBUF,))
-    run.require(src.shape == out.shape, f"src and dst must share a shape, got {src.shape} and {out.shape}")
+    run.require(
+        src.shape == out.shape, f"src and dst must share a shape, got {src.shape} and {out.shape}"
+    )
     run.has_dtype("dst", out, src.dtype)
     for role, rank in (("send_to_rank", send_to_rank), ("recv_from_rank", recv_from_rank)):
         run.require(rank in (0, 1), f"{role} must be 0 or 1, got {rank}")

@@ -59,7 +59,9 @@ def _in_bounds(run: Instruction, tensor: NkiTensor, oob_mode: oob_modes) -> np.n
     inside = (where >= 0) & (where < flat.size)
     if oob_mode is oob_modes.error and not inside.all():
         bad = int(where[~inside].flat[0])
-        run.require(False, f"indirect access out of bounds: element {bad} of {flat.size} in `{tensor.name}`")
+        run.require(
+            False, f"indirect access out of bounds: element {bad} of {flat.size} in `{tensor.name}`"
+        )
     return inside
 
 

@@ -113,7 +113,9 @@ def scalar_tensor_tensor(
 
 
 @instruction(engines.vector)
-def tensor_copy(run: Instruction, dst: NkiTensor, src: NkiTensor, engine: engines = engines.unknown):
+def tensor_copy(
+    run: Instruction, dst: NkiTensor, src: NkiTensor, engine: engines = engines.unknown
+):
     """Copy src to dst, bit for bit where dtypes agree, through float32 otherwise."""
     run.pick(engine, engines.vector, engines.scalar, engines.gpsimd)
     if run.engine is engines.scalar:
@@ -170,7 +172,9 @@ def nc_stream_shuffle(run: Instruction, dst: NkiTensor, src: NkiTensor, shuffle_
     """Copy dst[i] = src[mask[i]] within each quadrant of 32 partitions; 255 leaves dst[i] as it is."""
     values = run.read("src", src, ON_CHIP)
     out = run.dst("dst", dst)
-    run.require(len(shuffle_mask) == 32, f"shuffle_mask must have 32 entries, got {len(shuffle_mask)}")
+    run.require(
+        len(shuffle_mask) == 32, f"shuffle_mask must have 32 entries, got {len(shuffle_mask)}"
+    )
     run.has_dtype("dst", out, src.dtype)
     run.require(
         out.size // out.shape[0] == src.size // src.shape[0],
@@ -178,7 +182,9 @@ def nc_stream_shuffle(run: Instruction, dst: NkiTensor, src: NkiTensor, shuffle_
     )
     legal = list_starts(max(out.shape[0], src.shape[0]))
     for role, t in (("src", src), ("dst", out)):
-        run.forbid(t.partition not in legal, f"{role} starts at partition {t.partition}, legal are {legal}")
+        run.forbid(
+            t.partition not in legal, f"{role} starts at partition {t.partition}, legal are {legal}"
+        )
     result = out.array.copy()
     rows = values.reshape(src.shape[0], *out.shape[1:])
     for lane in range(out.shape[0]):

@@ -21,12 +21,16 @@ __all__ = [
 COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
 
 
-def _affine(run: Instruction, pattern, offset: int, channel_multiplier: int, dst: NkiTensor) -> np.ndarray:
+def _affine(
+    run: Instruction, pattern, offset: int, channel_multiplier: int, dst: NkiTensor
+) -> np.ndarray:
     """Return offset + p * channel_multiplier + sum(step_d * i_d) for each element, a row per partition."""
     pairs = [(int(step), int(count)) for step, count in pattern]
     P, free, count = dst.shape[0], dst.size // dst.shape[0], prod(count for _, count in pairs)
     run.require(len(pairs) <= 4, f"pattern has {len(pairs)} dimensions, the limit is 4")
-    run.require(count == free, f"pattern {pattern} has {count} elements, dst has {free} per partition")
+    run.require(
+        count == free, f"pattern {pattern} has {count} elements, dst has {free} per partition"
+    )
     line = np.zeros(1, np.int64)
     for step, count in pairs:
         line = (line[:, None] + step * np.arange(count)).reshape(-1)
@@ -53,7 +57,9 @@ def affine_select(
     """
     op = run.one_of("cmp_op", cmp_op, COMPARISONS)
     if not isinstance(on_false_value, (int, float, np.number)):
-        raise TypeError(f"affine_select on_false_value must be a number, got {type(on_false_value).__name__}")
+        raise TypeError(
+            f"affine_select on_false_value must be a number, got {type(on_false_value).__name__}"
+        )
     values = run.read("on_true_tile", on_true_tile, (SBUF,))
     out = run.dst("dst", dst, (SBUF,))
     run.same_elements(out, on_true_tile)
@@ -124,7 +130,9 @@ def rand_get_state(run: Instruction, dst: NkiTensor, engine: engines = engines.g
 def _needs_xorwow(run: Instruction, engine: engines, role: str, state: NkiTensor) -> None:
     """Require a generation that has the XORWOW generator on this engine, and a state of its size."""
     run.engine = engine
-    run.needs_generation(4 if engine is engines.vector else 3, f"{run.op} on the {engine.name} engine")
+    run.needs_generation(
+        4 if engine is engines.vector else 3, f"{run.op} on the {engine.name} engine"
+    )
     words = 24 if engine is engines.vector else 6
     run.require(
         state.dtype == "uint32" and state.size == words * state.shape[0],

@@ -109,19 +109,27 @@ def _check_shapes(run, K, K_moving, M, N, tile_position, tile_size) -> None:
             f"tile_size {tile_size} must be of {', '.join(map(str, sizes))} on {run.target.name}",
         )
         run.require(
-            all(0 <= p < 128 and p % size == 0 for p, size in zip(tile_position, tile_size, strict=True)),
+            all(
+                0 <= p < 128 and p % size == 0
+                for p, size in zip(tile_position, tile_size, strict=True)
+            ),
             f"tile_position {tile_position} must be multiples of tile_size {tile_size} below 128",
         )
     run.require(
-        K_moving == K, f"Matmul contraction dimension mismatch: stationary[0]={K} != moving[0]={K_moving}"
+        K_moving == K,
+        f"Matmul contraction dimension mismatch: stationary[0]={K} != moving[0]={K_moving}",
     )
     run.require(rows >= K, f"Matmul contraction dimension {K} exceeds the tile's rows={rows}")
-    run.require(columns >= M, f"Matmul stationary free dimension {M} exceeds gemm_stationary_fmax={columns}")
+    run.require(
+        columns >= M, f"Matmul stationary free dimension {M} exceeds gemm_stationary_fmax={columns}"
+    )
     limit = run.target.moving_fmax
     run.require(limit >= N, f"Matmul moving free dimension {N} exceeds gemm_moving_fmax={limit}")
 
 
-def _check_dtypes(run: Instruction, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor) -> None:
+def _check_dtypes(
+    run: Instruction, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor
+) -> None:
     generation = run.target.generation
     for role, t in (("stationary", stationary), ("moving", moving)):
         run.has_dtype(role, t, *MATMUL)
@@ -135,7 +143,9 @@ def _check_dtypes(run: Instruction, dst: NkiTensor, stationary: NkiTensor, movin
     if isinstance(dst, NkiTensor) and dst.buffer is PSUM:
         allowed = ("float32",) if generation < 4 else ("float32", "bfloat16")
         names = " or ".join(allowed)
-        run.require(dst.dtype in allowed, f"dst dtype must be {names} on gen{generation}, got {dst.dtype}")
+        run.require(
+            dst.dtype in allowed, f"dst dtype must be {names} on gen{generation}, got {dst.dtype}"
+        )
 
 
 def _check_onezero(role: str, declared: bool, values: np.ndarray) -> None:
@@ -174,14 +184,18 @@ def _accumulates(run: Instruction, out: NkiTensor, accumulate: bool | None) -> b
         return accumulate is True or writers != {BY_OTHER}
     zeros = writers == {BY_OTHER} and not out.array.any()
     if UNWRITTEN in writers:
-        what = "uninitialized PSUM" if writers == {UNWRITTEN} else "PSUM that is only partly written"
+        what = (
+            "uninitialized PSUM" if writers == {UNWRITTEN} else "PSUM that is only partly written"
+        )
         raise StrictError(
             f"nc_matmul accumulates onto {what} in `{out.name}` {out.shape}; start with accumulate=False"
         )
     if accumulate is None and zeros:
         return False  # on zeros of a memset, overwriting and adding give the same
     if zeros and run.target.generation < 4:
-        run.machine.refuse("accumulation onto zeros of another instruction", f"nc_matmul dst `{out.name}`")
+        run.machine.refuse(
+            "accumulation onto zeros of another instruction", f"nc_matmul dst `{out.name}`"
+        )
     elif BY_OTHER in writers and run.target.generation < 4:
         raise StrictError(
             f"nc_matmul accumulates onto PSUM `{out.name}` that a non-matmul instruction wrote last; on "
@@ -191,7 +205,9 @@ def _accumulates(run: Instruction, out: NkiTensor, accumulate: bool | None) -> b
 
 
 @instruction(engines.tensor)
-def nc_transpose(run: Instruction, dst: NkiTensor, data: NkiTensor, engine: engines = engines.unknown):
+def nc_transpose(
+    run: Instruction, dst: NkiTensor, data: NkiTensor, engine: engines = engines.unknown
+):
     """Transpose data[P, F], its free axes flattened, to dst[F, P].
 
     The Tensor engine takes up to 128 x 128 from SBUF to PSUM, the Vector engine up to 32 x 32 in any on-chip
@@ -221,7 +237,9 @@ def nc_transpose(run: Instruction, dst: NkiTensor, data: NkiTensor, engine: engi
     return {"P": shape[0], "F": F, "fp32": data.dtype == "float32"}
 
 
-def _check_tensor_transpose(run: Instruction, out: NkiTensor, data: NkiTensor, values: np.ndarray) -> None:
+def _check_tensor_transpose(
+    run: Instruction, out: NkiTensor, data: NkiTensor, values: np.ndarray
+) -> None:
     _check_bank(run, out)
     if run.target.generation > 2:
         return

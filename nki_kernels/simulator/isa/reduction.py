@@ -22,7 +22,9 @@ FP32_MIN = float(np.finfo(np.float32).min)
 RANGE_COMPARISONS = ("equal", "less", "less_equal", "greater", "greater_equal")
 
 
-def open_registers(registers: np.ndarray, command: commands, identity: Any, initial: Any = None) -> None:
+def open_registers(
+    registers: np.ndarray, command: commands, identity: Any, initial: Any = None
+) -> None:
     """Reset or load an engine's reduction registers, if the command says so."""
     if command is commands.load_reduce:
         registers[:] = initial
@@ -30,7 +32,9 @@ def open_registers(registers: np.ndarray, command: commands, identity: Any, init
         registers[:] = identity
 
 
-def read_registers(run: Instruction, reduce_res: NkiTensor | None, registers: np.ndarray) -> dict[str, Any]:
+def read_registers(
+    run: Instruction, reduce_res: NkiTensor | None, registers: np.ndarray
+) -> dict[str, Any]:
     """Write an engine's (P, 1) reduction registers to `reduce_res`, if the kernel wants them."""
     if reduce_res is not None:
         run.write_columns("reduce_res", reduce_res, registers)
@@ -59,7 +63,9 @@ def tensor_reduce(
     alu = run.alu_operator(op)
     run.require(alu.reduce, f"op {alu!r} is not a legal reduction operator")
     values = run.read("data", data)
-    axes = sorted(a + data.ndim if a < 0 else a for a in ([axis] if isinstance(axis, int) else axis))
+    axes = sorted(
+        a + data.ndim if a < 0 else a for a in ([axis] if isinstance(axis, int) else axis)
+    )
     run.require(0 not in axes, "cannot reduce axis 0, the partition axis; use a matmul with ones")
     run.require(
         axes == list(range(data.ndim - len(axes), data.ndim)),
@@ -90,7 +96,9 @@ def tensor_partition_reduce(run: Instruction, dst: NkiTensor, op: Operator, data
         result = fold(op, values.T, (values.ndim - 1,)).T
     else:
         wide = to_float32(values)
-        result = wide.max(axis=0) if op.name.startswith("max") else wide.sum(axis=0, dtype=np.float32)
+        result = (
+            wide.max(axis=0) if op.name.startswith("max") else wide.sum(axis=0, dtype=np.float32)
+        )
         result = result / np.float32(values.shape[0]) if op.name == "average" else result
     run.write_columns("dst", dst, result.reshape(1, -1), (SBUF,))
 
@@ -147,7 +155,9 @@ def _registers(
     run: Instruction, op: Operator, P: int, init: object, command: object, role: str
 ) -> np.ndarray:
     """Reset or load the Vector engine's registers as the command says, and return those of P partitions."""
-    run.check_member("reduce_cmd", command, commands.reset_reduce, commands.reduce, commands.load_reduce)
+    run.check_member(
+        "reduce_cmd", command, commands.reset_reduce, commands.reduce, commands.load_reduce
+    )
     assert isinstance(command, commands)
     initial = None
     if command is commands.load_reduce:
@@ -199,7 +209,9 @@ def select_reduce(
     result = np.where(~mask if reverse_pred else mask, values, other)
     run.write_like(dst, result, on_true)
     if reduce_cmd is not commands.idle:
-        run.check_member("reduce_cmd", reduce_cmd, commands.reset, commands.reduce, commands.reset_reduce)
+        run.check_member(
+            "reduce_cmd", reduce_cmd, commands.reset, commands.reduce, commands.reset_reduce
+        )
         if reduce_op is not None:
             run.one_of("reduce_op", reduce_op, ("maximum",))
         registers = run.machine.vector_registers
@@ -232,7 +244,9 @@ def range_select(
     keep = combine(first, index, low) * combine(second, index, high)
     result = np.where(keep != 0, values, np.float32(on_false_value))
     run.write_like(dst, result, on_true_tile)
-    return accumulate(run, run.machine.vector_registers[:P], reduce_op, result, reduce_cmd, reduce_res)
+    return accumulate(
+        run, run.machine.vector_registers[:P], reduce_op, result, reduce_cmd, reduce_res
+    )
 
 
 @instruction(engines.vector)
@@ -241,7 +255,9 @@ def bn_stats(run: Instruction, dst: NkiTensor, data: NkiTensor):
     P = data.shape[0]
     values = run.rows("data", data)
     count = values.shape[1]
-    run.require(count <= BN_STATS_FMAX, f"takes up to {BN_STATS_FMAX} elements per partition, got {count}")
+    run.require(
+        count <= BN_STATS_FMAX, f"takes up to {BN_STATS_FMAX} elements per partition, got {count}"
+    )
     columns = []
     for part in (values[:, 0::2], values[:, 1::2]):
         n = part.shape[1]

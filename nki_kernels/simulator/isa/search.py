@@ -20,7 +20,8 @@ def _searchable(run: Instruction, role: str, tensor: NkiTensor) -> np.ndarray:
     values = run.rows(role, tensor)
     count = values.shape[1]
     run.require(
-        LEAST <= count <= MOST, f"{role} must have {LEAST} to {MOST} elements per partition, got {count}"
+        LEAST <= count <= MOST,
+        f"{role} must have {LEAST} to {MOST} elements per partition, got {count}",
     )
     return values
 
@@ -120,7 +121,9 @@ def local_gather(
         picks = where[start : start + 16].T.reshape(-1)[:valid].astype(np.int64) * num_elem_per_idx
         columns = (picks[:, None] + np.arange(num_elem_per_idx)).reshape(-1)
         last = int(columns.max())
-        run.require(last < values.shape[1], f"reads element {last} of {values.shape[1]} in a partition")
+        run.require(
+            last < values.shape[1], f"reads element {last} of {values.shape[1]} in a partition"
+        )
         parts.append(values[start : start + 16][:, columns])
     out = run.dst("dst", dst, (SBUF,))
     run.has_dtype("dst", out, src_buffer.dtype)

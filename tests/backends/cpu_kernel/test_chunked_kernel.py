@@ -42,14 +42,18 @@ def cache(tmp_path, monkeypatch):
 def script(folder, line):
     """Returns a compiler's command: it answers --version, and does `line` otherwise."""
     path = folder / "compiler"
-    path.write_text(f"#!/bin/sh\n[ $# = 1 ] && echo version 1 && exit 0\necho . >> {folder}/calls\n{line}\n")
+    path.write_text(
+        f"#!/bin/sh\n[ $# = 1 ] && echo version 1 && exit 0\necho . >> {folder}/calls\n{line}\n"
+    )
     path.chmod(0o755)
     return shlex.quote(str(path))
 
 
 def test_fuzzed_cases_pass_in_pytorch_where_there_is_no_kernel(without_cpu_kernel):
     """Twenty cases, the same every time."""
-    fuzz(random_cases("chunked", "gated_delta_rule"), lambda case: checks.check(case, "chunked"), 20)
+    fuzz(
+        random_cases("chunked", "gated_delta_rule"), lambda case: checks.check(case, "chunked"), 20
+    )
 
 
 def check_bits_of_threads(case, dtype):
@@ -87,7 +91,9 @@ def test_steps_with_more_rows_than_a_block_of_the_cache_agree_with_pytorch(name,
 @needs_kernel
 def test_long_sums_err_at_most_half_as_much_as_one_term_after_the_other():
     """In dq = dO S^T of one token. Where keys are equal, such sums cancel in dg (31:5574)."""
-    case = Case("sums", 1, 1, 1, 64, 1024, "sums over V", decay="none", beta=0.0, scale=1.0, state=True)
+    case = Case(
+        "sums", 1, 1, 1, 64, 1024, "sums over V", decay="none", beta=0.0, scale=1.0, state=True
+    )
     x = inputs(case, torch.float32)
     assert x.do is not None and x.initial_state is not None
     dO, S = x.do.flatten(), x.initial_state[0, 0]
@@ -156,7 +162,9 @@ def test_a_mistake_in_the_kernel_turns_parity_red(line, mistake, cache, tmp_path
         ("CXX", "false", "'false', '--version'"),
     ],
 )
-def test_without_a_kernel_pytorch_computes_and_describe_says_why(variable, value, reason, cache, monkeypatch):
+def test_without_a_kernel_pytorch_computes_and_describe_says_why(
+    variable, value, reason, cache, monkeypatch
+):
     monkeypatch.setenv(variable, value)
     library = compiler.load(SOURCE)
     assert library.functions is None and reason in library.note
@@ -193,13 +201,19 @@ def test_a_failed_build_is_named_and_not_tried_again(line, reason, cache, tmp_pa
 def test_processes_that_need_a_kernel_at_once_compile_it_once(cache, tmp_path, monkeypatch):
     """And one whose cache cannot be written compiles for itself."""
     (tmp_path / "one.cpp").write_text('extern "C" int answer() { return 42; }\n')
-    environment = {**os.environ, "CXX": script(tmp_path, 'sleep 0.5; exec g++ "$@"'), "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "CXX": script(tmp_path, 'sleep 0.5; exec g++ "$@"'),
+        "PYTHONPATH": str(ROOT),
+    }
     code = (
         "from pathlib import Path\nfrom delta_trn.backends import compiler\n"
         f"print(compiler.load(Path({str(tmp_path / 'one.cpp')!r})).functions.answer())"
     )
     children = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     assert [child.communicate(timeout=120)[0] for child in children] == ["42\n"] * 2

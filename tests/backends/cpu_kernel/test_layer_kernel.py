@@ -10,7 +10,9 @@ from delta_trn.backends import add_rms_norm, gated_rms_norm, linear_cross_entrop
 from delta_trn.backends.layers import cpu_kernel
 from delta_trn.backends.parity.layer_cases import CASES, verdicts
 
-pytestmark = pytest.mark.skipif(cpu_kernel.library().functions is None, reason=cpu_kernel.library().note)
+pytestmark = pytest.mark.skipif(
+    cpu_kernel.library().functions is None, reason=cpu_kernel.library().note
+)
 
 
 def gradients(function, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -47,11 +49,19 @@ def without(monkeypatch):
 
 def test_float32_runs_in_the_kernel_and_other_dtypes_do_not(monkeypatch):
     ran, run = [], cpu_kernel._run
-    monkeypatch.setattr(cpu_kernel, "_run", lambda name, *rest: ran.append(name) or run(name, *rest))
+    monkeypatch.setattr(
+        cpu_kernel, "_run", lambda name, *rest: ran.append(name) or run(name, *rest)
+    )
     everything(torch.float64)
     assert not ran
     everything()
-    names = ("convolution_forward", "convolution_backward", "norm_forward", "norm_backward", "softmax")
+    names = (
+        "convolution_forward",
+        "convolution_backward",
+        "norm_forward",
+        "norm_backward",
+        "softmax",
+    )
     assert set(ran) == set(names)
 
 
@@ -81,7 +91,9 @@ def test_a_loss_has_the_same_bits_whether_gradients_are_wanted_or_not():
     for N in range(1, 70):
         logits = 3 * torch.randn(20, N, generator=draw)
         targets = torch.randint(N, (20, 1), generator=draw)
-        losses = [cpu_kernel.softmax_(logits.clone(), targets, keep, save)[0] for save in (True, False)]
+        losses = [
+            cpu_kernel.softmax_(logits.clone(), targets, keep, save)[0] for save in (True, False)
+        ]
         assert torch.equal(*losses), N
 
 
@@ -119,4 +131,6 @@ def test_a_tensor_without_a_pointer_is_left_to_pytorch():
     assert cpu_kernel.takes(x, weight) and cpu_kernel.takes(x, torch.nn.Parameter(weight))
     assert not cpu_kernel.takes(x, weight.as_subclass(Elsewhere))
     with FakeTensorMode() as mode:
-        assert cpu_kernel.takes(mode.from_tensor(x), mode.from_tensor(weight)), "as torch.compile's real ones"
+        assert cpu_kernel.takes(mode.from_tensor(x), mode.from_tensor(weight)), (
+            "as torch.compile's real ones"
+        )

@@ -73,7 +73,8 @@ def test_states_and_their_gradients_are_those_of_a_loop_over_tokens(backend, bou
     control = outcome(loop, tensors, bounds=bounds, at=at)
     assert [(x.shape, x.dtype) for x in results] == [(x.shape, x.dtype) for x in control]
     ours, theirs = (
-        max(error(x.double(), y) for x, y in zip(xs, expected, strict=True)) for xs in (results, control)
+        max(error(x.double(), y) for x, y in zip(xs, expected, strict=True))
+        for xs in (results, control)
     )
     assert ours <= 2 * max(theirs, torch.finfo(torch.float32).eps)
 
@@ -109,7 +110,11 @@ def test_states_compile_to_one_graph_with_the_same_bits(bounds):
 
 
 BAD = (
-    ((0, 3), ValueError, "return_states_at has 0 after 0; positions are numbers of tokens and rise"),
+    (
+        (0, 3),
+        ValueError,
+        "return_states_at has 0 after 0; positions are numbers of tokens and rise",
+    ),
     ((3, 3), ValueError, "return_states_at has 3 after 3"),
     (
         (3, 41),
@@ -129,11 +134,15 @@ def test_bad_positions_are_refused_by_name(at, wrong, message):
 
 
 def test_the_final_state_beside_states_is_refused():
-    with pytest.raises(ValueError, match="leave it out, and name 40, or the end of each packed sequence"):
+    with pytest.raises(
+        ValueError, match="leave it out, and name 40, or the end of each packed sequence"
+    ):
         operation(*draw(ONE_ROW)[:6], at=(3,), output_final_state=True)
 
 
 @pytest.mark.parametrize("last", [39, 41])
 def test_bounds_that_do_not_end_with_the_row_are_found_before_the_first_piece(last):
-    with pytest.raises(ValueError, match=f"cu_seqlens runs from 0 to {last}; it must run from 0 to T=40"):
+    with pytest.raises(
+        ValueError, match=f"cu_seqlens runs from 0 to {last}; it must run from 0 to T=40"
+    ):
         operation(*draw(PACKED)[:6], bounds=(*PACKED[:-1], last), at=(7,))

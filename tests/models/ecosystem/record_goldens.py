@@ -34,7 +34,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 HERE = Path(__file__).parent / "goldens"
-TOKENS = 70  # more than one chunk of the chunked rule, and more than flash-linear-attention decodes with
+TOKENS = (
+    70  # more than one chunk of the chunked rule, and more than flash-linear-attention decodes with
+)
 FLA_SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 12, "vocab_size": 23,
     "intermediate_size": 40, "bos_token_id": 1, "eos_token_id": 2,
@@ -50,7 +52,13 @@ FLA_CASES: dict[str, dict[str, Any]] = {
 KDA_CASES: dict[str, dict[str, Any]] = {
     "kda plain": {},
     "kda grouped": {
-        **{"num_v_heads": 4, "allow_neg_eigval": True, "conv_size": 3, "norm_eps": 1e-3, "expand_v": 1.5},
+        **{
+            "num_v_heads": 4,
+            "allow_neg_eigval": True,
+            "conv_size": 3,
+            "norm_eps": 1e-3,
+            "expand_v": 1.5,
+        },
         **{"safe_gate": True, "lower_bound": -5.0, "fuse_norm": False},
     },
     "kda bound alone": {"lower_bound": -4.0, "safe_gate": False, "tie_word_embeddings": True},
@@ -82,7 +90,9 @@ def sketch(x: Tensor, name: str) -> Tensor:
     """Returns x if it is small, or else its products with four random tensors and its norm."""
     if x.numel() <= 64:
         return x.detach().flatten().clone()
-    random = np.random.RandomState(zlib.crc32(f"{name} sketch".encode())).standard_normal((4, x.numel()))
+    random = np.random.RandomState(zlib.crc32(f"{name} sketch".encode())).standard_normal(
+        (4, x.numel())
+    )
     x = x.detach().double().flatten()
     return torch.cat([torch.from_numpy(random) @ x, x.norm()[None]])
 
@@ -116,7 +126,9 @@ def rule(q, k, v, g, beta, A_log=None, dt_bias=None, **options):
         if made and bound is not None:
             g = naive_kda_lowerbound_gate(g, A_log, dt_bias, bound, torch.float64)
         elif made:
-            g = (naive_kda_gate if g.dim() == 4 else naive_gdn_gate)(g, A_log, dt_bias, torch.float64)
+            g = (naive_kda_gate if g.dim() == 4 else naive_gdn_gate)(
+                g, A_log, dt_bias, torch.float64
+            )
         if options.pop("use_beta_sigmoid_in_kernel", False):
             beta = beta.sigmoid() * (2 if options.pop("allow_neg_eigval") else 1)
         assert not set(options) - {"state_v_first", "allow_neg_eigval", "safe_gate"}
@@ -129,7 +141,9 @@ def rule(q, k, v, g, beta, A_log=None, dt_bias=None, **options):
 def convolution(x, weight, bias=None, activation=None, **options):
     """Computes the causal convolution of [B, T, C]."""
     weight = weight.reshape(weight.shape[0], 1, -1)
-    y = F.conv1d(F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0)), weight, bias, groups=x.shape[-1])
+    y = F.conv1d(
+        F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0)), weight, bias, groups=x.shape[-1]
+    )
     assert activation == "silu"
     return F.silu(y).transpose(1, 2), None
 
@@ -215,7 +229,11 @@ def record_authors(checkout: str) -> dict[str, Tensor]:
         m = config.hidden_size / config.hidden_size_base if config.mup else 1.0
         # the factors of their trainers, lines 770 to 790 of train_sgd_finewebedu.py and 775 of train_adam_...
         factors = {
-            "sgd": {"embedding_lr_mult": m, "gate_lr_mult": math.sqrt(1 / m), "scalar_lr_mult": math.sqrt(m)},
+            "sgd": {
+                "embedding_lr_mult": m,
+                "gate_lr_mult": math.sqrt(1 / m),
+                "scalar_lr_mult": math.sqrt(m),
+            },
             "adamw": {"hidden_lr_mult": 1 / m},
         }
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -233,7 +251,11 @@ def record_authors(checkout: str) -> dict[str, Tensor]:
             for parameter_name, p in model.named_parameters():
                 moved = p.detach() - start[parameter_name]
                 out[f"{case}/{name}/{parameter_name}"] = sketch(moved, parameter_name)
-        about[case] = {"config": json.loads(config.to_json_string()), "shapes": shapes(model), "stds": stds}
+        about[case] = {
+            "config": json.loads(config.to_json_string()),
+            "shapes": shapes(model),
+            "stds": stds,
+        }
     return out, about
 
 

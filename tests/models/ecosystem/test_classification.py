@@ -78,19 +78,27 @@ class TestScores:
         with torch.no_grad():
             alone = torch.cat([classifier(row).logits for row in rows])
             last = torch.stack([classifier.model(row).last_hidden_state[0, -1] for row in rows])
-            assert_same(alone, last @ classifier.score.weight.T / 2)  # width 32, base width 16: m = 2
+            assert_same(
+                alone, last @ classifier.score.weight.T / 2
+            )  # width 32, base width 16: m = 2
             for ids in padded.values():
                 assert_same(classifier(ids, attention_mask=(ids != PAD).long()).logits, alone)
             with pytest.raises(AssertionError, match="above"):
-                assert_same(classifier(padded["left"]).logits, alone)  # without a mask, padding is text
+                assert_same(
+                    classifier(padded["left"]).logits, alone
+                )  # without a mask, padding is text
 
     def test_a_batch_without_a_token_for_padding_is_refused(self):
         classifier = DeltaForSequenceClassification(config())
         with pytest.raises(ValueError, match="no padding token"):
             classifier(tokens(2, 4))
 
-    def test_a_saved_classifier_loads_again_and_gives_its_backbone_and_a_language_model(self, tmp_path):
-        classifier = DeltaForSequenceClassification(config(num_labels=3, pad_token_id=PAD)).double().eval()
+    def test_a_saved_classifier_loads_again_and_gives_its_backbone_and_a_language_model(
+        self, tmp_path
+    ):
+        classifier = (
+            DeltaForSequenceClassification(config(num_labels=3, pad_token_id=PAD)).double().eval()
+        )
         classifier.save_pretrained(tmp_path)
         again, missing = load(AutoModelForSequenceClassification, tmp_path)
         ids = tokens(2, 5)
@@ -109,7 +117,9 @@ class TestScores:
             return DeltaForSequenceClassification(config(num_labels=3))
 
         first, second = make(), make()
-        assert torch.equal(first.score.weight, second.score.weight) and first.score.weight.std() > 0.1
+        assert (
+            torch.equal(first.score.weight, second.score.weight) and first.score.weight.std() > 0.1
+        )
         rows = scaled_parameters(first, optimizer="adamw", lr=1.0, weight_decay=0.0)
         assert {row.name: row.role.name for row in rows}["score.weight"] == "READOUT"
 
@@ -145,7 +155,9 @@ def test_trainer_teaches_a_classifier_which_letter_a_text_begins_with(tmp_path):
         train_dataset=make_rows(1920),
         eval_dataset=make_rows(128),
         data_collator=DataCollatorWithPadding(wrapped),
-        compute_metrics=lambda p: {"right": float((p.predictions.argmax(-1) == p.label_ids).mean())},
+        compute_metrics=lambda p: {
+            "right": float((p.predictions.argmax(-1) == p.label_ids).mean())
+        },
     )
     before = trainer.evaluate()["eval_right"]
     trainer.train()

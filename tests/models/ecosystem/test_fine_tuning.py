@@ -30,7 +30,9 @@ class TestLoRA:
             task_type=TaskType.CAUSAL_LM, r=4, target_modules="all-linear", init_lora_weights=False
         )
 
-    @pytest.mark.parametrize("length", [9, 40])  # our layers join products of 32 inputs from 32 tokens on
+    @pytest.mark.parametrize(
+        "length", [9, 40]
+    )  # our layers join products of 32 inputs from 32 tokens on
     @pytest.mark.parametrize("family", ["ours", *FAMILIES])
     def test_adapters_train_merge_and_load_again(self, family, length, tmp_path):
         """Ours in float64: with this seed's adapter float32's own error is as large as 5e-4 on some CPUs."""
@@ -56,7 +58,9 @@ class TestLoRA:
 
     @pytest.mark.parametrize("smoothing", [0.0, 0.1])
     def test_the_loss_counts_an_adapter_at_the_readout(self, smoothing):
-        plain = DeltaForCausalLM(DeltaConfig(**SIZES, tie_word_embeddings=False, label_smoothing=smoothing))
+        plain = DeltaForCausalLM(
+            DeltaConfig(**SIZES, tie_word_embeddings=False, label_smoothing=smoothing)
+        )
         settings = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
         adapted, ids = get_peft_model(plain, settings).train(), tokens(2, 9)
         outputs = adapted(ids, labels=ids)
@@ -115,7 +119,9 @@ def whole(tmp_path_factory):
 def allowed(whole, tmp_path_factory):
     """Returns what rounding may do to these losses, from two runs whose weights began one rounding away."""
     folder = tmp_path_factory.mktemp("control")
-    return tolerance([distance(train(folder / f"{seed}", 8, 1, seed=seed), whole) for seed in range(2)])
+    return tolerance(
+        [distance(train(folder / f"{seed}", 8, 1, seed=seed), whole) for seed in range(2)]
+    )
 
 
 class TestTrainer:
@@ -134,7 +140,9 @@ class TestTrainer:
         for compiled in (False, True):
             model, losses = make("qwen3_5").train(), []
             with patch_transformers(model, backend="chunked"):
-                rows = [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in tokens(16, 12)]
+                rows = [
+                    {"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in tokens(16, 12)
+                ]
                 arguments = TrainingArguments(
                     output_dir=str(tmp_path / str(compiled)), per_device_train_batch_size=4, max_steps=3,
                     learning_rate=1e-3, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",

@@ -61,7 +61,9 @@ def shard(model, version, units=()):
         linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
         alone = {m for name, m in linear.items() if "lora_" in name}
         policy = CustomPolicy(lambda m: m in blocks or m in alone or isinstance(m, HeadNumbers))
-        return FSDP1(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+        return FSDP1(
+            model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+        )
     for module in (*units, *blocks, model):
         fully_shard(module)
     return model
@@ -74,7 +76,9 @@ def train(model, ids):
     if isinstance(model, FSDP1):
         with FSDP1.summon_full_params(model, with_grads=True):
             named = {n.replace("_fsdp_wrapped_module.", ""): p for n, p in model.named_parameters()}
-            return loss.detach(), {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
+            return loss.detach(), {
+                n: p.grad.clone() for n, p in named.items() if p.grad is not None
+            }
     named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), {n: getattr(g, "full_tensor", g.clone)() for n, g in named.items()}
 
@@ -167,7 +171,9 @@ def compare_trainers(arguments, log):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["qwen3_next"], ["qwen3_5", "Qwen3_5DecoderLayer", "HeadNumbers"]])
+@pytest.mark.parametrize(
+    "words", [["qwen3_next"], ["qwen3_5", "Qwen3_5DecoderLayer", "HeadNumbers"]]
+)
 def test_transformers_trainer_shards_a_model_in_bfloat16(words, tmp_path):
     team_run.train(2, words, tmp_path / "logs", compare_trainers)
 
@@ -177,7 +183,9 @@ OTHERS = [f"{family} {kind}" for family in ("ours", "qwen3_5") for kind in ("lor
 EVERY = [f"{version} {case}" for case in (*GATED, *OTHERS) for version in "12"]
 
 
-@pytest.mark.parametrize("cases", [QUICK, pytest.param([*EVERY, "1 ours"], marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "cases", [QUICK, pytest.param([*EVERY, "1 ours"], marks=pytest.mark.slow)], ids=len
+)
 def test_gradients_of_sharded_models_in_bfloat16_are_the_mean_of_all_processes(cases, tmp_path):
     team_run.train(2, cases, tmp_path, shard_on_two)
 
@@ -191,10 +199,14 @@ def test_separate_numbers_keep_their_names_in_files_and_change_no_result(family,
     assert units == separate_numbers(model) and len(units) == (2 if family == "ours" else 1)
     again, found = train(copy.deepcopy(model), ids)
     assert torch.equal(again, loss) and len(found) == len(gradients)
-    assert all(torch.equal(found.get(name, found.get(moved(name))), g) for name, g in gradients.items())
+    assert all(
+        torch.equal(found.get(name, found.get(moved(name))), g) for name, g in gradients.items()
+    )
     assert {p.dtype for unit in units for p in unit.bfloat16().parameters()} == {torch.float32}
     kept = model.state_dict()
-    assert kept.keys() == state.keys() and all(torch.equal(kept[name], x) for name, x in state.items())
+    assert kept.keys() == state.keys() and all(
+        torch.equal(kept[name], x) for name, x in state.items()
+    )
     with torch.no_grad():
         units[0].A_log.add_(1.0)
     model.load_state_dict(state)
@@ -216,13 +228,17 @@ def test_checkpointed_blocks_lend_separate_numbers_in_each_of_their_passes():
     separate_numbers(model)
     model.gradient_checkpointing_enable()
     found = train(model, ids)[1]
-    assert all(torch.equal(found.get(name, found.get(moved(name))), g) for name, g in expected.items())
+    assert all(
+        torch.equal(found.get(name, found.get(moved(name))), g) for name, g in expected.items()
+    )
 
 
 def test_accelerate_and_mup_find_separate_numbers():
     model = in_bfloat16("ours")
     units = separate_numbers(model)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+    )
     plugin.set_auto_wrap_policy(model)
     policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
     assert [m for m in model.modules() if policy(m) and not isinstance(m, Block)] == units

@@ -12,7 +12,11 @@ from tests.models.ecosystem.test_weights import ours
 def test_safe_gate_is_written_only_with_a_bound_that_it_is_taken_with(bound, safe, tmp_path):
     save_model(ours(mixer="kimi_delta_attention", decay_bound=bound), tmp_path, "fla")
     written = json.loads((tmp_path / "config.json").read_text())
-    assert [written[name] for name in ("model_type", "lower_bound", "safe_gate")] == ["kda", bound, safe]
+    assert [written[name] for name in ("model_type", "lower_bound", "safe_gate")] == [
+        "kda",
+        bound,
+        safe,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,16 @@ variants = pytest.mark.parametrize("variant", VARIANTS)
 
 class TestGeneration:
     @pytest.mark.parametrize(
-        "options", [{"prompt_lookup_num_tokens": 2}, {"assistant_model": model(dtype=torch.float32)}], ids=str
+        "options",
+        [{"prompt_lookup_num_tokens": 2}, {"assistant_model": model(dtype=torch.float32)}],
+        ids=str,
     )
     def test_assisted_decoding_is_refused_by_name(self, options):
         """It would have to take tokens back, and a state cannot."""
         m = model(dtype=torch.float32)
-        with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        with pytest.raises(
+            ValueError, match="assisted generation is not supported with stateful models"
+        ):
             m.generate(tokens(1, 6), max_new_tokens=4, **options)
 
 
@@ -37,7 +41,9 @@ class TestOutputs:
         shifted = torch.cat([labels[:, 1:], torch.full((2, 1), -100)], dim=1)
         expected = m(ids, labels=labels).loss
         assert_same(m(ids, shift_labels=shifted).loss, expected)
-        assert torch.equal(m(ids, labels=ids, shift_labels=shifted).loss, m(ids, shift_labels=shifted).loss)
+        assert torch.equal(
+            m(ids, labels=ids, shift_labels=shifted).loss, m(ids, shift_labels=shifted).loss
+        )
         assert abs(m(ids, shift_labels=labels).loss - expected) > 1e-3
 
 
@@ -59,7 +65,9 @@ class TestLoading:
         m = model(dtype=torch.bfloat16, **VARIANTS[variant])
         m.save_pretrained(tmp_path, max_shard_size="20KB")
         assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", device_map="auto").eval()
+        loaded = AutoModelForCausalLM.from_pretrained(
+            tmp_path, dtype="auto", device_map="auto"
+        ).eval()
         assert loaded.dtype == torch.bfloat16
         rates = [p for name, p in loaded.named_parameters() if name.endswith(("A_log", "dt_bias"))]
         assert rates and all(p.dtype == torch.float32 for p in rates)
@@ -91,8 +99,14 @@ class TestLoading:
         logits = m(ids).logits
         m.resize_token_embeddings(70)
         assert_same(m(ids).logits[..., :61], logits)
-        rows = scaled_parameters(m, optimizer="adamw", lr=1.0, weight_decay=0.0)  # they keep their tags
-        assert {row.shape for row in rows if row.role.name in ("EMBEDDING", "READOUT")} == {(70, 32)}
+        rows = scaled_parameters(
+            m, optimizer="adamw", lr=1.0, weight_decay=0.0
+        )  # they keep their tags
+        assert {row.shape for row in rows if row.role.name in ("EMBEDDING", "READOUT")} == {
+            (70, 32)
+        }
         before = [m.model.embed.weight.clone(), m.lm_head.weight.clone()]
         m.post_init()
-        assert torch.equal(m.model.embed.weight, before[0]) and torch.equal(m.lm_head.weight, before[1])
+        assert torch.equal(m.model.embed.weight, before[0]) and torch.equal(
+            m.lm_head.weight, before[1]
+        )

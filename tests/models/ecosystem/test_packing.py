@@ -30,7 +30,9 @@ def test_indexed_attention_refuses_packed_sequences():
             with pytest.raises(ValueError, match="indexed attention reads a row as one sequence"):
                 model(ids, use_cache=False, **told)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(torch.compiler, "is_compiling", lambda: True)  # then nobody may ask a tensor
+            patched.setattr(
+                torch.compiler, "is_compiling", lambda: True
+            )  # then nobody may ask a tensor
             assert torch.equal(model(ids, position_ids=torch.arange(20)[None]).logits, alone)
             with pytest.raises(RuntimeError, match="one sequence per row"):
                 model(ids, use_cache=False, position_ids=places)
@@ -53,7 +55,9 @@ def test_places_of_three_axes_keep_sequences_apart(family):
 
 def test_packing_without_the_patch_is_shown_to_leak(model):
     report = check_packing(model, lengths=(5, 64, 1, 20))
-    assert not report and "sees its neighbors" in str(report) and "told by position_ids" in str(report)
+    assert (
+        not report and "sees its neighbors" in str(report) and "told by position_ids" in str(report)
+    )
 
 
 def test_a_packed_row_beside_a_padded_one_and_padding_on_either_side_are_kept_apart(packing_model):
@@ -64,7 +68,9 @@ def test_a_packed_row_beside_a_padded_one_and_padding_on_either_side_are_kept_ap
     with torch.no_grad(), patch_transformers(packing_model, backend="chunked"):
         packed = packing_model(ids, position_ids=places, attention_mask=mask).logits
         for row, cut in ((0, slice(7)), (0, slice(7, 20)), (1, slice(2, 16))):
-            assert error(packed[row, cut], packing_model(ids[row : row + 1, cut]).logits[0]) < 2**-16
+            assert (
+                error(packed[row, cut], packing_model(ids[row : row + 1, cut]).logits[0]) < 2**-16
+            )
 
 
 def attend(q, k, v, causal=False, softmax_scale=None, dropout_p=0.0):
@@ -103,7 +109,9 @@ def compute(model, attention, ids, **options):
         return model(ids, use_cache=False, **options).logits
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen4_exp", INDEXED)])
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if name not in ("qwen4_exp", INDEXED)]
+)
 def test_flash_attention_is_told_of_packed_sequences_as_other_attention_is(family, flash_attention):
     """Sparse attention of Qwen4-exp and GLM-5 Next is their own, without flash attention in transformers."""
     model, ids = make(family), tokens(2, 20)
@@ -111,15 +119,23 @@ def test_flash_attention_is_told_of_packed_sequences_as_other_attention_is(famil
     with patch_transformers(model, backend="chunked"):
         expected = compute(model, "sdpa", ids, position_ids=places)
         found = compute(model, "flash_attention_2", ids, position_ids=places)
-        assert error(found, expected) < 2**-16 < error(found, compute(model, "flash_attention_2", ids))
+        assert (
+            error(found, expected) < 2**-16 < error(found, compute(model, "flash_attention_2", ids))
+        )
         report = check_packing(model, lengths=(5, 64, 1, 20))
     assert report and not report.refused, str(report)
 
 
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_compiled_flash_attention_keeps_a_packed_row_apart_and_refuses_several(flash_attention, rows):
+def test_compiled_flash_attention_keeps_a_packed_row_apart_and_refuses_several(
+    flash_attention, rows
+):
     """transformers, which cannot look at positions then, took each of several rows for one sequence."""
-    model, ids, places = make("qwen3_5"), tokens(rows, 20), torch.tensor([[*range(7), *range(13)]] * rows)
+    model, ids, places = (
+        make("qwen3_5"),
+        tokens(rows, 20),
+        torch.tensor([[*range(7), *range(13)]] * rows),
+    )
     with patch_transformers(model, backend="chunked"):
         expected = compute(model, "sdpa", ids, position_ids=places)
         try:
@@ -174,7 +190,10 @@ def test_rows_of_packed_sequences_equal_the_sequences(qwen):
     with torch.no_grad(), patch_transformers(qwen, backend="chunked"):
         packed = qwen(ids, position_ids=places, use_cache=False).logits
         for row, cut in ((0, 7), (1, 15)):
-            parts = [qwen(part[None], use_cache=False).logits[0] for part in (ids[row, :cut], ids[row, cut:])]
+            parts = [
+                qwen(part[None], use_cache=False).logits[0]
+                for part in (ids[row, :cut], ids[row, cut:])
+            ]
             assert error(packed[row], torch.cat(parts)) < 2**-16
 
 

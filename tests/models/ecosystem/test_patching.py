@@ -33,9 +33,14 @@ class InFloat64(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         wide = {torch.float32: torch.float64, torch.float: torch.float64}
-        named = {k: wide.get(x, x) if isinstance(x, torch.dtype) else x for k, x in (kwargs or {}).items()}
+        named = {
+            k: wide.get(x, x) if isinstance(x, torch.dtype) else x
+            for k, x in (kwargs or {}).items()
+        }
         values = [wide.get(x, x) if isinstance(x, torch.dtype) else x for x in args]
-        return (torch.Tensor.double if function is torch.Tensor.float else function)(*values, **named)
+        return (torch.Tensor.double if function is torch.Tensor.float else function)(
+            *values, **named
+        )
 
 
 def forward_backward(model, ids, **options):
@@ -43,7 +48,10 @@ def forward_backward(model, ids, **options):
     model.zero_grad()
     logits = model(ids, use_cache=False, **options).logits
     real = ids.ne(0)
-    rows, following = logits[:, :-1][real[:, :-1] & real[:, 1:]], ids[:, 1:][real[:, :-1] & real[:, 1:]]
+    rows, following = (
+        logits[:, :-1][real[:, :-1] & real[:, 1:]],
+        ids[:, 1:][real[:, :-1] & real[:, 1:]],
+    )
     F.cross_entropy(rows, following).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"logits": logits[real].detach(), **gradients}
@@ -104,7 +112,10 @@ def compare_compiled(model, compiler, how, options):
 
     The whole model is one graph. Compiled code may round differently: as far as it does without the patch.
     """
-    experts, model.config._experts_implementation = model.config._experts_implementation, "batched_mm"
+    experts, model.config._experts_implementation = (
+        model.config._experts_implementation,
+        "batched_mm",
+    )
     ids, differences = tokens(2, 20), []
     for control in (False, True)[: 2 if compiler == "inductor" else 1]:
         with nullcontext() if control else patch_transformers(model, backend="chunked"):
@@ -113,8 +124,12 @@ def compare_compiled(model, compiler, how, options):
             parts = [model] if how == "whole" else list(stack(model).layers)
             try:
                 for part in parts:  # Qwen4-exp's own sparse attention breaks graphs
-                    part.compile(backend=compiler, fullgraph=not model.config.model_type.startswith("qwen4"))
-                differences.append(max(errors(forward_backward(model, ids, **options), expected).values()))
+                    part.compile(
+                        backend=compiler, fullgraph=not model.config.model_type.startswith("qwen4")
+                    )
+                differences.append(
+                    max(errors(forward_backward(model, ids, **options), expected).values())
+                )
             finally:
                 for part in parts:
                     part._compiled_call_impl = None
@@ -135,7 +150,9 @@ class TestFamilies:
             for part in parts:
                 logits = model(part, use_cache=False).logits
                 F.cross_entropy(logits[0, :-1], part[0, 1:], reduction="sum").backward()
-            alone = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            alone = {
+                name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+            }
             model.zero_grad()
             with patch_transformers(model, backend="chunked"):
                 logits = model(ids, position_ids=places, use_cache=False).logits
@@ -174,11 +191,14 @@ class TestFamilies:
             for count in (1, 8):
                 cache = DynamicCache(config=model.config)
                 model(prompt, past_key_values=cache, use_cache=True)
-                logits.append(model(more[:, :count], past_key_values=cache, use_cache=True).logits[:, 0])
+                logits.append(
+                    model(more[:, :count], past_key_values=cache, use_cache=True).logits[:, 0]
+                )
         assert error(*logits) < 2**-16
 
     @pytest.mark.parametrize(
-        ("family", "rule"), [("qwen3_next", "gated_delta_rule"), ("kimi_linear", "kimi_delta_attention")]
+        ("family", "rule"),
+        [("qwen3_next", "gated_delta_rule"), ("kimi_linear", "kimi_delta_attention")],
     )
     def test_triton_runs_in_a_model(self, family, rule):
         ids, model = tokens(1, 11), make(family)
@@ -220,7 +240,9 @@ class TestCompile:
     @pytest.mark.parametrize("told", ["plain", "places", "packed"])
     @pytest.mark.parametrize("how", ["whole", "by layer"])
     @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
-    def test_every_way_to_compile_gives_the_same_loss_and_gradients(self, model, compiler, how, told):
+    def test_every_way_to_compile_gives_the_same_loss_and_gradients(
+        self, model, compiler, how, told
+    ):
         options = {
             "plain": {},
             "places": {"position_ids": torch.arange(20).expand(2, -1)},
@@ -245,7 +267,8 @@ class TestCompile:
             try:
                 compiled = torch.compile(dense, backend="eager")
                 assert (
-                    compiled(ids, position_ids=torch.arange(20)[None], use_cache=True)[CACHE_NAME] is not None
+                    compiled(ids, position_ids=torch.arange(20)[None], use_cache=True)[CACHE_NAME]
+                    is not None
                 )
                 with pytest.raises(RuntimeError, match="use_cache=False"):
                     compiled(ids, use_cache=True, position_ids=packed()["position_ids"])
@@ -309,7 +332,8 @@ class TestPatch:
     def test_a_backend_that_cannot_run_is_refused_with_the_layer_and_the_reason(self, qwen):
         before = qwen.model.layers[0].linear_attn.forward
         with pytest.raises(
-            BackendRefusal, match=r"layers\.0\.linear_attn: left as it is: (?s:.*)tensors are on cpu"
+            BackendRefusal,
+            match=r"layers\.0\.linear_attn: left as it is: (?s:.*)tensors are on cpu",
         ):
             patch_transformers(qwen, backend="nki")
         assert qwen.model.layers[0].linear_attn.forward == before
@@ -351,7 +375,10 @@ class TestOurModels:
         labels = ids.clone()
         labels[0, :9] = labels[3] = -100
         whole, items = ours(ids, labels=labels).loss, (labels[:, 1:] != -100).sum()
-        parts = [ours(ids[i], labels=labels[i], num_items_in_batch=items).loss for i in ([0], [1, 2], [3])]
+        parts = [
+            ours(ids[i], labels=labels[i], num_items_in_batch=items).loss
+            for i in ([0], [1, 2], [3])
+        ]
         assert_same(sum(parts), whole)
 
     def test_the_loss_of_packed_rows_leaves_out_what_follows_a_sequence(self, ours):
@@ -415,7 +442,9 @@ class TestFunctions:
             theirs[chunk](*tensors, chunk_size=4, **options),
         ]
         expected = theirs[recurrent](*tensors, **options)
-        assert all(error(x, y) < ALLOWED for pair in results for x, y in zip(pair, expected, strict=True))
+        assert all(
+            error(x, y) < ALLOWED for pair in results for x, y in zip(pair, expected, strict=True)
+        )
 
     @pytest.mark.parametrize("activation", ["silu", None, "gelu"])
     @pytest.mark.parametrize("bias", [False, True])
@@ -424,12 +453,16 @@ class TestFunctions:
         ours = replacements("chunked")
         generator = torch.Generator().manual_seed(0)
         x, weight, offset, state = (
-            torch.randn(shape, generator=generator) for shape in ((2, 6, 9), (6, 4), (6,), (2, 6, 4))
+            torch.randn(shape, generator=generator)
+            for shape in ((2, 6, 9), (6, 4), (6,), (2, 6, 4))
         )
         options = {"bias": offset if bias else None, "activation": activation}
         y = theirs.causal_conv1d_fn(x, weight, **options)
         assert error(ours["causal_conv1d_fn"](x, weight, **options), y) < ALLOWED
         states = state.clone(), state.clone()
         y = theirs.causal_conv1d_update(x[..., :1], states[0], weight, **options)
-        assert error(ours["causal_conv1d_update"](x[..., :1], states[1], weight, **options), y) < ALLOWED
+        assert (
+            error(ours["causal_conv1d_update"](x[..., :1], states[1], weight, **options), y)
+            < ALLOWED
+        )
         assert torch.equal(*states)

@@ -20,7 +20,12 @@ from tests.support.tiny_models import model
 
 SCRIPT = Path(__file__).parents[2] / "support" / "load_without_package.py"
 CONFIGURATIONS = {
-    "gdn": {"num_v_heads": 8, "allow_neg_eigval": True, "tie_word_embeddings": False, "conv_size": 2},
+    "gdn": {
+        "num_v_heads": 8,
+        "allow_neg_eigval": True,
+        "tie_word_embeddings": False,
+        "conv_size": 2,
+    },
     "ddl": {
         "residual": "ddl",
         "ddl_value_channels": 3,
@@ -36,7 +41,9 @@ CONFIGURATIONS = {
 def elsewhere(tmp_path_factory):
     """Returns for each configuration our model, and what a process without our package computes with it."""
     if hasattr(torch, "_other_products"):
-        pytest.skip("a process without our package does not see PYTHONPATH, and has torch's own products")
+        pytest.skip(
+            "a process without our package does not see PYTHONPATH, and has torch's own products"
+        )
     place = tmp_path_factory.mktemp("exported")
     ours, folders = {}, {name: place / name for name in CONFIGURATIONS}
     for name, folder in folders.items():
@@ -49,8 +56,16 @@ def elsewhere(tmp_path_factory):
         "HF_HOME": str(place / "cache"),
         "OMP_NUM_THREADS": str(torch.get_num_threads()),  # sums in the same order
     }
-    command = [sys.executable, "-I", str(SCRIPT), str(place / "out.pt"), *map(str, folders.values())]
-    done = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, timeout=200)
+    command = [
+        sys.executable,
+        "-I",
+        str(SCRIPT),
+        str(place / "out.pt"),
+        *map(str, folders.values()),
+    ]
+    done = subprocess.run(
+        command, env=environment, cwd=place, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     theirs = torch.load(place / "out.pt")
     return {name: (ours[name], theirs[str(folder)]) for name, folder in folders.items()}
@@ -72,7 +87,9 @@ def test_outputs_loss_and_gradients_are_ours_bit_for_bit(elsewhere, in_pytorch):
                 expected["hidden"] = ours.model.hidden(ours.model.embed(ids), attention_mask=mask)
             expected["again"] = expected["logits"]
         assert set(theirs) == set(expected)
-        assert not [key for key, value in expected.items() if not torch.equal(theirs[key], value)], name
+        assert not [
+            key for key, value in expected.items() if not torch.equal(theirs[key], value)
+        ], name
 
 
 def test_another_rounding_of_one_weight_is_another_logit(elsewhere, in_pytorch):
@@ -85,13 +102,17 @@ def test_another_rounding_of_one_weight_is_another_logit(elsewhere, in_pytorch):
 
 def test_the_exported_file_has_the_sources_as_they_are():
     names: dict[str, Any] = {}
-    exec(remote_code(), names)  # where the package is installed, its classes are those of the package
+    exec(
+        remote_code(), names
+    )  # where the package is installed, its classes are those of the package
     assert issubclass(names["DeltaForCausalLM"], DeltaForCausalLM)
     other = {"delta_trn", "delta_trn.models.settings"}
     sources = names["SOURCES"]
     for name in set(sources) - other:
         assert sources[name] == Path(str(import_module(name).__file__)).read_text(), name
-    assert {"delta_trn.models.language_model", "delta_trn.backends.layers.pytorch", *other} <= set(sources)
+    assert {"delta_trn.models.language_model", "delta_trn.backends.layers.pytorch", *other} <= set(
+        sources
+    )
     assert not any(word in name for name in sources for word in ("triton", "nki"))
 
 

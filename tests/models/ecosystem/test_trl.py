@@ -99,12 +99,18 @@ def test_a_released_folder_comes_out_with_its_vision_tower_and_mtp_layers(place)
     found = fine_tune(place, "released", "released-all")
     assert found[-1] < found[0]
     before, after = (
-        {name: x for file in (place / folder).glob("*.safetensors") for name, x in load_file(file).items()}
+        {
+            name: x
+            for file in (place / folder).glob("*.safetensors")
+            for name, x in load_file(file).items()
+        }
         for folder in ("released", "released-all")
     )
     kept = {name for name, x in before.items() if torch.equal(x, after[name])}
     assert before.keys() == after.keys()
-    assert {name for name in before if "visual" in name or "mtp" in name} <= kept and len(before) > len(kept)
+    assert {name for name in before if "visual" in name or "mtp" in name} <= kept and len(
+        before
+    ) > len(kept)
     whole = Qwen3_5ForConditionalGeneration.from_pretrained(place / "released-all")
     assert whole.dtype == torch.bfloat16
 
@@ -112,7 +118,11 @@ def test_a_released_folder_comes_out_with_its_vision_tower_and_mtp_layers(place)
 def test_what_all_weights_have_learned_opens_in_transformers(place):
     model = AutoModelForCausalLM.from_pretrained(place / "qwen-all")
     before = AutoModelForCausalLM.from_pretrained(place / "qwen")
-    moved = [name for name, p in model.named_parameters() if not torch.equal(p, before.get_parameter(name))]
+    moved = [
+        name
+        for name, p in model.named_parameters()
+        if not torch.equal(p, before.get_parameter(name))
+    ]
     assert len(moved) > 10
 
 
@@ -120,7 +130,9 @@ def test_what_all_weights_have_learned_opens_in_transformers(place):
 MODELS = ("ours", "ours-wide", "qwen")
 SUMS = [(a, b) for a in range(1, 5) for b in (1, 20)]
 ROWS = [{"prompt": f"{a} + {b} =", "completion": f" {a + b}" + "!" * (a % 3)} for a, b in SUMS]
-PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": " none"} for row in ROWS]
+PAIRS = [
+    {"prompt": row["prompt"], "chosen": row["completion"], "rejected": " none"} for row in ROWS
+]
 ONE_STEP = {
     "per_device_train_batch_size": 8, "max_steps": 1, "logging_steps": 1, "report_to": [], "use_cpu": True,
     "save_strategy": "no", "disable_tqdm": True, "bf16": False, "gradient_checkpointing": False,
@@ -171,7 +183,11 @@ def first_line(trainer) -> dict[str, float]:
 
 
 def adapters(how: str) -> LoraConfig | None:
-    return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if how == "lora" else None
+    return (
+        LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        if how == "lora"
+        else None
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,8 +215,12 @@ def test_the_first_logged_loss_of_sft_is_the_models_own(place, name, mode, how, 
     if mode == "packed and cut":
         stream = [token for ids in rows for token in ids]
         rows = [stream[i : i + LENGTH] for i in range(0, len(stream), LENGTH)]
-    begins = [0] * len(rows) if "completion_only_loss" in MODES[mode] else [len(ids) for ids in prompts]
-    own = torch.cat([own_losses(place, name, ids, begin) for ids, begin in zip(rows, begins, strict=True)])
+    begins = (
+        [0] * len(rows) if "completion_only_loss" in MODES[mode] else [len(ids) for ids in prompts]
+    )
+    own = torch.cat(
+        [own_losses(place, name, ids, begin) for ids, begin in zip(rows, begins, strict=True)]
+    )
     assert line["loss"] == pytest.approx(own.mean().item(), rel=1e-5)
 
 
@@ -249,5 +269,7 @@ def test_the_entropy_of_grpo_is_the_models_own(place, name, how, tmp_path):
         ids = tokenizer(prompt)["input_ids"]
         log_p = own_log_p(place, name, [*ids, *made])[len(ids) - 1 :]
         entropies.append(-(log_p.exp() * log_p).sum(-1))
-    assert len(seen) == 8 and line["entropy"] == pytest.approx(torch.cat(entropies).mean().item(), rel=1e-5)
+    assert len(seen) == 8 and line["entropy"] == pytest.approx(
+        torch.cat(entropies).mean().item(), rel=1e-5
+    )
     assert line["kl"] == pytest.approx(0, abs=1e-6)

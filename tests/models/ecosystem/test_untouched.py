@@ -15,7 +15,11 @@ from tests.support.families import make, tokens, write_whole
 
 
 def read(folder):
-    return {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
+    return {
+        name: x
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, x in load_file(file).items()
+    }
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe", "qwen3_next"])
@@ -41,21 +45,29 @@ class TestUntouched:
         before, after = read(source), read(tmp_path)
         assert before.keys() == after.keys()
         changed = [
-            name for name in before if not torch.equal(before[name], after[name].to(before[name].dtype))
+            name
+            for name in before
+            if not torch.equal(before[name], after[name].to(before[name].dtype))
         ]
         assert len(changed) == 1 and changed[0].endswith("embed_tokens.weight")
-        assert all(x.dtype == before[name].dtype for name, x in after.items() if not name.endswith(NUMBERS))
+        assert all(
+            x.dtype == before[name].dtype for name, x in after.items() if not name.endswith(NUMBERS)
+        )
         assert all(x.dtype == torch.float32 for name, x in after.items() if name.endswith(NUMBERS))
-        was, config = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path))
+        was, config = (
+            json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path)
+        )
         assert config["architectures"] == was["architectures"] and config["dtype"] == "bfloat16"
         assert config.get("vision_config") == was.get("vision_config")
         assert config.get("text_config", config)["eos_token_id"] == 7
-        assert config.get("text_config", {}).get("mtp_num_hidden_layers") == was.get("text_config", {}).get(
-            "mtp_num_hidden_layers"
-        )
+        assert config.get("text_config", {}).get("mtp_num_hidden_layers") == was.get(
+            "text_config", {}
+        ).get("mtp_num_hidden_layers")
         assert (tmp_path / "video_preprocessor_config.json").is_file()
         kind = getattr(transformers, config["architectures"][0])
-        whole, report = kind.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+        whole, report = kind.from_pretrained(
+            tmp_path, dtype=torch.float32, output_loading_info=True
+        )
         assert not report["missing_keys"] and not report["unexpected_keys"]
         expected = opened(tmp_path, dtype=torch.float32).eval()(tokens(1, 9)).logits
         assert torch.equal(whole.eval()(input_ids=tokens(1, 9)).logits, expected)
@@ -64,12 +76,15 @@ class TestUntouched:
         opened(source).save_pretrained(tmp_path, max_shard_size="30KB")
         assert read(tmp_path).keys() < read(source).keys()
         added = complete_weights(tmp_path, source)
-        assert "mtp.fc.weight" in added and complete_weights(tmp_path, source, dtype="float32") == []
+        assert (
+            "mtp.fc.weight" in added and complete_weights(tmp_path, source, dtype="float32") == []
+        )
         before, after = read(source), read(tmp_path)
         assert before.keys() == after.keys()
         assert all(torch.equal(after[name], before[name].to(after[name].dtype)) for name in before)
         assert (
-            after["lm_head.weight"].dtype == torch.float32 and after["mtp.fc.weight"].dtype == torch.bfloat16
+            after["lm_head.weight"].dtype == torch.float32
+            and after["mtp.fc.weight"].dtype == torch.bfloat16
         )
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
         assert index.keys() == after.keys() and set(index.values()) == {
@@ -129,7 +144,8 @@ class TestRefusals:
         assert not (tmp_path / "out").exists()
         after = read(tmp_path / "source")
         assert (
-            all(torch.equal(after[name], x) for name, x in before.items()) and before.keys() == after.keys()
+            all(torch.equal(after[name], x) for name, x in before.items())
+            and before.keys() == after.keys()
         )
 
     @pytest.mark.parametrize("format", ["delta", "fla"])

@@ -47,7 +47,9 @@ class Golden:
             names = [name for name in file.keys() if name.startswith(f"{case}/")]  # noqa: SIM118 - not a dict
             self.recorded = {name.removeprefix(f"{case}/"): file.get_tensor(name) for name in names}
         self.theirs, self.stds = about["config"], about.get("stds")
-        self.state = {renamed(name): fill(name, tuple(shape)) for name, shape in about["shapes"].items()}
+        self.state = {
+            renamed(name): fill(name, tuple(shape)) for name, shape in about["shapes"].items()
+        }
         config = dict(self.theirs)
         if of_authors:
             config |= {"model_type": "gated_deltanet", "attn": None, "tie_word_embeddings": True}
@@ -72,13 +74,17 @@ class Golden:
         ids = tokens(self.theirs["vocab_size"])
         logits = self.model(ids[:, : 1 + self.recorded["logits"].shape[1]]).logits
         self.model.zero_grad()
-        F.cross_entropy(logits[:, : ids.shape[1] - 1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        F.cross_entropy(
+            logits[:, : ids.shape[1] - 1].flatten(0, 1), ids[:, 1:].flatten()
+        ).backward()
         return logits[:, : self.recorded["logits"].shape[1]].detach()
 
     def errors(self, of, ours):
         """Returns the relative error of every parameter's recorded sketch, ours under our names."""
         theirs = from_state(ours, self.fla)
-        recorded = {n.removeprefix(f"{of}/"): x for n, x in self.recorded.items() if n.startswith(f"{of}/")}
+        recorded = {
+            n.removeprefix(f"{of}/"): x for n, x in self.recorded.items() if n.startswith(f"{of}/")
+        }
         assert {renamed(name) for name in recorded} <= set(theirs)
         return {
             name: ((sketch(theirs[renamed(name)], name) - x).norm() / x.norm()).item()
@@ -98,7 +104,9 @@ def relative(x, y):
 def test_logits_and_gradients_are_theirs(golden):
     logits = golden.backward()
     assert relative(logits, golden.recorded["logits"]) < ALLOWED
-    errors = golden.errors("gradient", {name: p.grad for name, p in golden.model.named_parameters()})
+    errors = golden.errors(
+        "gradient", {name: p.grad for name, p in golden.model.named_parameters()}
+    )
     assert max(errors.values()) < 16 * ALLOWED, errors
     # and a wrong reading of their weights would be seen
     layer = golden.model.model.blocks[0]
@@ -132,7 +140,9 @@ def test_the_way_back_restores_their_files_bit_for_bit(case, tmp_path):
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     for name, value in golden.theirs.items():
         if name in config and value is not None:
-            assert config[name] == (pytest.approx(value) if isinstance(value, float) else value), name
+            assert config[name] == (pytest.approx(value) if isinstance(value, float) else value), (
+                name
+            )
 
 
 @pytest.mark.parametrize("case", ["gdn 96", "gdn 160"])
@@ -154,8 +164,13 @@ def test_initial_values_and_one_step_of_training_are_the_released_codes(case, op
     doubled = {name: x * (2 if name.endswith("dt_bias") else 1) for name, x in moved.items()}
     assert max(golden.errors(optimizer, doubled).values()) > 0.5
     # it draws taps and the tied embedding as matrices, which we do not
-    ours = {name.replace("blocks", "layers").replace(".mixer.", ".attn."): std for name, std in stds.items()}
+    ours = {
+        name.replace("blocks", "layers").replace(".mixer.", ".attn."): std
+        for name, std in stds.items()
+    }
     for name, drawn in golden.stds.items():
         if name.endswith("_proj.weight"):
-            spread = 5 / (2 * golden.state[renamed(name)].numel()) ** 0.5  # five standard errors of an std
+            spread = (
+                5 / (2 * golden.state[renamed(name)].numel()) ** 0.5
+            )  # five standard errors of an std
             assert ours[renamed(name)] == pytest.approx(drawn, rel=spread), name

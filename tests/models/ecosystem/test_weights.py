@@ -46,7 +46,9 @@ def difference(a, b):
 
 class TestOursToOthersAndBack:
     @pytest.mark.parametrize("settings", [{}, UNTIED, BOUNDED], ids=str)
-    def test_a_default_model_computes_the_same_after_its_way_there_and_back(self, settings, tmp_path):
+    def test_a_default_model_computes_the_same_after_its_way_there_and_back(
+        self, settings, tmp_path
+    ):
         model = ours(**settings).double()
         save_model(model, tmp_path, "fla", max_shard_size="50KB")
         assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -64,7 +66,9 @@ class TestOursToOthersAndBack:
         save_model(model, tmp_path, "fla")
         again = load_model(tmp_path)
         assert again.config.readout == model.config.readout == "none"
-        assert all(torch.equal(p, again.get_parameter(name)) for name, p in model.named_parameters())
+        assert all(
+            torch.equal(p, again.get_parameter(name)) for name, p in model.named_parameters()
+        )
 
     @pytest.mark.parametrize(
         ("settings", "named"),
@@ -85,7 +89,10 @@ class TestConvertCommand:
         save_model(ours().double(), tmp_path / "a")
         (tmp_path / "a" / "tokenizer.json").write_text("{}")
         assert main(["convert", f"{tmp_path}/a", "--to", f"{tmp_path}/b", "--format", "fla"]) == 0
-        assert json.loads((tmp_path / "b" / "config.json").read_text())["model_type"] == "gated_deltanet"
+        assert (
+            json.loads((tmp_path / "b" / "config.json").read_text())["model_type"]
+            == "gated_deltanet"
+        )
         assert main(["convert", f"{tmp_path}/b", "--to", f"{tmp_path}/c"]) == 0
         assert (tmp_path / "c" / "tokenizer.json").is_file()
         assert "float64, format delta" in capsys.readouterr().out
@@ -99,7 +106,10 @@ class TestConvertCommand:
             ("q", "is a Qwen3NextForCausalLM"),
             ("x", "no config"),
         ):
-            assert main(["convert", f"{tmp_path}/{name}", "--to", f"{tmp_path}/b", "--format", "fla"]) == 2
+            assert (
+                main(["convert", f"{tmp_path}/{name}", "--to", f"{tmp_path}/b", "--format", "fla"])
+                == 2
+            )
             assert complaint in capsys.readouterr().err
             assert not (tmp_path / "b").exists()
         assert main(["convert", f"{tmp_path}/a", "--to", f"{tmp_path}/q"]) == 2
@@ -117,7 +127,9 @@ class RunsCode:
 
 
 @pytest.mark.parametrize("format", ["delta", "fla"])
-def test_a_file_that_would_run_code_is_refused_in_our_words_and_runs_nothing(format, tmp_path, capsys):
+def test_a_file_that_would_run_code_is_refused_in_our_words_and_runs_nothing(
+    format, tmp_path, capsys
+):
     save_model(ours(readout="none", parametrization="sp"), tmp_path / "a", format)
     for file in (tmp_path / "a").glob("*.safetensors"):
         file.unlink()
@@ -133,14 +145,19 @@ def test_code_beside_the_weights_is_never_run_nor_asked_about(kind, tmp_path, mo
     """On a terminal transformers asks whether it may run the code."""
     save_model(ours(), tmp_path / "a")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
-    config |= {"model_type": kind, "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
+    config |= {
+        "model_type": kind,
+        "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"},
+    }
     (tmp_path / "a" / "config.json").write_text(json.dumps(config))
     (tmp_path / "a" / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("it asks"))
     if kind == "delta_trn":
         assert type(load_model(tmp_path / "a")).__name__ == "DeltaForCausalLM"
     else:
-        with pytest.raises(ValueError, match=r"a is a no_such_family, whose code .*: code.C, code.M;"):
+        with pytest.raises(
+            ValueError, match=r"a is a no_such_family, whose code .*: code.C, code.M;"
+        ):
             load_model(tmp_path / "a")
     assert not (tmp_path / "ran").exists()
 
@@ -170,7 +187,9 @@ class TestFoldersThatDoNotFit:
 
     def test_a_missing_shard_or_config_is_named(self, folder):
         next(folder.glob("*00002-of*.safetensors")).unlink()
-        with pytest.raises(ValueError, match=r"weights do not fit config.json.*: missing, expected"):
+        with pytest.raises(
+            ValueError, match=r"weights do not fit config.json.*: missing, expected"
+        ):
             load_model(folder)
         with pytest.raises(ValueError, match=r"no config\.json"):
             load_model(folder / "nothing")
@@ -211,7 +230,9 @@ class TestHeadsStayFloat32:
         before = [getattr(mixer, name).detach().clone() for name in NUMBERS]
         cast(model)
         for numbers, expected in zip((mixer.A_log, mixer.dt_bias), before, strict=True):
-            assert numbers.dtype == numbers.grad.dtype == torch.float32 and torch.equal(numbers, expected)
+            assert numbers.dtype == numbers.grad.dtype == torch.float32 and torch.equal(
+                numbers, expected
+            )
         assert model.lm_head.weight.dtype == mixer.a_proj.weight.dtype != torch.float32
         model.double()
         assert mixer.A_log.dtype == mixer.dt_bias.dtype == torch.float64
@@ -225,7 +246,10 @@ class TestHeadsStayFloat32:
         assert layer.A_log.dtype == layer.dt_bias.dtype == torch.float32
         assert torch.equal(layer.A_log.bfloat16(), before)
         printed = capsys.readouterr().out
-        assert "A_log is float32 now, it was bfloat16" in printed and "A_log[1] = -inf: decay 1" in printed
+        assert (
+            "A_log is float32 now, it was bfloat16" in printed
+            and "A_log[1] = -inf: decay 1" in printed
+        )
 
     def test_patching_all_models_keeps_float32_in_what_is_loaded_afterwards(self, tmp_path):
         model = make("qwen3_5")
@@ -253,7 +277,9 @@ class TestDeadHeads:
             ("model.blocks.1.mixer.dt_bias", 0): "the head computes NaN",
             ("model.blocks.1.mixer.dt_bias", 5): "decay 1",
         }
-        assert "model.blocks.1.mixer.A_log[2] = -inf" in str(report) and "anew, as by" in str(report)
+        assert "model.blocks.1.mixer.A_log[2] = -inf" in str(report) and "anew, as by" in str(
+            report
+        )
 
     @pytest.mark.parametrize("family", ["qwen3_next", "ours"])
     def test_loading_warns_of_dead_heads(self, family, tmp_path):

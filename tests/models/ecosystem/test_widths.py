@@ -58,7 +58,10 @@ class TestRoles:
             "model.layers.0.linear_attn.A_log": (Role.VECTOR, 4),  # more heads: one of many
             "model.layers.0.linear_attn.norm.weight": (Role.CONSTANT, 1),
             "model.layers.0.input_layernorm.weight": (Role.VECTOR, 4),
-            "model.layers.0.mlp.down_proj.weight": (Role.HIDDEN, 688 / 176),  # rounded sizes: fan-in exact
+            "model.layers.0.mlp.down_proj.weight": (
+                Role.HIDDEN,
+                688 / 176,
+            ),  # rounded sizes: fan-in exact
             "lm_head.weight": (Role.READOUT, 4),
         }
         assert {name: (rows[name].role, rows[name].m) for name in expected} == expected
@@ -68,18 +71,28 @@ class TestRoles:
         """Our models say what each parameter is, while here only shapes tell."""
 
         def make(width):
-            sizes = {"vocab_size": 61, "hidden_size": width, "base_width": 64, "num_hidden_layers": 2}
+            sizes = {
+                "vocab_size": 61,
+                "hidden_size": width,
+                "base_width": 64,
+                "num_hidden_layers": 2,
+            }
             return DeltaForCausalLM(DeltaConfig(**sizes, num_heads=2, tie_word_embeddings=False))
 
         with torch.device("meta"):
             model, small = make(256), make(64)
-        tags = {row.name: row for row in scaled_by_tags(model, optimizer="adamw", lr=1.0, weight_decay=0.1)}
+        tags = {
+            row.name: row
+            for row in scaled_by_tags(model, optimizer="adamw", lr=1.0, weight_decay=0.1)
+        }
         fan_in = {name: p.shape[-1] for name, p in small.named_parameters()}
         groups = mup.parameter_groups(model, base=small, lr=1.0, weight_decay=0.1)
         coupled = mup.parameter_groups(
             model, base=small, lr=1.0, weight_decay=0.1, independent_weight_decay=False
         )
-        with_the_rate = {name: group["weight_decay"] for group in coupled for name in group["names"]}
+        with_the_rate = {
+            name: group["weight_decay"] for group in coupled for name in group["names"]
+        }
         for group in groups:
             for name in group["names"]:
                 row, rate = tags[name], tags[name].lr
@@ -87,7 +100,9 @@ class TestRoles:
                     rate /= 4  # its multiplier
                 if "down_proj" in name:
                     rate = fan_in[name] / row.shape[-1]  # sizes are rounded
-                assert group["lr"] == pytest.approx(rate) and with_the_rate[name] == row.weight_decay, name
+                assert (
+                    group["lr"] == pytest.approx(rate) and with_the_rate[name] == row.weight_decay
+                ), name
                 # one step takes the same share of a matrix at every width
                 assert group["lr"] * group["weight_decay"] == pytest.approx(row.weight_decay), name
 
@@ -98,7 +113,9 @@ class TestRoles:
         assert roles["A_log"] is Role.SCALAR and roles["dt_bias"] is Role.CONSTANT
 
     def test_parameters_without_a_role_are_all_named(self):
-        model = nn.ModuleDict({"a": nn.Embedding(9, 8), "b": nn.Linear(8, 8), "c": nn.Conv2d(8, 8, 3)})
+        model = nn.ModuleDict(
+            {"a": nn.Embedding(9, 8), "b": nn.Linear(8, 8), "c": nn.Conv2d(8, 8, 3)}
+        )
         small = nn.ModuleDict({"a": nn.Embedding(7, 4), "c": nn.Conv2d(4, 4, 3)})
         with pytest.raises(
             ValueError, match=r"(?s)no muP role for 4 parameters.*a\.weight.*b\.bias.*c\.weight"
@@ -119,7 +136,8 @@ class TestRoles:
 
     def test_the_readout_of_a_model_of_torch_is_its_last_layer_over_the_vocabulary(self):
         roles = {
-            row.name: row.role for row in scaled_parameters(language_model(8), lambda: language_model(4))
+            row.name: row.role
+            for row in scaled_parameters(language_model(8), lambda: language_model(4))
         }
         assert roles["2.weight"] is Role.READOUT and roles["1.weight"] is Role.HIDDEN
 
@@ -129,7 +147,9 @@ class TestRoles:
         def make(width):
             return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 1))
 
-        with pytest.raises(ValueError, match=r"2\.weight: read the width.*roles=\{'2.weight': 'readout'\}"):
+        with pytest.raises(
+            ValueError, match=r"2\.weight: read the width.*roles=\{'2.weight': 'readout'\}"
+        ):
             mup.parameter_groups(make(16), base=lambda: make(4), lr=1.0)
         rows = scaled_parameters(make(16), lambda: make(4), {"2.weight": "readout"})
         assert [(row.role, row.m) for row in rows if row.name == "2.weight"] == [(Role.READOUT, 4)]
@@ -153,7 +173,9 @@ class TestRoles:
         assert (row.role.name.lower(), row.m) == (role, m)
 
     def test_a_named_role_without_such_a_dimension_is_refused(self):
-        with pytest.raises(ValueError, match=r"bias \(16,\).*\(4,\), in which a hidden has no dimension"):
+        with pytest.raises(
+            ValueError, match=r"bias \(16,\).*\(4,\), in which a hidden has no dimension"
+        ):
             scaled_parameters(nn.Linear(16, 16), lambda: nn.Linear(4, 4), {"bias": "hidden"})
 
 
@@ -175,7 +197,9 @@ class TestBases:
         assert names and all(rows[name] == rows[name.replace(".1.", ".3.")] for name in names)
         other = nn.Sequential(*(nn.Linear(4, n) for n in (4, 5)))
         with pytest.raises(ValueError, match=r"2\.weight \(8, 8\): the base model has none"):
-            scaled_parameters(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), other, {"1.*": "constant"})
+            scaled_parameters(
+                nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), other, {"1.*": "constant"}
+            )
 
     def test_a_file_and_shapes_by_name_are_bases(self, tmp_path):
         small, path = base(), tmp_path / "base.json"
@@ -192,7 +216,9 @@ class TestBases:
                 assert given == wanted
         mup.initialize(model, base=path)
         mup.initialize(again, base=small)
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+        )
         with pytest.raises(ValueError, match="has no values"):
             mup.initialize(qwen3_next(128), base=shapes)
         path.write_text("[1]")
@@ -241,12 +267,16 @@ class TestMuon:
                 wider=lambda: make(2),
             )  # fmt: skip
             assert all(group["use_muon"] and "eps" not in group for group in groups)
-            assert all(group["lr"] * group["weight_decay"] == pytest.approx(1e-3) for group in groups)
+            assert all(
+                group["lr"] * group["weight_decay"] == pytest.approx(1e-3) for group in groups
+            )
             before = [layer.weight.detach().clone() for layer in model]
             for i, layer in enumerate(model):
                 torch.manual_seed(i)
                 layer.weight.grad = torch.outer(*(torch.randn(k) for k in layer.weight.shape))
-            torch.optim.Muon([{**g, "weight_decay": 0.0} for g in groups], adjust_lr_fn=adjust).step()
+            torch.optim.Muon(
+                [{**g, "weight_decay": 0.0} for g in groups], adjust_lr_fn=adjust
+            ).step()
             steps = [
                 torch.linalg.matrix_norm(a - b.weight.detach(), 2).item()
                 for a, b in zip(before, model, strict=True)
@@ -260,7 +290,9 @@ class TestMuon:
         model = language_model(16)
         groups = {
             name: group
-            for group in mup.parameter_groups(model, base=lambda: language_model(4), lr=1.0, optimizer="muon")
+            for group in mup.parameter_groups(
+                model, base=lambda: language_model(4), lr=1.0, optimizer="muon"
+            )
             for name in group["names"]
         }
         assert groups["1.weight"]["use_muon"] and groups["1.weight"]["lr"] == 1
@@ -278,17 +310,29 @@ class TestMuon:
 
 class TestTied:
     def test_a_tied_readout_is_refused_until_it_is_scaled(self):
-        model, small = qwen3_next(128, tie_word_embeddings=True), qwen3_next(64, tie_word_embeddings=True)
-        with pytest.raises(ValueError, match=r"mup\.scale_readout\(model, base=.*tie_word_embeddings=False"):
+        model, small = (
+            qwen3_next(128, tie_word_embeddings=True),
+            qwen3_next(64, tie_word_embeddings=True),
+        )
+        with pytest.raises(
+            ValueError, match=r"mup\.scale_readout\(model, base=.*tie_word_embeddings=False"
+        ):
             scaled_parameters(model, small)
         ids = torch.arange(12)[None]
         plain, names = model(ids).logits, [*model.state_dict()]
         mup.scale_readout(model, base=small)
         assert torch.allclose(model(ids).logits, plain / 2) and [*model.state_dict()] == names
         rows = {row.name: (row.role, row.m) for row in scaled_parameters(model, small)}
-        assert rows["model.embed_tokens.weight"] == (Role.EMBEDDING, 2) and "lm_head.weight" not in rows
-        (group,) = (g for g in mup.parameter_groups(model, base=small, lr=1.0) if g["role"] == "embedding")
-        assert group["lr"] == 1 and group["eps"] == 1e-8 / 2, "AdamW's rate and epsilon of the table"
+        assert (
+            rows["model.embed_tokens.weight"] == (Role.EMBEDDING, 2)
+            and "lm_head.weight" not in rows
+        )
+        (group,) = (
+            g for g in mup.parameter_groups(model, base=small, lr=1.0) if g["role"] == "embedding"
+        )
+        assert group["lr"] == 1 and group["eps"] == 1e-8 / 2, (
+            "AdamW's rate and epsilon of the table"
+        )
         with pytest.raises(ValueError, match="scaled already"):
             mup.scale_readout(model, base=small)
         with pytest.raises(ValueError, match="readout is tied, and would take the embedding"):

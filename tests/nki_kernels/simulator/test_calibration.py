@@ -34,7 +34,9 @@ def rotated(x, cos, sin):
 
 
 def adamw(w, g, m, v):
-    return w * (1 - 1e-5) - 0.01 * (0.9 * m + 0.1 * g) / (np.sqrt(1000 * (0.999 * v + 0.001 * g * g)) + 1e-8)
+    return w * (1 - 1e-5) - 0.01 * (0.9 * m + 0.1 * g) / (
+        np.sqrt(1000 * (0.999 * v + 0.001 * g * g)) + 1e-8
+    )
 
 
 EXPECTED = {
@@ -73,7 +75,9 @@ def test_every_published_kernel_is_tested_and_has_a_source():
 def test_two_short_runs_extend_to_the_busy_time_and_nearly_to_the_time_of_a_long_one(kernel):
     measurement = next(m for m in MEASUREMENTS if m.kernel.startswith(kernel))
     shorter = replace(measurement, parts=12, runs=1, samples=(3, 6))
-    run = record(measurement.program, *arguments(measurement.program, 12, measurement.size), strict=False)
+    run = record(
+        measurement.program, *arguments(measurement.program, 12, measurement.size), strict=False
+    )
     whole = estimate(run.trace, run.target)
     extended = compare(shorter)
     assert abs(extended.in_order["issue"] * 1e3 / whole.schedule - 1) < 0.03

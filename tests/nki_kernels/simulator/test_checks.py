@@ -42,7 +42,15 @@ def filled(value, *shape, dtype=F32, name="x"):
 
 def bitwise_with_arithmetic():
     tile = ones(4, 4, dtype=nl.int32)
-    issue("tensor_scalar", dst=tile, data=tile, op0=nl.bitwise_and, operand0=1, op1=nl.add, operand1=1.0)
+    issue(
+        "tensor_scalar",
+        dst=tile,
+        data=tile,
+        op0=nl.bitwise_and,
+        operand0=1,
+        op1=nl.add,
+        operand1=1.0,
+    )
 
 
 def gather_out_of_bounds():
@@ -62,7 +70,9 @@ def broadcast_of_the_tile_that_is_written():
 
 
 def scan(dst, data0, data1):
-    nisa.tensor_tensor_scan(dst=dst, data0=data0, data1=data1, initial=0.0, op0=nl.multiply, op1=nl.add)
+    nisa.tensor_tensor_scan(
+        dst=dst, data0=data0, data1=data1, initial=0.0, op0=nl.multiply, op1=nl.add
+    )
 
 
 def scan_in_place():
@@ -256,7 +266,9 @@ def test_what_awss_simulator_refuses_is_refused(case):
     message, body, target = (*case, "trn1")[:3]
     with pytest.raises(ConstraintError, match=message) as caught:
         attempt(body, target=target)
-    assert not isinstance(caught.value, StrictError), "AWS's simulator has this check; it is not a strict one"
+    assert not isinstance(caught.value, StrictError), (
+        "AWS's simulator has this check; it is not a strict one"
+    )
 
 
 @pytest.mark.parametrize("case", [*STRICT, *STRICT_UNTIL], ids=lambda case: case[0])
@@ -279,14 +291,21 @@ def test_a_value_of_the_wrong_type_is_refused(case):
 
 
 def test_a_result_of_another_shape_is_refused():
-    with pytest.raises(ValueError, match=r"cannot reshape the result of shape \(4, 4\) into \(4, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"cannot reshape the result of shape \(4, 4\) into \(4, 5\)"
+    ):
         attempt(lambda: issue("nc_matmul", dst=psum(4, 5)))
 
 
 @pytest.mark.parametrize(
     ("op", "operands", "target", "before"),
     [
-        ("nc_matmul_mx", ("dst", "stationary", "moving", "stationary_scale", "moving_scale"), "trn3", "trn2"),
+        (
+            "nc_matmul_mx",
+            ("dst", "stationary", "moving", "stationary_scale", "moving_scale"),
+            "trn3",
+            "trn2",
+        ),
         ("quantize_mx", ("dst", "src", "dst_scale"), "trn3", "trn2"),
         ("topk", ("val_dst", "idx_dst", "src", "n"), "trn1", None),
     ],

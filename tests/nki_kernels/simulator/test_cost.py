@@ -124,7 +124,17 @@ def test_every_function_of_the_scalar_engine_is_in_a_table():
 
 
 def test_a_program_of_more_than_eight_tables_is_refused():
-    functions = (nl.exp, nl.silu, nl.rsqrt, nl.sqrt, nl.log, nl.softplus, nl.sigmoid, nl.reciprocal, nl.mish)
+    functions = (
+        nl.exp,
+        nl.silu,
+        nl.rsqrt,
+        nl.sqrt,
+        nl.log,
+        nl.softplus,
+        nl.sigmoid,
+        nl.reciprocal,
+        nl.mish,
+    )
     assert scalar_time(*functions[:8])[2] == 8
     with pytest.raises(StrictError, match=r"of 9 tables .*NCC_INLA001"):
         scalar_time(*functions)
@@ -133,7 +143,9 @@ def test_a_program_of_more_than_eight_tables_is_refused():
 def test_a_root_on_gpsimd_takes_four_cycles_per_element():
     def body():
         x = ones(128, 100)
-        nisa.tensor_scalar(dst=ones(128, 100), data=x, op0=nl.rsqrt, operand0=0.0, engine=nisa.engine.gpsimd)
+        nisa.tensor_scalar(
+            dst=ones(128, 100), data=x, op0=nl.rsqrt, operand0=0.0, engine=nisa.engine.gpsimd
+        )
 
     assert isclose(busy(body, "tensor_scalar"), 150 + 400)
 
@@ -282,7 +294,11 @@ def test_estimate_counts_hbm_bytes_and_multiply_adds():
 
 def test_report_prints_a_labeled_table_and_appends_a_line_per_shape(tmp_path, capsys):
     numbers = tmp_path / "t.jsonl"
-    argv = ["report", "tests.nki_kernels.simulator.test_kernels:matmul_tiled", "256x64,256x600:float32"]
+    argv = [
+        "report",
+        "tests.nki_kernels.simulator.test_kernels:matmul_tiled",
+        "256x64,256x600:float32",
+    ]
     assert main([*argv, "8x8,8x8", "--jsonl", str(numbers)]) == 0
     assert main([*argv, "--target", "trn2", "--jsonl", str(numbers)]) == 0
     printed = capsys.readouterr().out
@@ -329,5 +345,7 @@ def test_engines_share_ports_on_gen2_only():
 
 
 def test_a_kernel_that_is_not_there_is_refused_with_the_nearest_name():
-    with pytest.raises(SystemExit, match=r"no module 'gated_delta_rule'.*mean gated_delta_rule_fwd"):
+    with pytest.raises(
+        SystemExit, match=r"no module 'gated_delta_rule'.*mean gated_delta_rule_fwd"
+    ):
         main(["report", "gated_delta_rule", "B=1"])

@@ -73,7 +73,9 @@ def test_collectives_can_be_imported_and_are_refused():
         constants = importlib.import_module("nki.isa.constants")
     assert constants.dge_mode is nisa.dge_mode
     assert collectives.ReplicaGroup([[0, 1]]).groups == [[0, 1]]
-    with pytest.raises(NotImplementedError, match=r"nki\.collectives\.all_reduce is not simulated; run the"):
+    with pytest.raises(
+        NotImplementedError, match=r"nki\.collectives\.all_reduce is not simulated; run the"
+    ):
         _ = collectives.all_reduce
 
 
@@ -89,9 +91,14 @@ def run_import_site(path):
     )
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nki") is not None, reason="the real nki is installed here")
+@pytest.mark.skipif(
+    importlib.util.find_spec("nki") is not None, reason="the real nki is installed here"
+)
 def test_without_nki_the_import_site_takes_the_simulator(tmp_path):
-    assert run_import_site(tmp_path).stdout.split() == ["simulator", "delta_trn.nki_kernels.simulator.kernel"]
+    assert run_import_site(tmp_path).stdout.split() == [
+        "simulator",
+        "delta_trn.nki_kernels.simulator.kernel",
+    ]
 
 
 def test_with_nki_the_import_site_takes_it(tmp_path):
@@ -110,7 +117,9 @@ def test_a_broken_nki_fails_loudly(tmp_path):
 
 def test_the_simulator_imports_neither_torch_nor_transformers():
     code = "import sys, delta_trn.nki_kernels.simulator; print({'torch', 'transformers'} & set(sys.modules))"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+    ).stdout
     assert printed.strip() == "set()"
 
 

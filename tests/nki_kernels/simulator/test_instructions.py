@@ -19,12 +19,20 @@ def batch_statistics(out, tile):
 
 
 def sum_of_squares(out, tile):
-    nisa.activation_reduce(dst=sbuf(*tile.shape), op=nl.square, data=tile, reduce_op=nl.add, reduce_res=out)
+    nisa.activation_reduce(
+        dst=sbuf(*tile.shape), op=nl.square, data=tile, reduce_op=nl.add, reduce_res=out
+    )
 
 
 def scaled_and_summed_activations(out, tile, bias, scale):
     nisa.activation(
-        dst=out[:, 0:20], op=nl.exp, data=tile, bias=bias, scale=scale, reduce_op=nl.add, reduce_cmd=RESET
+        dst=out[:, 0:20],
+        op=nl.exp,
+        data=tile,
+        bias=bias,
+        scale=scale,
+        reduce_op=nl.add,
+        reduce_cmd=RESET,
     )
     nisa.activation(
         dst=out[:, 20:40], op=nl.copy, data=tile, scale=2.0, reduce_op=nl.add, reduce_res=out[:, 40:41],
@@ -39,7 +47,12 @@ def with_sums(*parts):
 def both_scans(out, tile):
     nisa.tensor_scalar_cumulative(dst=out[:, 0:20], src=tile, op0=nl.multiply, op1=nl.add, imm0=2.0)
     nisa.tensor_scalar_reduce(
-        dst=out[:, 20:40], data=tile, op0=nl.add, operand0=1.0, reduce_op=nl.maximum, reduce_res=out[:, 40:41]
+        dst=out[:, 20:40],
+        data=tile,
+        op0=nl.add,
+        operand0=1.0,
+        reduce_op=nl.maximum,
+        reduce_res=out[:, 40:41],
     )
 
 
@@ -84,7 +97,13 @@ def fused(memory):
             data = nl.ndarray(x.shape, F32, nl.psum)
             nisa.tensor_copy(dst=data, src=x)
         nisa.scalar_tensor_tensor(
-            dst=out, data=data, op0=nl.multiply, operand0=column, op1=nl.subtract, operand1=y, reverse1=True
+            dst=out,
+            data=data,
+            op0=nl.multiply,
+            operand0=column,
+            op1=nl.subtract,
+            operand1=y,
+            reverse1=True,
         )
 
     return body
@@ -104,7 +123,9 @@ def triangle(out, tile):
 
 
 def reduced(name):
-    return lambda out, x: nisa.tensor_reduce(dst=out, op=getattr(nl, name), data=x, axis=1, negate=True)
+    return lambda out, x: nisa.tensor_reduce(
+        dst=out, op=getattr(nl, name), data=x, axis=1, negate=True
+    )
 
 
 def row(values):
@@ -227,7 +248,10 @@ def test_activation_agrees_with_numpy(name):
     def body(out, tile):
         nisa.activation(dst=out, op=getattr(nl, name), data=tile)
 
-    near(execute(body, x, shape=(4, 15)), (ACTIVATIONS | OF_POSITIVE_NUMBERS)[name](x.astype(np.float64)))
+    near(
+        execute(body, x, shape=(4, 15)),
+        (ACTIVATIONS | OF_POSITIVE_NUMBERS)[name](x.astype(np.float64)),
+    )
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_apprx_sigmoid", "erf"])
@@ -288,7 +312,13 @@ def test_range_select_needs_trn2_and_exponential_trn3():
             reduce_cmd=nisa.reduce_cmd.reset_reduce,
         )  # fmt: skip
         nisa.activate2(
-            dst=out[:, 11:21], op=nl.relu, data=tile, imm0=2.0, imm1=0.5, op0=nl.multiply, op1=nl.add
+            dst=out[:, 11:21],
+            op=nl.relu,
+            data=tile,
+            imm0=2.0,
+            imm1=0.5,
+            op0=nl.multiply,
+            op1=nl.add,
         )
 
     result = execute(exponential, x, shape=(3, 21), target="trn3")
@@ -296,7 +326,9 @@ def test_range_select_needs_trn2_and_exponential_trn3():
     near(result[:, 11:], np.maximum(2 * x + 0.5, 0))
 
 
-@pytest.mark.parametrize(("value", "expected"), [(2.5, 2), (3.5, 4), (-0.5, 0), (300.0, 127), (-300.0, -128)])
+@pytest.mark.parametrize(
+    ("value", "expected"), [(2.5, 2), (3.5, 4), (-0.5, 0), (300.0, 127), (-300.0, -128)]
+)
 def test_float_to_integer_rounds_to_even_and_saturates(value, expected):
     def body(out):
         tile = nl.full((1, 1), value, F32)
@@ -307,7 +339,9 @@ def test_float_to_integer_rounds_to_even_and_saturates(value, expected):
 
 def test_a_root_out_of_range_on_gpsimd_names_gpsimd():
     def body(out, tile):
-        nisa.tensor_scalar(dst=out, data=tile, op0=nl.rsqrt, operand0=0.0, engine=nisa.engine.gpsimd)
+        nisa.tensor_scalar(
+            dst=out, data=tile, op0=nl.rsqrt, operand0=0.0, engine=nisa.engine.gpsimd
+        )
 
     with pytest.raises(StrictError, match="no other range is documented for the gpsimd engine"):
         execute(body, np.zeros((4, 4), np.float32), shape=(4, 4))

@@ -62,7 +62,8 @@ def test_matmul_tiles_of_the_array_hold_two_heads():
 
 @pytest.mark.parametrize("buffer", [nl.ndarray, nl.zeros], ids=["fresh", "zeroed"])
 @pytest.mark.parametrize(
-    ("accumulate", "products"), [([None, None, None], 3), ([False, True, True], 3), ([False] * 3, 1)]
+    ("accumulate", "products"),
+    [([None, None, None], 3), ([False, True, True], 3), ([False] * 3, 1)],
 )
 def test_matmul_accumulates_or_overwrites_as_told(buffer, accumulate, products):
     a, b = normal(128, 32), normal(128, 48)
@@ -77,7 +78,10 @@ def test_matmul_accumulates_or_overwrites_as_told(buffer, accumulate, products):
 
 
 def test_matmul_contracts_pairs_of_fp8_rows():
-    a, b = normal(64, 2, 8, dtype=ml_dtypes.float8_e4m3), normal(64, 2, 16, dtype=ml_dtypes.float8_e4m3)
+    a, b = (
+        normal(64, 2, 8, dtype=ml_dtypes.float8_e4m3),
+        normal(64, 2, 16, dtype=ml_dtypes.float8_e4m3),
+    )
 
     def body(out, x, y):
         ps = nl.ndarray((8, 16), F32, nl.psum)

@@ -82,7 +82,12 @@ def test_a_view_knows_its_strides_offset_and_partition():
         return view, tile
 
     view, tile = inside(body)
-    assert (view.shape, view.strides, view.offset, view.partition) == ((4, 8), (64, 2), 2 * 64 + 16, 2)
+    assert (view.shape, view.strides, view.offset, view.partition) == (
+        (4, 8),
+        (64, 2),
+        2 * 64 + 16,
+        2,
+    )
     assert view.get_pattern() == [[64, 4], [2, 8]]
     assert not view.is_contiguous() and tile.is_contiguous()
     assert repr(tile) == "NkiTensor(x, shape=(8, 4, 16), dtype=float32, buffer=sbuf)"
@@ -153,7 +158,9 @@ def test_nan_from_outside_is_not_mistaken_for_poison():
         return out
 
     x = normal(2, 4)
-    assert (record(kernel, x, check_source=False).outputs == x + 1).all(), "unwritten lanes are not used"
+    assert (record(kernel, x, check_source=False).outputs == x + 1).all(), (
+        "unwritten lanes are not used"
+    )
     x[0, 0] = np.nan
     assert np.isnan(record(kernel, x, check_source=False).outputs[0, 0])
 
@@ -180,7 +187,8 @@ def test_capacity_counts_live_tiles_only():
     assert run.sbuf_peak == 64 * 1024
     assert record(chain(2, keep=True), check_source=False).sbuf_peak == 128 * 1024
     with pytest.raises(
-        StrictError, match=r"sbuf capacity exceeded: 196608 .* live at instruction 2, trn1 has 180224"
+        StrictError,
+        match=r"sbuf capacity exceeded: 196608 .* live at instruction 2, trn1 has 180224",
     ):
         record(chain(3, keep=True), check_source=False)
     assert record(chain(3, keep=True), target="trn3", check_source=False).sbuf_peak == 192 * 1024
@@ -204,7 +212,9 @@ def test_psum_is_counted_in_banks():
 
 def value(body, *arrays, target="trn1"):
     """Return what a tile holds that nl functions compute."""
-    return inside(lambda *x: body(*map(nl.load, x)).array.astype(np.float64), *arrays, target=target)
+    return inside(
+        lambda *x: body(*map(nl.load, x)).array.astype(np.float64), *arrays, target=target
+    )
 
 
 A, B = np.abs(normal(5, 7)) + 0.1, normal(5, 7)
@@ -216,7 +226,10 @@ A, B = np.abs(normal(5, 7)) + 0.1, normal(5, 7)
         (lambda a, b: nl.add(a, b), A + B),
         (lambda a, b: nl.subtract(1.0, b), 1 - B),
         (lambda a, b: nl.divide(b, a), B / A),
-        (lambda a, b: nl.multiply(b, nl.sum(a, axis=1, keepdims=True)), B * A.sum(1, keepdims=True)),
+        (
+            lambda a, b: nl.multiply(b, nl.sum(a, axis=1, keepdims=True)),
+            B * A.sum(1, keepdims=True),
+        ),
         (lambda a, b: nl.max(b, axis=1), B.max(1, keepdims=True)),
         (lambda a, b: nl.min(b, axis=1), B.min(1, keepdims=True)),
         (lambda a, b: nl.prod(b, axis=1), B.prod(1, keepdims=True)),
@@ -233,7 +246,10 @@ A, B = np.abs(normal(5, 7)) + 0.1, normal(5, 7)
         (lambda a, b: nl.negative(b), -B),
         (lambda a, b: nl.where(nl.greater(b, 0.0), a, b), np.where(B > 0, A, B)),
         (lambda a, b: nl.softmax(b), np.exp(B) / np.exp(B).sum(1, keepdims=True)),
-        (lambda a, b: nl.rms_norm(b, a, axis=1, n=7), B / np.sqrt((B**2).mean(1, keepdims=True) + 1e-6) * A),
+        (
+            lambda a, b: nl.rms_norm(b, a, axis=1, n=7),
+            B / np.sqrt((B**2).mean(1, keepdims=True) + 1e-6) * A,
+        ),
         (lambda a, b: nl.transpose(b), B.T),
         (lambda a, b: nl.matmul(a, nl.transpose(b)), A @ B.T),
         (lambda a, b: nl.broadcast_to(b[0:1], (64, 7)), np.repeat(B[0:1], 64, 0)),

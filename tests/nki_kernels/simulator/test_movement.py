@@ -35,7 +35,9 @@ def test_a_shuffle_may_read_a_lane_of_the_tile_that_it_writes():
     def shifted(out, tile):
         nisa.nc_stream_shuffle(dst=tile[:, 1:3], src=tile[:, 0:2], shuffle_mask=list(range(32)))
 
-    with pytest.raises(StrictError, match=r"nc_stream_shuffle dst overlaps src .* at another position"):
+    with pytest.raises(
+        StrictError, match=r"nc_stream_shuffle dst overlaps src .* at another position"
+    ):
         execute(shifted, x, shape=(32, 4))
 
 
@@ -112,7 +114,9 @@ def test_sequence_bounds_and_nonzero_indices_are_found():
     def body(out, tile):
         nisa.sequence_bounds(dst=out, segment_ids=tile)
 
-    assert execute(body, ids, shape=(1, 2, 6)).tolist() == [[[0, 0, 6, 3, 3, 3], [2, 2, -1, 6, 6, 6]]]
+    assert execute(body, ids, shape=(1, 2, 6)).tolist() == [
+        [[0, 0, 6, 3, 3, 3], [2, 2, -1, 6, 6, 6]]
+    ]
 
     def count(out, tile):
         nisa.memset(dst=out, value=0)
@@ -145,7 +149,10 @@ def test_dma_gathers_and_scatters_rows():
     table, rows = normal(10, 4), np.array([[7], [0], [3]], np.uint32)
 
     def kernel(data, index):
-        picked, scattered = nl.ndarray((3, 4), F32, nl.shared_hbm), nl.zeros((10, 4), F32, nl.shared_hbm)
+        picked, scattered = (
+            nl.ndarray((3, 4), F32, nl.shared_hbm),
+            nl.zeros((10, 4), F32, nl.shared_hbm),
+        )
         where = on_chip(index)
         tile = nl.ndarray((3, 4), F32, nl.sbuf)
         nisa.dma_copy(dst=tile, src=data.ap(pattern=[[4, 3], [1, 4]], vector_offset=where))
@@ -189,7 +196,9 @@ def test_random_numbers_have_the_right_distribution():
     assert abs(result[:, 100:].mean() - 127.5) < 3.0
 
 
-@pytest.mark.parametrize(("engine", "words", "target"), [("gpsimd", 6, "trn2"), ("vector", 24, "trn3")])
+@pytest.mark.parametrize(
+    ("engine", "words", "target"), [("gpsimd", 6, "trn2"), ("vector", 24, "trn3")]
+)
 def test_a_generator_resumes_from_its_state(engine, words, target):
     engine = nisa.engine[engine]
 
@@ -203,7 +212,9 @@ def test_a_generator_resumes_from_its_state(engine, words, target):
             nisa.rng(dst=out[:, part, :])
         nisa.rng(dst=out[:, 2, :])
 
-    first, again, after = execute(body, shape=(4, 3, 50), dtype=nl.int32, target=target).transpose(1, 0, 2)
+    first, again, after = execute(body, shape=(4, 3, 50), dtype=nl.int32, target=target).transpose(
+        1, 0, 2
+    )
     assert (first == again).all() and (first != after).any()
 
 

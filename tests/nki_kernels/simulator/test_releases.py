@@ -106,7 +106,9 @@ def test_a_rule_holds_in_its_releases_and_without_a_release(kernel, monkeypatch)
 
 
 def test_every_rule_is_broken_here_or_in_the_tests_of_the_source():
-    assert {rule for rule, _, _ in REFUSED.values()} == {r for r in RULES if r not in seen_in_the_source()}
+    assert {rule for rule, _, _ in REFUSED.values()} == {
+        r for r in RULES if r not in seen_in_the_source()
+    }
 
 
 def test_a_place_that_repeats_is_written_alone():
@@ -206,7 +208,9 @@ def test_the_offset_of_a_pattern_counts_from_the_start_of_the_tile():
 
     options = {"nki": "0.7.0", "check_source": False}
     assert record(kernel, x, 1, **options).outputs.tolist() == x[:, 1:3].tolist()
-    assert record(kernel, x, None, **options).outputs.tolist() == x[:, 4:6].tolist(), "the view's own offset"
+    assert record(kernel, x, None, **options).outputs.tolist() == x[:, 4:6].tolist(), (
+        "the view's own offset"
+    )
 
 
 def test_an_unknown_release_is_refused_with_the_known_ones():

@@ -111,7 +111,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("function", "message"), REFUSED.items(), ids=[f.__name__ for f in REFUSED])
+@pytest.mark.parametrize(
+    ("function", "message"), REFUSED.items(), ids=[f.__name__ for f in REFUSED]
+)
 def test_a_construct_outside_the_subset_is_refused(function, message):
     with pytest.raises(SubsetError, match=message) as caught:
         check(function, "0.6.0")
@@ -229,7 +231,12 @@ def an_enumeration(x):
 
 def a_select_without_offset(x):
     nisa.affine_select(
-        dst=x, pattern=[[1, 4]], channel_multiplier=0, on_true_tile=x, on_false_value=0.0, cmp_op=nl.equal
+        dst=x,
+        pattern=[[1, 4]],
+        channel_multiplier=0,
+        on_true_tile=x,
+        on_false_value=0.0,
+        cmp_op=nl.equal,
     )
 
 
@@ -266,7 +273,9 @@ def test_a_release_names_what_it_does_not_take(function):
     for release in RELEASES:
         found = "\n".join(findings(function, release))
         assert bool(re.search(message, found)) == (release in refusing), release
-    assert any(re.search(message, f) for f in findings(function)), "without a release all rules hold"
+    assert any(re.search(message, f) for f in findings(function)), (
+        "without a release all rules hold"
+    )
 
 
 def seen_in_the_source():

@@ -15,7 +15,10 @@ import numpy as np
 WINDOW = 1024  # of machine.h
 FIELDS = "op line guard negated args list count writes copies value"
 INSTRUCTION = np.dtype(
-    [(name, "i8" if name == "value" else "i4", 8 if name == "args" else ()) for name in FIELDS.split()],
+    [
+        (name, "i8" if name == "value" else "i4", 8 if name == "args" else ())
+        for name in FIELDS.split()
+    ],
     align=True,
 )
 CONSTANT = np.dtype([("value", "u8"), ("slot", "i4"), ("wide", "i4")])
@@ -82,7 +85,9 @@ class Decoder:
         size = size_of(kind)
         for name in split(names):
             counted = re.fullmatch(r"(.+)<(\d+)>", name)
-            for register in [f"{counted[1]}{i}" for i in range(int(counted[2]))] if counted else [name]:
+            for register in (
+                [f"{counted[1]}{i}" for i in range(int(counted[2]))] if counted else [name]
+            ):
                 self.scopes[-1][register] = (self.allot(size == 8), size)
 
     def register(self, name: str) -> tuple[int, int] | None:
@@ -110,7 +115,10 @@ class Decoder:
         return self.constant(int(text.rstrip("U"), 0), size)
 
     def vector(self, text: str, size: int) -> list[int]:
-        return [self.operand(name, size) for name in split(text.strip("{} ") if text[0] == "{" else text)]
+        return [
+            self.operand(name, size)
+            for name in split(text.strip("{} ") if text[0] == "{" else text)
+        ]
 
     def address(self, text: str) -> tuple[str, int]:
         """Returns the register, symbol or parameter of `[a+8]`, and what is added to it."""
@@ -197,7 +205,11 @@ class Decoder:
         base, offset = self.address(place)
         if parts[1] == "param":  # it is a register of 64 bits, its sign extended
             known = self.register(registers)
-            if not known or offset or (known[1] == 8 and parts[2] not in ("b64", "u64", "s64", "s32")):
+            if (
+                not known
+                or offset
+                or (known[1] == 8 and parts[2] not in ("b64", "u64", "s64", "s32"))
+            ):
                 raise self.refuse(".".join(parts))
             mov = {8: ["mov", "b64"], 4: ["cvt", "u32", "u64"], 2: ["cvt", "u16", "u64"]}[known[1]]
             return self.lanes(mov, [registers, base])
@@ -216,14 +228,24 @@ class Decoder:
     _ld = _st = _access
 
     def _cp(self, parts: list[str], a: list[str]) -> None:
-        if parts[1] != "async" or parts[2] not in ("commit_group", "wait_group", "wait_all", "ca", "cg"):
+        if parts[1] != "async" or parts[2] not in (
+            "commit_group",
+            "wait_group",
+            "wait_all",
+            "ca",
+            "cg",
+        ):
             raise self.refuse(".".join(parts))
         if parts[2] == "commit_group":
             return self.emit("cp.async.commit_group")
         if parts[2] in ("wait_group", "wait_all"):
             return self.emit("cp.async.wait_group", value=int(a[0], 0) if a else -1)
         (to, to_offset), (of, of_offset) = self.address(a[0]), self.address(a[1])
-        slots = [self.operand(to, 4), self.operand(of, 8), self.operand(a[3], 4) if len(a) > 3 else -1]
+        slots = [
+            self.operand(to, 4),
+            self.operand(of, 8),
+            self.operand(a[3], 4) if len(a) > 3 else -1,
+        ]
         return self.emit("cp.async", [*slots, to_offset, of_offset], slots, value=int(a[2], 0))
 
     def _wgmma(self, parts: list[str], a: list[str]) -> None:
@@ -235,7 +257,11 @@ class Decoder:
             raise self.refuse(".".join(parts))
         total = self.vector(a[0], 4)
         left = self.vector(a[1], 4) if a[1].startswith("{") else []
-        slots = [-1 if left else self.operand(a[1], 8), self.operand(a[2], 8), self.operand(a[3], 4)]
+        slots = [
+            -1 if left else self.operand(a[1], 8),
+            self.operand(a[2], 8),
+            self.operand(a[3], 4),
+        ]
         turned = [int(x) for x in a[6:]]  # A's flag is there only where A is in shared memory
         flags = 0 if not turned else turned[-1] << 1 | (turned[0] if len(turned) > 1 else 0)
         args = [*slots, PRODUCT_TYPES[parts[6]], int(shape[1]), flags]

@@ -44,7 +44,8 @@ class Options(ctypes.Structure):
     """
 
     _fields_ = [
-        (name, ctypes.c_int32) for name in ("check", "late_copies", "late_products", "order", "quantum")
+        (name, ctypes.c_int32)
+        for name in ("check", "late_copies", "late_products", "order", "quantum")
     ]
 
 
@@ -100,12 +101,18 @@ class Function:
         sizes = len(k.code), len(k.pool), len(k.constants), k.slots
         self.program = ctypes.c_void_p(library().functions.emulator_program(*arrays, *sizes))
 
-    def __call__(self, grid: Sequence[int], warps: int, types: Sequence[str], values: Sequence[Any]) -> None:
+    def __call__(
+        self, grid: Sequence[int], warps: int, types: Sequence[str], values: Sequence[Any]
+    ) -> None:
         """Runs a grid on arguments of Triton's types, such as *bf16 or i32. Raises Reported."""
         params, ranges = [], []  # numbers of 64 bits
         for kind, value in zip(types, values, strict=True):
             if kind[0] == "*":
-                value = (value.data_ptr(), _extent(value)) if isinstance(value, torch.Tensor) else (0, 0)
+                value = (
+                    (value.data_ptr(), _extent(value))
+                    if isinstance(value, torch.Tensor)
+                    else (0, 0)
+                )
                 ranges += [value[0], sum(value)]
                 value = value[0]
             elif kind == "bf16":
@@ -145,8 +152,14 @@ class _Launcher:
     def __init__(self, src: Any, metadata: Any) -> None:
         self.types = list(src.signature.values())
 
-    def __call__(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *values) -> None:
-        kept = [(kind, value) for kind, value in zip(self.types, values, strict=True) if kind != "constexpr"]
+    def __call__(
+        self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *values
+    ) -> None:
+        kept = [
+            (kind, value)
+            for kind, value in zip(self.types, values, strict=True)
+            if kind != "constexpr"
+        ]
         function((x, y, z), metadata[0], *zip(*kept, strict=True))
 
 
@@ -154,7 +167,13 @@ class _Launcher:
 DEVICE = SimpleNamespace(
     launcher_cls=_Launcher,
     utils=SimpleNamespace(
-        load_binary=lambda name, text, shared, device: (None, Function(text.decode(), shared), 0, 0, 1024),
+        load_binary=lambda name, text, shared, device: (
+            None,
+            Function(text.decode(), shared),
+            0,
+            0,
+            1024,
+        ),
         get_device_properties=lambda device: {"max_shared_mem": SHARED[ARCHITECTURE]},
     ),
     get_current_device=lambda: 0,

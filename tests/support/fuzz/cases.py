@@ -88,7 +88,9 @@ def _run_rule(case: Case, x: Mapping[str, Tensor], backend: str) -> dict[str, Te
     return {"o": o[:, None], "final_state": state}
 
 
-def _rule_formula(case: Case, x: Mapping[str, Tensor], rounding: Any, chunk: int | None) -> dict[str, Tensor]:
+def _rule_formula(
+    case: Case, x: Mapping[str, Tensor], rounding: Any, chunk: int | None
+) -> dict[str, Tensor]:
     results = rule.formula(case, x, rounding, chunk)
     return results if "final_state" in case.loss else {"o": results["o"]}
 
@@ -110,7 +112,9 @@ OPERATIONS: Mapping[str, Operation] = {
 def rule_case(case: Case, dtype: torch.dtype, factors: Mapping[str, float]) -> RandomCase:
     """Returns a case of the rule with the gradients of all that it has; `factors` multiply its tensors."""
     x = rule_cases.inputs(case, dtype).tensors()
-    if case.norm == "unit":  # rounding must leave no key longer than 1: with beta = 2 the state would grow
+    if (
+        case.norm == "unit"
+    ):  # rounding must leave no key longer than 1: with beta = 2 the state would grow
         x["k"] = x["k"] * (1 - 2 * torch.finfo(dtype).eps)
     x = {name: y * factors.get(name, 1) for name, y in x.items()}
     douts = {n: x.pop(key) for n, key in (("o", "do"), ("final_state", "dstate")) if key in x}
@@ -142,13 +146,19 @@ class Draw:
         """Cuts T tokens into at most so many sequences: a few, many, whole chunks; some may be empty."""
         few = self.draw(st.lists(st.one_of(st.integers(0, T), st.sampled_from((0, T))), max_size=5))
         step = self.integer(1, 8)
-        places = self.pick(few, few, range(64, T + 1, 64), [n for m in range(0, T, step) for n in (m, m)])
+        places = self.pick(
+            few, few, range(64, T + 1, 64), [n for m in range(0, T, step) for n in (m, m)]
+        )
         places = sorted(places)[: most - 1]
         return tuple(b - a for a, b in zip([0, *places], [*places, T], strict=True))
 
     def sizes(self, small: bool, packed: bool, cost: int = 1) -> dict[str, Any]:
         """Returns B, T, H, K, V, HV and lengths; the largest are halved until the case is affordable."""
-        B, H, group = self.pick(1, 1, 2, 3, 4), self.pick(1, 2, 3, 4, 6), self.pick(1, 1, 1, 2, 3, 4, 8)
+        B, H, group = (
+            self.pick(1, 1, 2, 3, 4),
+            self.pick(1, 2, 3, 4, 6),
+            self.pick(1, 1, 1, 2, 3, 4, 8),
+        )
         s = {"B": 1 if packed else B, "T": self.time(small), "H": H, "group": group}
         s |= {"K": self.head(256), "V": self.head(512)}
         enough = {"B": 2, "H": 2, "group": 2, "T": 80, "K": 40, "V": 40}
@@ -184,7 +194,10 @@ def _draw_rule(d: Draw, name: str, op: str, dtype: torch.dtype, small: bool) -> 
     if channels:
         case = replace(case, decay=d.pick(case.decay, *CHANNEL_DECAYS))
         case = replace(case, lower_bound=d.pick(None, -5.0, -30.0) if gates else None)
-    factors = {"g": d.pick(1.0, 1.0, 5.0), "A_log": d.pick(1.0, 1.0, 1.0, 30.0)}  # decays that overflow
+    factors = {
+        "g": d.pick(1.0, 1.0, 5.0),
+        "A_log": d.pick(1.0, 1.0, 1.0, 30.0),
+    }  # decays that overflow
     if norm in ("tiny", "huge") and not half:  # to 1e-25 and 1e13
         factor = d.pick(1.0, 1e-21 if norm == "tiny" else 1e9)
         factors |= {"q": factor, "k": factor}
@@ -227,7 +240,9 @@ def _draw_layer(d: Draw, name: str, op: str, dtype: torch.dtype, small: bool) ->
 
 def _draw_mixer(d: Draw, name: str, op: str, dtype: torch.dtype, small: bool) -> RandomCase:
     s = d.sizes(small, d.chance(5))
-    most = (256, 512) if d.chance(10) else (128, 256)  # more than a kernel takes at once, or what it takes
+    most = (
+        (256, 512) if d.chance(10) else (128, 256)
+    )  # more than a kernel takes at once, or what it takes
     s["K"], s["V"] = (min(max(2, s[size]), limit) for size, limit in zip("KV", most, strict=True))
     packed, half = s["lengths"] is not None, dtype == torch.float16
     sizes = (1.0, 1.0, 1e-3) + (() if half else (0.0,)) + ((30.0,) if s["K"] >= 32 else ())
@@ -265,7 +280,9 @@ def with_strides(style: str, x: Tensor) -> Tensor:
 def random_cases(draw: st.DrawFn, backend: str, op: str, device: str = "cpu") -> RandomCase:
     """Draws a case in a dtype of the backend; a small one where `device` is emulated."""
     d, dtypes = Draw(draw), BACKENDS[backend].rows[op].dtypes
-    dtype = d.pick(*(x for x in (torch.float32, torch.bfloat16, torch.float16, torch.float64) if x in dtypes))
+    dtype = d.pick(
+        *(x for x in (torch.float32, torch.bfloat16, torch.float16, torch.float64) if x in dtypes)
+    )
     seed, small = f"{op} {d.integer(0, 10**6)}", device in BACKENDS[backend].emulated
     case = DRAWN.get(op, _draw_layer)(d, seed, op, dtype, small)
     styles = [d.pick("dense", "dense", "dense", "turned", "stepped", "offset") for _ in range(3)]

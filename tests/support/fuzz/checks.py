@@ -29,7 +29,14 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends.parity.baseline import CHUNK, Noise, Rounding
-from delta_trn.backends.parity.judge import FACTOR, Reference, Spread, Verdict, absolute, chance_factor
+from delta_trn.backends.parity.judge import (
+    FACTOR,
+    Reference,
+    Spread,
+    Verdict,
+    absolute,
+    chance_factor,
+)
 from tests.support.fuzz.cases import RandomCase
 
 Tensors = Mapping[str, Tensor]
@@ -78,7 +85,8 @@ def samples(case: RandomCase) -> Iterator[dict[str, Tensor]]:
 def by_formula(case: RandomCase, rounding: Rounding, chunk: int | None) -> dict[str, Tensor]:
     """Returns the outputs and the wanted gradients by the formula of the case's operation."""
     leaves = {
-        name: x.detach().clone().requires_grad_(name in case.wanted) for name, x in case.tensors.items()
+        name: x.detach().clone().requires_grad_(name in case.wanted)
+        for name, x in case.tensors.items()
     }
     return with_gradients(case, leaves, case.operation.formula(case.case, leaves, rounding, chunk))
 
@@ -118,16 +126,22 @@ class Criterion:
         exact, operation = self.split(judge(case)), case.operation
         for name, y in exact.items():
             if not y.isfinite().all():
-                raise Failure(f"{name} of the judge is not finite: the case is wrong, not the backend")
+                raise Failure(
+                    f"{name} of the judge is not finite: the case is wrong, not the backend"
+                )
         # what is multiplied: neither exponents nor what is normalized first
         normalized = ("q", "k") if getattr(case.case, "normalized_inside", False) else ()
-        factors = [x for name, x in case.tensors.items() if name not in (*GATES, *SHARED[:2], *normalized)]
+        factors = [
+            x for name, x in case.tensors.items() if name not in (*GATES, *SHARED[:2], *normalized)
+        ]
         factors = [x for x in (*factors, *case.douts.values()) if x.numel()]
         largest = max((x.abs().max().item() for x in factors), default=0.0)
         terms = {name: operation.terms(case.case, name) for name in exact}
         spreads = {
             name: Spread(
-                y, operation.parts(case.case, name, y), absolute(dtype_of(case, name), largest, terms[name])
+                y,
+                operation.parts(case.case, name, y),
+                absolute(dtype_of(case, name), largest, terms[name]),
             )
             for name, y in exact.items()
         }
@@ -142,7 +156,9 @@ class Criterion:
     def split(self, results: Tensors) -> dict[str, Tensor]:
         """Returns results with those of a layer's convolution as three tensors: q, k and v differ in size."""
         case, pairs = self.case, results.items()
-        return {n: x for name, y in pairs for n, x in case.operation.split(case.case, name, y).items()}
+        return {
+            n: x for name, y in pairs for n, x in case.operation.split(case.case, name, y).items()
+        }
 
     def add_sample(self) -> bool:
         """Adds the next sample of the baseline; returns whether there was one."""
@@ -169,7 +185,9 @@ class Criterion:
                 raise Failure(f"{what}: {name} is not finite")
             names.append(name)
         while True:
-            verdicts = [self.references[name].verdicts("the backend", results, [name])[0] for name in names]
+            verdicts = [
+                self.references[name].verdicts("the backend", results, [name])[0] for name in names
+            ]
             ratios = {verdict: self.ratio(what, verdict) for verdict in verdicts}
             if all(ratio <= 1.0 for ratio in ratios.values()) or not self.add_sample():
                 break

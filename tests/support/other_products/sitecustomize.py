@@ -71,7 +71,9 @@ def replace_products() -> None:
 class _AfterTorch(MetaPathFinder, Loader):
     """Replaces the products as soon as torch has been imported, without importing it itself."""
 
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != "torch":
             return None
         sys.meta_path.remove(self)

@@ -20,7 +20,9 @@ def data(*arguments: object) -> int:
 
 @pytest.fixture
 def source(tmp_path):
-    return write_jsonl(tmp_path / "corpus.jsonl", (f"text {i} of a small corpus" for i in range(100)), "body")
+    return write_jsonl(
+        tmp_path / "corpus.jsonl", (f"text {i} of a small corpus" for i in range(100)), "body"
+    )
 
 
 def test_data_prepare_and_info_print_what_was_prepared(source, tmp_path, capsys):
@@ -34,7 +36,9 @@ def test_data_prepare_and_info_print_what_was_prepared(source, tmp_path, capsys)
     assert "every shard has the hash" in output and "bytebpe, 300 rows, uint16" in output
 
 
-def test_a_mistyped_source_is_an_error_of_one_line_and_leaves_no_folder_behind(source, tmp_path, capsys):
+def test_a_mistyped_source_is_an_error_of_one_line_and_leaves_no_folder_behind(
+    source, tmp_path, capsys
+):
     (tmp_path / "mine").mkdir()
     for name, was_there in (("out", False), ("mine", True)):
         words = (f"data.folder={tmp_path / name}", "data.text_field=bodi", "--quiet")
@@ -59,10 +63,19 @@ def test_an_interrupted_preparation_says_that_nothing_is_left(source, monkeypatc
     [
         (("--vocabulary", 300), "has no option --vocabulary; keys have no dashes: vocabulary=300"),
         (("--val-fraction", 0.1), "keys have no dashes: data.val_fraction=0.1"),
-        (("data.vocabulary=300",), "unknown key 'data.vocabulary'; the nearest known: data.vocab_size"),
-        (("optimizer.lr=3",), "optimizer.lr changes nothing in `data prepare`, whose keys are data.folder"),
+        (
+            ("data.vocabulary=300",),
+            "unknown key 'data.vocabulary'; the nearest known: data.vocab_size",
+        ),
+        (
+            ("optimizer.lr=3",),
+            "optimizer.lr changes nothing in `data prepare`, whose keys are data.folder",
+        ),
         (("data.val_fraction=0.0",), "data.val_fraction=0.0: expected more than 0"),
-        ((f"data.shard_tokens={2**31}",), "data.shard_tokens=2147483648: expected at most 2147483647"),
+        (
+            (f"data.shard_tokens={2**31}",),
+            "data.shard_tokens=2147483648: expected at most 2147483647",
+        ),
     ],
 )
 def test_data_prepare_refuses_wrong_options_keys_and_numbers(source, capsys, words, expected):
@@ -70,10 +83,15 @@ def test_data_prepare_refuses_wrong_options_keys_and_numbers(source, capsys, wor
     assert expected in capsys.readouterr().err
 
 
-def test_preparation_prints_lines_of_progress_without_a_terminal(source, tmp_path, monkeypatch, capsys):
+def test_preparation_prints_lines_of_progress_without_a_terminal(
+    source, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr("delta_trn.train.watch.display.SECONDS_BETWEEN_LINES", 0.0)
     monkeypatch.setattr(preparation, "BATCH_DOCUMENTS", 10)
-    assert data("prepare", source, f"data.folder={tmp_path / 'out'}", *BODY, "data.tokenizer=bytes") == 0
+    assert (
+        data("prepare", source, f"data.folder={tmp_path / 'out'}", *BODY, "data.tokenizer=bytes")
+        == 0
+    )
     lines = [line for line in capsys.readouterr().err.splitlines() if line.endswith(" left")]
     assert len(lines) > 3 and "tokens, " in lines[0] and "/s" in lines[0]
 

@@ -94,8 +94,12 @@ def test_open_dataset_refuses_a_damaged_folder(folder, damage, message):
 
 
 READERS = {
-    "random_crop": lambda data: make_loader(data, "val", batch=64, sequence=32, seed=0).next_batch(),
-    "stream": lambda data: make_loader(data, "val", kind="stream", batch=8, sequence=32, seed=0).next_batch(),
+    "random_crop": lambda data: make_loader(
+        data, "val", batch=64, sequence=32, seed=0
+    ).next_batch(),
+    "stream": lambda data: make_loader(
+        data, "val", kind="stream", batch=8, sequence=32, seed=0
+    ).next_batch(),
     "evaluation": lambda data: evaluation_batches(data, batch=8, sequence=32, batches=8),
     "check": lambda data: data.check_tokens(),
 }
@@ -122,5 +126,7 @@ def test_the_tokenizer_of_other_shards_is_refused(folder):
     path.write_text(path.read_text().replace("<|pad|>", "<|padding|>"))
     config = folder / "tokenizer_config.json"
     config.write_text(config.read_text().replace("<|pad|>", "<|padding|>"))
-    with pytest.raises(ShardError, match=r"tokenizer\.json is not the one the shards were made with"):
+    with pytest.raises(
+        ShardError, match=r"tokenizer\.json is not the one the shards were made with"
+    ):
         open_dataset(folder).tokenizer.decode([1])

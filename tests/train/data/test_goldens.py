@@ -14,7 +14,19 @@ from delta_trn.train.data.dataset import open_dataset
 from delta_trn.train.data.tokenizer import byte_alphabet
 from tests.support.corpus import PACKERS, pack, prepare_text, write_jsonl
 
-WORDS = ["alpha", "délta", "漢字", "🙂", "\treturn", "\r\n", "\n", "2020-01-01", "\u2028", "\x0b", "\x85"]
+WORDS = [
+    "alpha",
+    "délta",
+    "漢字",
+    "🙂",
+    "\treturn",
+    "\r\n",
+    "\n",
+    "2020-01-01",
+    "\u2028",
+    "\x0b",
+    "\x85",
+]
 
 
 def texts() -> list[str]:

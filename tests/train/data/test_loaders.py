@@ -24,7 +24,9 @@ def dataset(tmp_path_factory):
 
 
 def loader(dataset, kind, **options):
-    return make_loader(dataset, "train", **{"kind": kind, "batch": 4, "sequence": T, "seed": 7, **options})
+    return make_loader(
+        dataset, "train", **{"kind": kind, "batch": 4, "sequence": T, "seed": 7, **options}
+    )
 
 
 def take(loader, count):
@@ -33,7 +35,9 @@ def take(loader, count):
 
 def same(left, right):
     return len(left) == len(right) and all(
-        torch.equal(a, b) for pair in zip(left, right, strict=True) for a, b in zip(*pair, strict=True)
+        torch.equal(a, b)
+        for pair in zip(left, right, strict=True)
+        for a, b in zip(*pair, strict=True)
     )
 
 
@@ -43,10 +47,15 @@ def test_places_start_again_at_every_document_and_at_every_row(dataset, kind):
     batches = [bounded.next_batch() for _ in range(10)]
     batches += evaluation_batches(dataset, batch=4, sequence=T, batches=10, boundaries=True)
     plain = take(loader(dataset, kind), 10)
-    assert all(torch.equal(b.inputs, inputs) for b, (inputs, _) in zip(batches[:10], plain, strict=True))
+    assert all(
+        torch.equal(b.inputs, inputs) for b, (inputs, _) in zip(batches[:10], plain, strict=True)
+    )
     restarts = 0
     for batch in batches:
-        assert batch.position_ids.dtype == torch.int32 and batch.position_ids.shape == batch.inputs.shape
+        assert (
+            batch.position_ids.dtype == torch.int32
+            and batch.position_ids.shape == batch.inputs.shape
+        )
         for ids, places in zip(batch.inputs.tolist(), batch.position_ids.tolist(), strict=True):
             expected = []
             for token in ids:
@@ -172,7 +181,9 @@ def test_a_loader_continues_exactly_on_another_number_of_ranks(dataset, kind):
 
 def windows_of(loader, count):
     """[count * batch, T + 1]"""
-    return torch.cat([torch.cat([inputs, targets[:, -1:]], dim=1) for inputs, targets in take(loader, count)])
+    return torch.cat(
+        [torch.cat([inputs, targets[:, -1:]], dim=1) for inputs, targets in take(loader, count)]
+    )
 
 
 def is_whole(windows: torch.Tensor, tokens: np.ndarray) -> bool:
@@ -190,7 +201,9 @@ def test_every_token_is_a_target_once_per_epoch(dataset, world):
     total = dataset.split("train").tokens
     count = (total - 1) // T
     ranks = [loader(dataset, "stream", batch=1, rank=rank, world=world) for rank in range(world)]
-    windows = torch.cat([windows_of(rank, 1) for _ in range(-(-count // world)) for rank in ranks])[:count]
+    windows = torch.cat([windows_of(rank, 1) for _ in range(-(-count // world)) for rank in ranks])[
+        :count
+    ]
     assert is_whole(windows, in_order(dataset, ranks[0]))
     assert total - 1 - T < windows[:, 1:].numel() <= total - 1
 
@@ -220,7 +233,9 @@ def test_evaluation_crops_do_not_depend_on_the_micro_batch(dataset):
     def crops(batch, batches, **options):
         crops = evaluation_batches(dataset, batch=batch, sequence=T, batches=batches, **options)
         assert len(crops) == batches and all(crop.inputs.shape == (batch, T) for crop in crops)
-        return torch.cat([crop.inputs for crop in crops]), torch.cat([crop.targets for crop in crops])
+        return torch.cat([crop.inputs for crop in crops]), torch.cat(
+            [crop.targets for crop in crops]
+        )
 
     expected = crops(2, 12)
     for batch, batches in ((1, 24), (24, 1), (8, 3), (2, 12)):
@@ -234,7 +249,9 @@ def test_evaluation_crops_are_spread_over_the_split(dataset):
     starts = sum(len(tokens) - T for tokens in dataset.shards("val"))
     batches = evaluation_batches(dataset, batch=1, sequence=T, batches=starts)
     expected = [
-        tokens[i : i + T].tolist() for tokens in dataset.shards("val") for i in range(len(tokens) - T)
+        tokens[i : i + T].tolist()
+        for tokens in dataset.shards("val")
+        for i in range(len(tokens) - T)
     ]
     assert [crop.inputs[0].tolist() for crop in batches] == expected
     more = evaluation_batches(dataset, batch=1, sequence=T, batches=starts + 10)
@@ -249,7 +266,9 @@ def test_make_loader_refuses_a_split_that_is_too_short_or_does_not_exist(dataset
         ShardError, match=r"no shard of sequence \+ 1 = 2001 tokens, its longest has \d+; choose"
     ):
         loader(dataset, "random_crop", sequence=2000)
-    with pytest.raises(ShardError, match="tokens, too few for sequence=1000000: that needs 1000001"):
+    with pytest.raises(
+        ShardError, match="tokens, too few for sequence=1000000: that needs 1000001"
+    ):
         loader(dataset, "stream", sequence=10**6)
     with pytest.raises(ShardError, match="no split 'test'"):
         make_loader(dataset, "test", batch=1, sequence=T, seed=0)  # pyright: ignore[reportArgumentType]

@@ -23,7 +23,13 @@ def test_the_standard_library_is_megabytes_of_source_without_tests_and_tables():
 
 def test_site_packages_are_the_modules_of_installed_packages_in_order(tmp_path, monkeypatch):
     mine = [f"a/m{n:03d}.py" for n in range(120)]
-    others = ["c/data.txt", "c/__pycache__/m.py", "c/.hidden/m.py", "delta_trn/m.py", "__editable___d.py"]
+    others = [
+        "c/data.txt",
+        "c/__pycache__/m.py",
+        "c/.hidden/m.py",
+        "delta_trn/m.py",
+        "__editable___d.py",
+    ]
     for name in mine + others:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -40,6 +46,8 @@ def test_site_packages_are_the_modules_of_installed_packages_in_order(tmp_path, 
 
 @pytest.mark.parametrize("name", ["python-stdlib", "site-packages"])
 def test_an_installation_without_source_files_is_refused(tmp_path, monkeypatch, name):
-    monkeypatch.setattr("sysconfig.get_paths", lambda: dict.fromkeys(("stdlib", "purelib"), str(tmp_path)))
+    monkeypatch.setattr(
+        "sysconfig.get_paths", lambda: dict.fromkeys(("stdlib", "purelib"), str(tmp_path))
+    )
     with pytest.raises(SourceError, match=r"0 source files .* pass a folder of text"):
         named_source(name)

@@ -18,7 +18,13 @@ from delta_trn.train.data import preparation
 from delta_trn.train.data.dataset import open_dataset
 from delta_trn.train.data.entropies import documents
 from delta_trn.train.files import hold_folder
-from delta_trn.train.settings.errors import DataError, DiskFull, SettingsDiffer, ShardError, SourceError
+from delta_trn.train.settings.errors import (
+    DataError,
+    DiskFull,
+    SettingsDiffer,
+    ShardError,
+    SourceError,
+)
 from tests.support.corpus import prepare_text, write_jsonl
 from tests.support.tiny_run import in_child, killed_before
 
@@ -57,7 +63,11 @@ def run(source, out, **options):
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith(".")}
+    return {
+        path.name: path.read_bytes()
+        for path in directory.iterdir()
+        if not path.name.startswith(".")
+    }
 
 
 def split_texts(dataset, split):
@@ -81,7 +91,11 @@ def test_every_document_is_in_one_split_whole_and_in_order(source, tmp_path):
 def test_a_shard_is_read_by_the_published_layout_and_counted(source, tmp_path):
     out = run(source, tmp_path / "out")
     names = sorted(path.name for path in out.glob("*.bin"))
-    assert names[0] == "corpus_train_000001.bin" and names[-1].startswith("corpus_val_") and len(names) > 3
+    assert (
+        names[0] == "corpus_train_000001.bin"
+        and names[-1].startswith("corpus_val_")
+        and len(names) > 3
+    )
     raw = (out / names[0]).read_bytes()
     header, tokens = np.frombuffer(raw[:1024], "<i4"), np.frombuffer(raw[1024:], "<u2")
     assert header[:3].tolist() == [20240520, 1, len(tokens)] and not header[3:].any()
@@ -91,7 +105,9 @@ def test_a_shard_is_read_by_the_published_layout_and_counted(source, tmp_path):
         meta, found = dataset.split(split), split_texts(dataset, split)
         assert meta.documents == len(found)
         assert meta.bytes == sum(len(text.encode()) for text in found)
-        assert meta.tokens == meta.bytes + 2 * len(found)  # plain bytes: BOS and EOS are all that is added
+        assert meta.tokens == meta.bytes + 2 * len(
+            found
+        )  # plain bytes: BOS and EOS are all that is added
         assert meta.tokens == sum(len(tokens) for tokens in dataset.shards(split))
     dataset.check_tokens()
 
@@ -133,21 +149,27 @@ def test_max_documents_and_max_tokens_end_a_preparation(source, tmp_path):
 
 def test_the_seed_alone_decides_which_documents_are_held_out(source, tmp_path):
     held_out = [
-        set(split_texts(open_dataset(run(source, tmp_path / str(i), seed=i)), "val")) for i in range(4)
+        set(split_texts(open_dataset(run(source, tmp_path / str(i), seed=i)), "val"))
+        for i in range(4)
     ]
     assert len({frozenset(found) for found in held_out}) == 4
     assert held_out[0] == set(split_texts(open_dataset(run(source, tmp_path / "again")), "val"))
 
 
-@pytest.mark.parametrize(("count", "fraction", "held_out"), [(2000, 0.2, 400), (2, 0.01, 1), (5, 0.01, 1)])
+@pytest.mark.parametrize(
+    ("count", "fraction", "held_out"), [(2000, 0.2, 400), (2, 0.01, 1), (5, 0.01, 1)]
+)
 def test_val_fraction_is_the_share_of_documents_held_out_but_one_at_least(
     tmp_path, count, fraction, held_out
 ):
     lines = [f"document {i}" for i in range(count)]
-    dataset = open_dataset(run(corpus(tmp_path / "c.jsonl", lines), tmp_path / "out", val_fraction=fraction))
+    dataset = open_dataset(
+        run(corpus(tmp_path / "c.jsonl", lines), tmp_path / "out", val_fraction=fraction)
+    )
     # of a binomial, five deviations
     assert (
-        abs(dataset.split("val").documents - held_out) <= 5 * (count * fraction * (1 - fraction)) ** 0.5 // 1
+        abs(dataset.split("val").documents - held_out)
+        <= 5 * (count * fraction * (1 - fraction)) ** 0.5 // 1
     )
 
 
@@ -156,7 +178,9 @@ def test_validation_text_is_never_in_training(source, tmp_path):
     other = corpus(tmp_path / "held.jsonl", held_out)
     dataset = open_dataset(run(source, tmp_path / "out", validation=str(other)))
     assert split_texts(dataset, "val") == ["first", texts()[5], "second"]
-    assert split_texts(dataset, "train") == [text for text in texts() if text.strip() and text != texts()[5]]
+    assert split_texts(dataset, "train") == [
+        text for text in texts() if text.strip() and text != texts()[5]
+    ]
     assert dataset.meta.skipped == {"documents also held out": 1, "empty documents": 3}
 
 
@@ -247,11 +271,15 @@ def test_a_preparation_killed_at_any_moment_leaves_nothing_that_counts(tmp_path,
     call = 1
     while killed_before(call, lambda: run(source, out, **OPTIONS)):
         for shard in out.glob("*.bin"):
-            assert shard.read_bytes() == undisturbed[shard.name]  # whatever has its final name is whole
+            assert (
+                shard.read_bytes() == undisturbed[shard.name]
+            )  # whatever has its final name is whole
         if (out / "meta.json").exists():
             open_dataset(out).check_tokens()
         else:
-            with pytest.raises(ShardError, match="is missing, so nothing was prepared there to its end"):
+            with pytest.raises(
+                ShardError, match="is missing, so nothing was prepared there to its end"
+            ):
                 open_dataset(out)
         assert files(run(source, out, **OPTIONS)) == undisturbed, f"killed before call {call}"
         shutil.rmtree(out)
@@ -274,7 +302,9 @@ def test_a_preparation_that_another_process_made_meanwhile_is_taken(source, tmp_
 def test_a_folder_that_its_holder_takes_away_is_held_by_those_who_waited(tmp_path, monkeypatch):
     """The holder leaves no empty folder behind; those who wait then make it again, one after another."""
     out, inside, written = tmp_path / "out", [], io.StringIO()
-    monkeypatch.setattr(sys, "stderr", written)  # capsys may lose what a thread prints while it is read
+    monkeypatch.setattr(
+        sys, "stderr", written
+    )  # capsys may lose what a thread prints while it is read
 
     def hold():
         with hold_folder(out):
@@ -295,7 +325,11 @@ def test_a_folder_that_its_holder_takes_away_is_held_by_those_who_waited(tmp_pat
 @pytest.mark.parametrize("limit", [1500, 20_000, 60_000])
 def test_a_full_disk_leaves_nothing_half_written(tmp_path, limit):
     """The kernel refuses bytes beyond RLIMIT_FSIZE as a full disk does: in tokenizer.json, in a shard."""
-    source, whole, out = corpus(tmp_path / "corpus.jsonl", texts(200)), tmp_path / "whole", tmp_path / "out"
+    source, whole, out = (
+        corpus(tmp_path / "corpus.jsonl", texts(200)),
+        tmp_path / "whole",
+        tmp_path / "out",
+    )
     options = {"shard_tokens": 10**9}
     expected = files(run(source, whole, **options))
     assert max(map(len, expected.values())) > limit

@@ -23,7 +23,14 @@ from delta_trn.train.settings.errors import SourceError
 from delta_trn.train.settings.schema import DataSection
 from tests.support.corpus import PACKERS, pack, prepare_text, write_jsonl
 
-TEXTS = ["plain", "two\nlines\r\nand a carriage return", "ünïcödé – 漢字 🙂", "", "tab\there", "last"]
+TEXTS = [
+    "plain",
+    "two\nlines\r\nand a carriage return",
+    "ünïcödé – 漢字 🙂",
+    "",
+    "tab\there",
+    "last",
+]
 
 
 def source_of(path, **options):
@@ -60,7 +67,12 @@ def folder(tmp_path):
 def test_a_folder_is_read_in_the_order_of_names_packed_or_not(folder):
     def found():
         skipped: Counter[str] = Counter()
-        assert list(source_of(folder).documents(skipped)) == ["first file", *TEXTS, *TEXTS, "nested"]
+        assert list(source_of(folder).documents(skipped)) == [
+            "first file",
+            *TEXTS,
+            *TEXTS,
+            "nested",
+        ]
         return skipped
 
     assert found() == {"files that are not text in UTF-8": 3}
@@ -92,7 +104,12 @@ prepare_text(sys.argv[1], sys.argv[2])
 def test_text_of_jsonl_is_what_its_strings_say(tmp_path):
     """Other fields differ from row to row, null is empty, and half of a surrogate pair is replaced."""
     path = tmp_path / "rows.jsonl"
-    lines = ['{"text": "2020-01-01", "m": 1}', '{"m": {"a": []}, "text": null}', "", '{"text": "a\\ud800b"}']
+    lines = [
+        '{"text": "2020-01-01", "m": 1}',
+        '{"m": {"a": []}, "text": null}',
+        "",
+        '{"text": "a\\ud800b"}',
+    ]
     path.write_text("\n".join(lines))
     assert read(source_of(path)) == ["2020-01-01", "", "a\ufffdb"]
 
@@ -103,7 +120,9 @@ def test_endoftext_separates_the_documents_of_a_text_file(tmp_path):
     assert read(source_of(path)) == ["one", "two\nlines", "three"]
 
 
-PARAGRAPHS = "".join(f"paragraph {i} " + "word " * (i % 40) + "\n" + "\n" * (i % 3) for i in range(2000))
+PARAGRAPHS = "".join(
+    f"paragraph {i} " + "word " * (i % 40) + "\n" + "\n" * (i % 3) for i in range(2000)
+)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +167,14 @@ def test_a_truncated_or_damaged_archive_is_refused_and_named(tmp_path, kind, nam
         write_jsonl(path, numbers)
     packed = pack(path, kind)
     whole = packed.read_bytes()
-    for content in (whole[: len(whole) * 2 // 3], b"no such format, and long enough to be seen as none" * 10):
+    for content in (
+        whole[: len(whole) * 2 // 3],
+        b"no such format, and long enough to be seen as none" * 10,
+    ):
         packed.write_bytes(content)
-        with pytest.raises(SourceError, match=rf"{name}\.{kind} cannot be read \(.*or copy it again"):
+        with pytest.raises(
+            SourceError, match=rf"{name}\.{kind} cannot be read \(.*or copy it again"
+        ):
             read(source_of(packed))
 
 
@@ -191,7 +215,9 @@ def test_of_a_hub_dataset_in_parquet_only_the_text_is_read(hub):
     """Otherwise rows would have `n`, too. A column that is not there is named beside those that are."""
     rows = HubSource(hub.name)._rows
     assert [rows.column_names, *rows] == [["text"], *({"text": row} for row in hub.rows)]
-    with pytest.raises(SourceError, match=r"row 1 has no text in field 'body': \{'text': 'story 0', 'n'"):
+    with pytest.raises(
+        SourceError, match=r"row 1 has no text in field 'body': \{'text': 'story 0', 'n'"
+    ):
         read(HubSource(hub.name, text_field="body"))
 
 
@@ -209,11 +235,15 @@ def test_a_dataset_that_cannot_be_read_is_named_and_leaves_no_folder(hub, tmp_pa
         yield {"text": "one"}
         raise ConnectionError("gone")
 
-    with pytest.raises(SourceError, match=r"split 'test', cannot be read \(ValueError: .*train.*check the"):
+    with pytest.raises(
+        SourceError, match=r"split 'test', cannot be read \(ValueError: .*train.*check the"
+    ):
         read(HubSource(hub.name, split="test"))
     for place, name in ((sources, "stream"), (huggingface_hub.HfApi, "dataset_info")):
         monkeypatch.setattr(place, name, lambda *names, **options: list(gone()))
-        with pytest.raises(SourceError, match=r"cannot be read \(ConnectionError: gone\).* pass its folder"):
+        with pytest.raises(
+            SourceError, match=r"cannot be read \(ConnectionError: gone\).* pass its folder"
+        ):
             prepare_text(hub.name, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
@@ -222,7 +252,10 @@ def test_validation_may_be_a_split_of_the_same_dataset(hub, monkeypatch):
     out = prepare_text(hub.name, None, validation="validation")
     dataset = open_dataset(out)
     assert out.name.startswith("stories-bytes-")
-    texts = {s: [dataset.tokenizer.decode(ids) for ids in documents(dataset, s)] for s in dataset.meta.splits}
+    texts = {
+        s: [dataset.tokenizer.decode(ids) for ids in documents(dataset, s)]
+        for s in dataset.meta.splits
+    }
     assert texts == {"val": ["held out 1", "held out 2"], "train": hub.rows}
     monkeypatch.setattr(datasets, "load_dataset", None)  # complete: the Hub is not asked again
     assert prepare_text(hub.name, None, validation="validation") == out

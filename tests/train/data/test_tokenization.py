@@ -36,7 +36,9 @@ NASTY = [
     "text that says <|endoftext|> and <|bos|> and <|pad|> without meaning it",
     "".join(map(chr, range(1, 600))),
 ]
-TRAINING = [f"def function_{i % 7}(argument):\n    return argument + {i}\n" for i in range(200)] + NASTY
+TRAINING = [
+    f"def function_{i % 7}(argument):\n    return argument + {i}\n" for i in range(200)
+] + NASTY
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +149,20 @@ def test_gpt2_comes_from_the_hub_and_then_its_cache_and_gets_a_bos_of_its_own(
     path = str(tmp_path / "tokenizer.json")
     gpt2_like.save(path)
     asked = []
-    monkeypatch.setattr("huggingface_hub.get_session", lambda: SimpleNamespace(head=lambda *a, **k: None))
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *names: asked.append(names) or path)
+    monkeypatch.setattr(
+        "huggingface_hub.get_session", lambda: SimpleNamespace(head=lambda *a, **k: None)
+    )
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download", lambda *names: asked.append(names) or path
+    )
     tokenizer = make_tokenizer("gpt2", None, iter([]))
     # GPT-2's own configuration names one token for both ends; a document's start and its end must differ
-    assert (tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.vocab_size) == (50257, 50256, 50258, 50304)
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.vocab_size) == (
+        50257,
+        50256,
+        50258,
+        50304,
+    )
     assert tokenizer.decode(tokenizer.encode(NASTY[4])) == NASTY[4]
     assert len(asked) == 1
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *names: path)
@@ -160,7 +171,9 @@ def test_gpt2_comes_from_the_hub_and_then_its_cache_and_gets_a_bos_of_its_own(
 
 
 def test_a_tokenizer_of_somebody_else_keeps_its_special_tokens(tmp_path):
-    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "word": 2, "<unk>": 3}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({"<s>": 0, "</s>": 1, "word": 2, "<unk>": 3}, unk_token="<unk>")
+    )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -175,7 +188,11 @@ def test_tokenizer_settings_identify_a_tokenizer(tmp_path, bpe):
     assert tokenizer_settings("bytebpe", None)["vocab_size"] == 4096
     bpe.save(tmp_path)
     expected = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
-    assert tokenizer_settings(str(tmp_path), None) == {"kind": "file", "vocab_size": None, "sha256": expected}
+    assert tokenizer_settings(str(tmp_path), None) == {
+        "kind": "file",
+        "vocab_size": None,
+        "sha256": expected,
+    }
     assert tokenizer_settings(str(tmp_path / "tokenizer.json"), None)["sha256"] == expected
 
 
@@ -183,17 +200,25 @@ def test_tokenizer_settings_identify_a_tokenizer(tmp_path, bpe):
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(bpe, tmp_path):
-    with pytest.raises(TokenizerError, match=r"vocab_size=258 is smaller than the tokenizer\'s 259 ids"):
+    with pytest.raises(
+        TokenizerError, match=r"vocab_size=258 is smaller than the tokenizer\'s 259 ids"
+    ):
         train_byte_bpe(iter(TRAINING), 258)
     bpe.save(tmp_path)
-    with pytest.raises(TokenizerError, match=r"vocab_size=256 is smaller than the tokenizer's 320 ids"):
+    with pytest.raises(
+        TokenizerError, match=r"vocab_size=256 is smaller than the tokenizer's 320 ids"
+    ):
         make_tokenizer(str(tmp_path), 256, iter([]))
 
 
 DAMAGES = [
     ("tokenizer.json", None, r"cannot be read as a tokenizer\.json \(No such file"),
     ("tokenizer.json", '{"version": "1.0", ', r"cannot be read as a tokenizer\.json \(EOF"),
-    ("tokenizer_config.json", '{"eos_token": "</s>"}', r"lacks model_vocab_size: it was not written by"),
+    (
+        "tokenizer_config.json",
+        '{"eos_token": "</s>"}',
+        r"lacks model_vocab_size: it was not written by",
+    ),
     ("tokenizer_config.json", "{", r"tokenizer_config\.json is not JSON"),
 ]
 

@@ -19,7 +19,12 @@ from tests.support.tiny_run import ONE_SUM, read_metrics, train
 EARLIER = Path(__file__).parent
 CHECKPOINT = EARLIER / "run" / "checkpoints" / "step-00000003"
 # of this checkpoint, as e89a490 computed them: the logits of the ids 65 to 68 after 65, 66, ... 74
-LOGITS = [-0.0036137362476438284, -0.033180441707372665, -0.021428346633911133, -0.026302438229322433]
+LOGITS = [
+    -0.0036137362476438284,
+    -0.033180441707372665,
+    -0.021428346633911133,
+    -0.026302438229322433,
+]
 
 
 @pytest.fixture
@@ -40,7 +45,9 @@ def test_transformers_opens_weights_with_the_names_of_an_earlier_version():
         logits = model.eval()(torch.arange(65, 75)[None]).logits[0, -1, 65:69]
     torch.testing.assert_close(logits, torch.tensor(LOGITS), rtol=0, atol=100 * ONE_SUM)
     backbone = DeltaModel.from_pretrained(CHECKPOINT)
-    assert all(torch.equal(p, model.model.get_parameter(name)) for name, p in backbone.named_parameters())
+    assert all(
+        torch.equal(p, model.model.get_parameter(name)) for name, p in backbone.named_parameters()
+    )
 
 
 def test_an_earlier_run_goes_on_where_it_stood(run):
@@ -49,4 +56,6 @@ def test_an_earlier_run_goes_on_where_it_stood(run):
     (run / "metrics.jsonl").write_text("".join(lines[:3]))
     train("resume", run, f"data.folder={run.parent / 'data'}")
     assert losses(run) == pytest.approx(expected, rel=ONE_SUM)
-    assert abs(expected[3] - expected[2]) > 100 * ONE_SUM * expected[2], "a step changes too little to tell"
+    assert abs(expected[3] - expected[2]) > 100 * ONE_SUM * expected[2], (
+        "a step changes too little to tell"
+    )

@@ -87,7 +87,9 @@ def see_another_disk(arguments: list[str], log: str) -> None:
 
         def look_elsewhere(self: RunFolder, path: Path) -> None:
             begin(self, path)
-            self.config_path = path / "not-there-yet" if shows == "nothing" else Path(shows) / "config.json"
+            self.config_path = (
+                path / "not-there-yet" if shows == "nothing" else Path(shows) / "config.json"
+            )
 
         RunFolder.__init__ = look_elsewhere
         RunFolder.is_taken = lambda self: shows != "nothing"
@@ -134,8 +136,15 @@ def test_sigterm_to_one_process_is_answered_within_seconds(data, tmp_path):
     """Risk 12: steps were slow and log.every was large, and torchrun killed before a checkpoint."""
     out, logs = tmp_path / "run", tmp_path / "logs"
     never = 10_000
-    changes = {"steps": never, "log.every": never, "checkpoint.every": never, "evaluation.every": never}
-    processes = team_run.start(2, ["run", "tiny", *tiny_run.keys(data, out, **changes)], logs, step_slowly)
+    changes = {
+        "steps": never,
+        "log.every": never,
+        "checkpoint.every": never,
+        "evaluation.every": never,
+    }
+    processes = team_run.start(
+        2, ["run", "tiny", *tiny_run.keys(data, out, **changes)], logs, step_slowly
+    )
     deadline = time.monotonic() + 100
     while "begins step 9\n" not in team_run.read_logs(logs):
         assert time.monotonic() < deadline, team_run.read_logs(logs)

@@ -38,7 +38,9 @@ def calls(monkeypatch) -> Iterator[list[tuple[str, object]]]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", record("set_device", None))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", record("get_device_capability", (9, 0)))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", record("get_device_capability", (9, 0))
+    )
     monkeypatch.setattr(torch.cuda, "get_rng_state", record("get_rng_state", torch.zeros(16)))
     monkeypatch.setattr(torch.cuda, "set_rng_state", record("set_rng_state", None))
     monkeypatch.setattr(torch, "set_float32_matmul_precision", record("precision", None))
@@ -49,9 +51,12 @@ def calls(monkeypatch) -> Iterator[list[tuple[str, object]]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "rank", "device"), [("auto", "2", "cuda:2"), ("cuda", "1", "cuda:1"), ("cuda:3", "0", "cuda:3")]
+    ("name", "rank", "device"),
+    [("auto", "2", "cuda:2"), ("cuda", "1", "cuda:1"), ("cuda:3", "0", "cuda:3")],
 )
-def test_the_current_device_is_set_before_anything_else_touches_cuda(calls, monkeypatch, name, rank, device):
+def test_the_current_device_is_set_before_anything_else_touches_cuda(
+    calls, monkeypatch, name, rank, device
+):
     """`cuda:3` is how a sweep starts a trial on its fourth GPU."""
     monkeypatch.setenv("LOCAL_RANK", rank)
     _, chosen = setup.set_up_process(apply(recipe("tiny"), {"device": name, "precision": "auto"}))
@@ -94,7 +99,9 @@ def test_the_default_group_is_bound_to_the_process_s_own_gpu(monkeypatch, device
     received: dict[str, object] = {}
     store = dist.HashStore()
     monkeypatch.setattr(rendezvous, "rendezvous", lambda *a, **o: iter([(store, 0, 1)]))
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: received.update(options))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **options: received.update(options)
+    )
     rendezvous.join("backend", timedelta(seconds=5), torch.device(device))
     assert received.get("device_id") == (torch.device(device) if bound else None)
 
@@ -118,7 +125,9 @@ def _run_and_report(arguments: list[str], log: str) -> None:
     tiny_run.redirect_output(log)
     status = main(arguments)
     contexts = [torch._C._cuda_hasPrimaryContext(index) for index in range(2)]
-    Path(f"{log}.json").write_text(json.dumps({"current": torch.cuda.current_device(), "contexts": contexts}))
+    Path(f"{log}.json").write_text(
+        json.dumps({"current": torch.cuda.current_device(), "contexts": contexts})
+    )
     sys.stdout.flush()
     os._exit(status)
 
@@ -132,5 +141,9 @@ def test_a_run_multiplies_in_bfloat16_where_the_cpu_does_so_faster(monkeypatch, 
 
 
 def test_bf16_products_are_refused_on_a_gpu(calls):
-    with pytest.raises(ConfigError, match="bf16_products is for CPUs, and this run is on cuda:0; give prec"):
-        setup.set_up_process(apply(recipe("tiny"), {"device": "cuda", "precision": "bf16_products"}))
+    with pytest.raises(
+        ConfigError, match="bf16_products is for CPUs, and this run is on cuda:0; give prec"
+    ):
+        setup.set_up_process(
+            apply(recipe("tiny"), {"device": "cuda", "precision": "bf16_products"})
+        )

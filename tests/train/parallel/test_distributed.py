@@ -52,8 +52,18 @@ BATCH: dict[str, Any] = {
     "log.every": 5,
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "sgd": {"optimizer.name": "sgd", "optimizer.lr": 0.05, "optimizer.momentum": 0.5, "optimizer.clip": 1.0},
-    "adamw": {"optimizer.name": "adamw", "optimizer.lr": 0.02, "optimizer.eps": 0.1, "optimizer.clip": 1.0},
+    "sgd": {
+        "optimizer.name": "sgd",
+        "optimizer.lr": 0.05,
+        "optimizer.momentum": 0.5,
+        "optimizer.clip": 1.0,
+    },
+    "adamw": {
+        "optimizer.name": "adamw",
+        "optimizer.lr": 0.02,
+        "optimizer.eps": 0.1,
+        "optimizer.clip": 1.0,
+    },
 }
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp-2": (2, {}),
@@ -69,7 +79,9 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "context-4": (4, {"distribution.context": 4}),
     "context-2-fsdp": (4, {"distribution.context": 2, "distribution.mode": "fsdp"}),
 }
-QUICK = {(way, "sgd") for way in ("ddp-2", "fsdp-2", "tensor-2", "context-2")} | {("zero1-2", "adamw")}
+QUICK = {(way, "sgd") for way in ("ddp-2", "fsdp-2", "tensor-2", "context-2")} | {
+    ("zero1-2", "adamw")
+}
 EVERY = [
     pytest.param(way, optimizer, marks=[] if (way, optimizer) in QUICK else [pytest.mark.slow])
     for way in WAYS
@@ -134,7 +146,9 @@ def begin(data, tmp_path_factory) -> dict[str, Tensor]:
     return weights(out)
 
 
-def distances(run: Path, expected: Path, begin: dict[str, Tensor] | None = None) -> dict[str, float]:
+def distances(
+    run: Path, expected: Path, begin: dict[str, Tensor] | None = None
+) -> dict[str, float]:
     """Returns how far a run is from the expected one in loss, gradient norm and, with `begin`, weights."""
     distance = {name: metric_distance(run, expected, name) for name in ("loss", "grad_norm")}
     return distance if begin is None else {**distance, **weight_distances(run, expected, begin)}
@@ -159,7 +173,9 @@ def allowed(alone, begin):
     return tolerances_of
 
 
-def above(distance: dict[str, float], tolerance: dict[str, float]) -> dict[str, tuple[float, float]]:
+def above(
+    distance: dict[str, float], tolerance: dict[str, float]
+) -> dict[str, tuple[float, float]]:
     """Returns every distance that is above its tolerance, with the tolerance."""
     return {name: (x, tolerance[name]) for name, x in distance.items() if x > tolerance[name]}
 
@@ -185,7 +201,9 @@ def test_a_distributed_run_equals_the_run_of_one_process(
         pytest.param("adamw", {"optimizer.eps": 0.05}, id="summed instead of averaged"),
     ],
 )
-def test_a_different_run_is_outside_the_tolerances(data, alone, begin, allowed, tmp_path, optimizer, changes):
+def test_a_different_run_is_outside_the_tolerances(
+    data, alone, begin, allowed, tmp_path, optimizer, changes
+):
     """What a wrong distribution would compute is far outside the tolerances."""
     tiny_run.train("run", "tiny", *keys(data, tmp_path / "run", optimizer, changes))
     distance = distances(tmp_path / "run", alone(optimizer), begin)
@@ -195,7 +213,9 @@ def test_a_different_run_is_outside_the_tolerances(data, alone, begin, allowed, 
         seen -= {"loss"}  # the first tokens of documents, which are few, weigh little in it
         assert above(distance, allowed(optimizer)).keys() >= seen
         if hasattr(torch, "_other_products"):
-            seen -= {"a parameter"}  # A_log is rounded more there: ten tolerances are farther than this
+            seen -= {
+                "a parameter"
+            }  # A_log is rounded more there: ten tolerances are farther than this
     assert above(distance, tenfold).keys() >= seen
 
 
@@ -204,12 +224,18 @@ WITH_DROPOUT = ("ddp-2", "ddp-4", "fsdp-4", "zero1-2", "tensor-2", "context-2", 
 
 
 # Six steps, for the reason that BF16 gives; without boundaries for the other one.
-KIMI: dict[str, Any] = {"model.mixer": "kimi_delta_attention", "data.boundaries": "false", "steps": 6}
+KIMI: dict[str, Any] = {
+    "model.mixer": "kimi_delta_attention",
+    "data.boundaries": "false",
+    "steps": 6,
+}
 KIMI |= {"evaluation.every": 6, "log.every": 1}
 
 
 @pytest.mark.parametrize("way", ["tensor-2", "context-2"])
-def test_a_distributed_run_of_kimi_delta_attention_equals_the_run_of_one_process(data, alone, tmp_path, way):
+def test_a_distributed_run_of_kimi_delta_attention_equals_the_run_of_one_process(
+    data, alone, tmp_path, way
+):
     expected, *controls = [alone("sgd", **KIMI, batch__micro=micro) for micro in (4, 2, 1)]
     world, changes = WAYS[way]
     run = ["run", "tiny", *keys(data, tmp_path / "run", "sgd", {**changes, **KIMI})]
@@ -221,9 +247,12 @@ def test_a_distributed_run_of_kimi_delta_attention_equals_the_run_of_one_process
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[] if way == "ddp-2" else [pytest.mark.slow]) for way in WITH_DROPOUT]
+    "way",
+    [pytest.param(way, marks=[] if way == "ddp-2" else [pytest.mark.slow]) for way in WITH_DROPOUT],
 )
-def test_a_distributed_run_with_dropout_equals_the_run_of_one_process(data, alone, begin, tmp_path, way):
+def test_a_distributed_run_with_dropout_equals_the_run_of_one_process(
+    data, alone, begin, tmp_path, way
+):
     """Masks belong to sequences. Were they drawn by rank, even the controls would differ in everything."""
     world, changes = WAYS[way]
     keys_of_run = keys(data, tmp_path / "run", "sgd", {**changes, **DROPOUT})
@@ -272,13 +301,17 @@ def test_a_distributed_run_in_bf16_equals_the_run_of_one_process(data, in_bf16, 
         assert gathered["torch.bfloat16"] > 0, "the blocks' matrices are sent in bf16"
 
 
-def test_gates_and_gains_that_each_process_moves_by_its_own_gradients_are_seen(data, in_bf16, tmp_path):
+def test_gates_and_gains_that_each_process_moves_by_its_own_gradients_are_seen(
+    data, in_bf16, tmp_path
+):
     keys_of_run = keys(data, tmp_path / "run", "sgd", {**WAYS["fsdp-2"][1], **BF16})
-    team_run.train(2, ["run", "tiny", *keys_of_run], tmp_path / "logs", run_with_gradients_of_its_own)
+    team_run.train(
+        2, ["run", "tiny", *keys_of_run], tmp_path / "logs", run_with_gradients_of_its_own
+    )
     distance, allowed = in_bf16
-    assert above(distance(tmp_path / "run"), {name: 4 * x for name, x in allowed.items()}).keys() == {
-        "a parameter"
-    }
+    assert above(
+        distance(tmp_path / "run"), {name: 4 * x for name, x in allowed.items()}
+    ).keys() == {"a parameter"}
 
 
 def run_with_gradients_of_its_own(arguments: list[str], log: str) -> None:
@@ -308,7 +341,9 @@ def run_and_count_bytes(arguments: list[str], log: str) -> None:
     gather, counts = getattr(dist, name), dict[str, int]()
 
     def counted(*tensors: Tensor, **options: Any) -> Any:
-        largest = max((x for x in (*tensors, *options.values()) if isinstance(x, Tensor)), key=Tensor.numel)
+        largest = max(
+            (x for x in (*tensors, *options.values()) if isinstance(x, Tensor)), key=Tensor.numel
+        )
         dtype = str(largest.dtype)
         counts[dtype] = counts.get(dtype, 0) + largest.numel() * largest.element_size()
         return gather(*tensors, **options)
@@ -343,8 +378,12 @@ class TestResume:
         )
         world, changes = WAYS[second]
         reset = {"distribution.mode": "ddp", "distribution.tensor": 1, "distribution.context": 1}
-        keys_of_second = [f"{k}={v}" for k, v in {**reset, **changes}.items() if k.startswith("distribution")]
-        team_run.train(world, ["resume", out, f"steps={STEPS}", *keys_of_second], tmp_path / "second")
+        keys_of_second = [
+            f"{k}={v}" for k, v in {**reset, **changes}.items() if k.startswith("distribution")
+        ]
+        team_run.train(
+            world, ["resume", out, f"steps={STEPS}", *keys_of_second], tmp_path / "second"
+        )
         assert not above(distances(out, alone("sgd"), begin), allowed("sgd"))
 
 
@@ -354,11 +393,19 @@ class TestDivides:
         [
             (3, {}, "batch.sequences=4 cannot be shared by 3"),
             (2, {"batch.micro": "4"}, None),
-            (2, {"batch.sequences": "12", "batch.micro": "4"}, "batch.micro=4 does not divide the 6"),
+            (
+                2,
+                {"batch.sequences": "12", "batch.micro": "4"},
+                "batch.micro=4 does not divide the 6",
+            ),
             (2, {"log.probes": "true"}, "looks into the model of one process, and this run has 2"),
             (2, {"distribution.tensor": "4"}, "start a multiple of 4"),
             (4, {"distribution.tensor": "4"}, "does not divide model.heads=2"),
-            (2, {"distribution.context": "2", "batch.length": "33"}, "does not divide batch.length=33"),
+            (
+                2,
+                {"distribution.context": "2", "batch.length": "33"},
+                "does not divide batch.length=33",
+            ),
             (2, {"distribution.context": "2", "batch.length": "4"}, "leaves 2 tokens"),
             (2, {"distribution.context": "2", "model.attention_layers": "1"}, "softmax attention"),
         ],
@@ -374,7 +421,9 @@ class TestDivides:
     @pytest.mark.parametrize("mode", ["ddp", "zero1"])
     def test_replicas_of_divided_heads_need_fsdp(self, mode):
         mesh: Any = {"replica": SimpleNamespace(size=lambda: 2)}
-        with pytest.raises(ConfigError, match=f"mode={mode} does not go .* use distribution.mode=fsdp"):
+        with pytest.raises(
+            ConfigError, match=f"mode={mode} does not go .* use distribution.mode=fsdp"
+        ):
             PyTorchSharding(
                 torch.nn.Module(),  # type: ignore[arg-type]
                 DistributionSection(mode=mode, tensor=2),  # type: ignore[arg-type]

@@ -47,7 +47,9 @@ def keys(data: Path, out: Path, changes: dict[str, Any]) -> list[str]:
 def write_checkpoint(way: str, data: Path, out: Path) -> Path:
     """Runs training for a few steps and returns its last checkpoint."""
     world, changes = WAYS[way]
-    team_run.train(world, ["run", "tiny", *keys(data, out, changes)], out.with_name(f"{out.name}-logs"))
+    team_run.train(
+        world, ["run", "tiny", *keys(data, out, changes)], out.with_name(f"{out.name}-logs")
+    )
     return out / "checkpoints" / f"step-{STEP:08d}"
 
 
@@ -90,7 +92,9 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
 CHAINS = [
     ["fsdp-3", "alone"],
     pytest.param(["fsdp-3", "zero1-2", "alone"], marks=pytest.mark.slow),
-    pytest.param(["alone", "fsdp-4", "tensor-2", "tensor-2-fsdp-2", "zero1-4"], marks=pytest.mark.slow),
+    pytest.param(
+        ["alone", "fsdp-4", "tensor-2", "tensor-2-fsdp-2", "zero1-4"], marks=pytest.mark.slow
+    ),
     pytest.param(["tensor-2-fsdp-2", "fsdp-3", "ddp-2", "tensor-2"], marks=pytest.mark.slow),
     pytest.param(["context-2", "zero1-4", "fsdp-2"], marks=pytest.mark.slow),
     pytest.param(["zero1-4", "fsdp-4", "alone"], marks=pytest.mark.slow),
@@ -104,7 +108,12 @@ def test_checkpoints_pass_between_groups_of_processes_bit_for_bit(data, tmp_path
     assert any(name.endswith("/exp_avg_sq") for name in first)
     for n, way in enumerate(chain[1:], start=1):
         world, changes = WAYS[way]
-        reset = {"distribution.mode": "ddp", "distribution.tensor": 1, "distribution.context": 1, **changes}
+        reset = {
+            "distribution.mode": "ddp",
+            "distribution.tensor": 1,
+            "distribution.context": 1,
+            **changes,
+        }
         overrides = [f"{key}={value}" for key, value in reset.items()]
         team_run.train(world, [out, STEP, *overrides], tmp_path / f"logs-{n}", save_again)
         again = load_tensors(out / "checkpoints" / f"step-{STEP:08d}")
@@ -123,5 +132,7 @@ def test_transformers_loads_a_checkpoint_of_several_processes(data, tmp_path, wa
         assert torch.equal(tensor, saved[name]), name
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         assert (folder / name).read_bytes() == (alone / name).read_bytes(), name
-    assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}, "no file needs pickle"
+    assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}, (
+        "no file needs pickle"
+    )
     assert len(list(folder.glob("optimizer-*"))) == WAYS[way][0], "each process writes its own"

@@ -74,7 +74,9 @@ def test_shares_add_up_to_the_mean_over_every_token_once(shares):
 
 
 def test_no_share_is_without_crops_or_windows_where_there_are_enough():
-    config = apply(recipe("tiny"), {"evaluation.sequences": "12", "evaluation.final_tokens": "1600"})
+    config = apply(
+        recipe("tiny"), {"evaluation.sequences": "12", "evaluation.final_tokens": "1600"}
+    )
     layouts = [Layout(shares, 4, 4, 16) for shares in (1, 2, 3, 4, 6, 12, 24)]
     assert [crops_at_once(config, layout) for layout in layouts] == [4, 4, 4, 3, 2, 1, 1]
     config = apply(config, {"evaluation.batch": "6", "batch.length": "16"})
@@ -124,11 +126,16 @@ def test_processes_share_an_evaluation_and_find_the_loss_of_one(data, alone, tmp
     world, shares, changes = WAYS[way]
     out, logs = tmp_path / "run", tmp_path / "logs"
     team_run.train(
-        world, ["run", "tiny", *tiny_run.keys(data, out, **{**CHANGES, **changes})], logs, count_work
+        world,
+        ["run", "tiny", *tiny_run.keys(data, out, **{**CHANGES, **changes})],
+        logs,
+        count_work,
     )
     (crops, final, tokens), (its_crops, its_final, its_tokens) = losses(out), losses(alone)
     one_sum = 300 * 2**-24  # tests/support/tiny_models.py derives it
-    assert crops == pytest.approx(its_crops, rel=one_sum) and final == pytest.approx(its_final, rel=one_sum)
+    assert crops == pytest.approx(its_crops, rel=one_sum) and final == pytest.approx(
+        its_final, rel=one_sum
+    )
     assert tokens == its_tokens
     counts = [json.loads((logs / f"rank-{rank}.counts").read_text()) for rank in range(world)]
     every = 6 + tokens // 16
@@ -141,7 +148,9 @@ def test_processes_share_an_evaluation_and_find_the_loss_of_one(data, alone, tmp
 def test_other_tokens_have_another_loss(data, alone, tmp_path):
     """The comparison can fail: half of the windows have another loss."""
     *_, tokens = losses(alone)
-    keys = tiny_run.keys(data, tmp_path / "run", **{**CHANGES, "evaluation.final_tokens": tokens // 2})
+    keys = tiny_run.keys(
+        data, tmp_path / "run", **{**CHANGES, "evaluation.final_tokens": tokens // 2}
+    )
     tiny_run.train("run", "tiny", *keys)
     assert losses(tmp_path / "run")[1] != pytest.approx(losses(alone)[1], rel=10 * 300 * 2**-24)
 

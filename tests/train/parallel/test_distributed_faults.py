@@ -18,7 +18,9 @@ from tests.support.tiny_run import final_state, read_metrics
 
 
 def keys(data: Path, out: Path) -> list[str]:
-    return tiny_run.keys(data, out, steps=40, log__every=1, checkpoint__every=5, evaluation__every=20)
+    return tiny_run.keys(
+        data, out, steps=40, log__every=1, checkpoint__every=5, evaluation__every=20
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,9 @@ def list_children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_sigterm_to_all_processes_saves_and_the_resumed_run_is_the_same(data, undisturbed, tmp_path):
+def test_sigterm_to_all_processes_saves_and_the_resumed_run_is_the_same(
+    data, undisturbed, tmp_path
+):
     out = tmp_path / "run"
     processes = team_run.start(2, ["run", "tiny", *keys(data, out)], tmp_path / "logs")
     wait_for(out, 7)
@@ -54,7 +58,9 @@ def test_sigterm_to_all_processes_saves_and_the_resumed_run_is_the_same(data, un
 
 def test_sigterm_to_one_process_ends_a_long_evaluation_of_both(data, tmp_path):
     out, logs = tmp_path / "run", tmp_path / "logs"
-    processes = team_run.start(2, ["run", "tiny", *keys(data, out), "evaluation.sequences=40000"], logs)
+    processes = team_run.start(
+        2, ["run", "tiny", *keys(data, out), "evaluation.sequences=40000"], logs
+    )
     wait_for(out, 20)
     os.kill(processes[1].pid, signal.SIGTERM)
     assert team_run.join(processes, logs) == [128 + signal.SIGTERM] * 2, team_run.read_logs(logs)
@@ -84,14 +90,21 @@ def test_sigkill_of_one_process_ends_both_and_the_resumed_run_is_the_same(
     assert final_state(out) == final_state(undisturbed)
 
 
-SHARDED = {"distribution__mode": "fsdp", "checkpoint__every": 4, "evaluation__every": 6, "log__every": 1}
+SHARDED = {
+    "distribution__mode": "fsdp",
+    "checkpoint__every": 4,
+    "evaluation__every": 6,
+    "log__every": 1,
+}
 
 
 @pytest.fixture(scope="module")
 def sharded(data, tmp_path_factory) -> Path:
     """Runs two processes to the end. The checkpoints at 6, 8 and 12 consist of two files each."""
     folder = tmp_path_factory.mktemp("sharded")
-    team_run.train(2, ["run", "tiny", *tiny_run.keys(data, folder / "run", **SHARDED)], folder / "logs")
+    team_run.train(
+        2, ["run", "tiny", *tiny_run.keys(data, folder / "run", **SHARDED)], folder / "logs"
+    )
     return folder / "run"
 
 
@@ -105,7 +118,9 @@ def die_while_writing(arguments: list[str], log: str) -> None:
 def test_a_checkpoint_interrupted_by_sigkill_is_not_visible(data, sharded, tmp_path):
     out, logs = tmp_path / "run", tmp_path / "logs"
     arguments = tiny_run.keys(data, out, **SHARDED)
-    codes = team_run.join(team_run.start(2, ["run", "tiny", *arguments], logs, die_while_writing), logs)
+    codes = team_run.join(
+        team_run.start(2, ["run", "tiny", *arguments], logs, die_while_writing), logs
+    )
     assert codes == [2, -signal.SIGKILL], team_run.read_logs(logs)
     assert "another of the 2 processes has ended" in (logs / "rank-0").read_text()
     assert [path.name for path in (out / "checkpoints").glob("step-*")] == ["step-00000004"]
@@ -123,7 +138,11 @@ def test_resume_skips_a_sharded_checkpoint_with_a_truncated_part(data, sharded, 
     part.write_bytes(part.read_bytes()[:-10])
     team_run.train(2, ["resume", out], logs)
     output = (logs / "rank-0").read_text()
-    assert "checkpoint of step 12 is damaged" in output and part.name in output and "after step 8" in output
+    assert (
+        "checkpoint of step 12 is damaged" in output
+        and part.name in output
+        and "after step 8" in output
+    )
     assert final_state(out) == final_state(sharded)
 
 
@@ -151,7 +170,9 @@ def test_a_full_disk_of_one_process_ends_all_with_its_message(data, tmp_path, ra
 @pytest.mark.slow
 def test_a_stopped_process_ends_the_other_after_the_timeout(data, tmp_path):
     out, logs = tmp_path / "run", tmp_path / "logs"
-    arguments = tiny_run.keys(data, out, steps=5000, log__every=1, distribution__timeout_minutes=0.5)
+    arguments = tiny_run.keys(
+        data, out, steps=5000, log__every=1, distribution__timeout_minutes=0.5
+    )
     processes = team_run.start(2, ["run", "tiny", *arguments], logs)
     wait_for(out, 3)
     os.kill(processes[1].pid, signal.SIGSTOP)
@@ -177,7 +198,9 @@ def cable(tmp_path):
     tag = f"{os.getpid() % 100_000}"
     space, here, there = f"delta{tag}", f"dh{tag}", f"dt{tag}"
     third = os.getpid() % 250
-    result = subprocess.run(["ip", "netns", "add", space], capture_output=True, text=True, timeout=20)
+    result = subprocess.run(
+        ["ip", "netns", "add", space], capture_output=True, text=True, timeout=20
+    )
     if result.returncode:
         pytest.skip(f"network namespaces cannot be made here: {result.stderr.strip()}")
     try:
@@ -189,7 +212,9 @@ def cable(tmp_path):
             f"-n {space} link set {there} up",
             f"-n {space} link set lo up",
         ):
-            result = subprocess.run(["ip", *command.split()], capture_output=True, text=True, timeout=20)
+            result = subprocess.run(
+                ["ip", *command.split()], capture_output=True, text=True, timeout=20
+            )
             if result.returncode:
                 pytest.skip(f"`ip {command}` is refused here: {result.stderr.strip()}")
         yield space, here, there, f"10.231.{third}.1"
@@ -241,8 +266,22 @@ def test_a_run_continues_when_torchrun_restarts_it(data, undisturbed, tmp_path):
     with open(log, "w") as file:
         agent = subprocess.Popen(
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-                *("--max-restarts=2", "-m", "train", "run", "--or-resume", "tiny", *keys(data, out)),
+                *(
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--standalone",
+                    "--nproc_per_node=2",
+                ),
+                *(
+                    "--max-restarts=2",
+                    "-m",
+                    "train",
+                    "run",
+                    "--or-resume",
+                    "tiny",
+                    *keys(data, out),
+                ),
             ],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=file,
@@ -314,7 +353,9 @@ def test_a_run_of_two_processes_survives_ten_random_kills(data, tmp_path, seed):
     rng = random.Random(seed)
     changes = {"distribution__mode": "fsdp", "steps": 40, "log__every": 1, "checkpoint__every": 2}
     changes |= {"evaluation__every": 10, "distribution__timeout_minutes": 2}
-    team_run.train(2, ["run", "tiny", *tiny_run.keys(data, tmp_path / "whole", **changes)], tmp_path / "logs")
+    team_run.train(
+        2, ["run", "tiny", *tiny_run.keys(data, tmp_path / "whole", **changes)], tmp_path / "logs"
+    )
     out = tmp_path / "run"
     words = ["run", "--or-resume", "tiny", *tiny_run.keys(data, out, **changes)]
     killed = 0

@@ -18,7 +18,13 @@ from delta_trn.train.settings.overrides import apply, parse
 from tests.support import team_run, tiny_run
 
 CPU = torch.device("cpu")
-LARGE = ("model.width=512", "model.heads=4", "model.layers=8", "model.vocab_size=2048", "device=cpu")
+LARGE = (
+    "model.width=512",
+    "model.heads=4",
+    "model.layers=8",
+    "model.vocab_size=2048",
+    "device=cpu",
+)
 SMALL = ("model.width=32", "model.heads=4", "model.vocab_size=320", "device=cpu")
 WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ddp": (2, ()),
@@ -53,7 +59,11 @@ def _make_and_report(arguments: list[str], log: str) -> None:
         sharding = make_sharding(configuration, config, device, team)
         peak = machine.peak_memory(device) - before
         named = dict(sharding.model.named_parameters())
-        weights = {name: sharding.whole(name, p).clone() for name, p in named.items()} if peak < 2**25 else {}
+        weights = (
+            {name: sharding.whole(name, p).clone() for name, p in named.items()}
+            if peak < 2**25
+            else {}
+        )
         tied = sharding.model.lm_head.weight is sharding.model.model.embed.weight
         torch.save({"peak": peak, "weights": weights, "tied": tied}, f"{log}.pt")
     sys.stdout.flush()

@@ -113,7 +113,9 @@ def test_gradients_of_all_processes_averaged_together_are_seen(data, alone, tmp_
 )
 def test_what_neuron_does_not_divide_is_refused(changes):
     neuron.require(DistributionSection(tensor=2))
-    with pytest.raises(ConfigError, match="is not there on Neuron; use mode=ddp, or mode=zero1 with"):
+    with pytest.raises(
+        ConfigError, match="is not there on Neuron; use mode=ddp, or mode=zero1 with"
+    ):
         neuron.require(DistributionSection(**changes))
 
 
@@ -125,7 +127,9 @@ def test_a_missing_neuronx_distributed_is_refused_with_what_to_install(monkeypat
 
 def test_an_mlp_that_processes_cannot_have_equal_parts_of_is_refused(monkeypatch):
     names = ("set_tensor_model_parallel_attributes", "copy_to_tensor_model_parallel_region")
-    functions = dict.fromkeys((*names, "reduce_from_tensor_model_parallel_region"), lambda *_, **__: None)
+    functions = dict.fromkeys(
+        (*names, "reduce_from_tensor_model_parallel_region"), lambda *_, **__: None
+    )
     monkeypatch.setattr(neuron, "library", lambda module: SimpleNamespace(**functions))
     rank = SimpleNamespace(get_tensor_model_parallel_rank=lambda: 0)
     monkeypatch.setattr(neuron, "initialize", lambda parts: rank)
@@ -154,7 +158,9 @@ class TestBuckets:
     @pytest.mark.parametrize("text", ["0", "1.5"])
     def test_a_size_that_is_no_whole_number_of_mb_is_refused(self, text, monkeypatch):
         monkeypatch.setenv(reduction.VARIABLE, text)
-        with pytest.raises(ConfigError, match=f"{reduction.VARIABLE}={text}: expected a whole number of MB"):
+        with pytest.raises(
+            ConfigError, match=f"{reduction.VARIABLE}={text}: expected a whole number of MB"
+        ):
             reduction.bucket_bytes()
         monkeypatch.setenv(reduction.VARIABLE, "3")
         assert reduction.bucket_bytes() == 3 * 2**20

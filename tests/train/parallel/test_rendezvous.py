@@ -24,7 +24,9 @@ def test_all_ranks_of_a_start_share_one_part_of_the_store(world):
     for rank, part in enumerate(parts):
         part.set(f"address/{rank}", str(rank))
     for part in parts:
-        assert [part.get(f"address/{rank}") for rank in range(world)] == [b"%d" % r for r in range(world)]
+        assert [part.get(f"address/{rank}") for rank in range(world)] == [
+            b"%d" % r for r in range(world)
+        ]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -41,7 +43,9 @@ def test_a_start_sees_nothing_of_an_earlier_start(world):
 def test_a_timeout_names_the_ranks_that_did_not_come():
     store = HashStore()
     start_ranks(store, 3)  # their tickets and answers are no sign of life
-    with pytest.raises(TimeoutError, match=r"timed out: of 3 processes, ranks \[1, 2\] did not come"):
+    with pytest.raises(
+        TimeoutError, match=r"timed out: of 3 processes, ranks \[1, 2\] did not come"
+    ):
         fresh_part(store, 0, 3, timedelta(seconds=0.1))
 
 

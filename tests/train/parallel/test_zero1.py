@@ -18,8 +18,12 @@ def run_in_two_parts(data: Path, tmp_path: Path, **changes: Any) -> tuple[Path, 
     """Returns the folder of a run, and of the same run that was stopped and resumed."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     keys = {**ZERO1, "schedule__decay_steps": 8, **changes}
-    team_run.train(2, ["run", "tiny", *tiny_run.keys(data, whole, steps=8, **keys)], tmp_path / "logs")
-    team_run.train(2, ["run", "tiny", *tiny_run.keys(data, parts, steps=4, **keys)], tmp_path / "first")
+    team_run.train(
+        2, ["run", "tiny", *tiny_run.keys(data, whole, steps=8, **keys)], tmp_path / "logs"
+    )
+    team_run.train(
+        2, ["run", "tiny", *tiny_run.keys(data, parts, steps=4, **keys)], tmp_path / "first"
+    )
     team_run.train(2, ["resume", parts, "steps=8", "evaluation.every=6"], tmp_path / "second")
     return whole, parts
 
@@ -29,7 +33,9 @@ def test_a_zero1_run_resumes_bit_for_bit_on_two_processes(data, tmp_path):
     whole, parts = run_in_two_parts(data, tmp_path)
     expected, resumed = final_state(whole, "step-00000008"), final_state(parts, "step-00000008")
     names = [name for name in expected if name.endswith(".safetensors")]
-    assert sum(name.startswith("optimizer-") for name in names) == 2, "each process has a part of the memory"
+    assert sum(name.startswith("optimizer-") for name in names) == 2, (
+        "each process has a part of the memory"
+    )
     assert [name for name in names if expected[name] != resumed[name]] == []
     assert expected["metrics"][-1] == resumed["metrics"][-1]
 
@@ -47,7 +53,11 @@ def load_step(*, fused: bool) -> torch.Tensor:
     optimizer = torch.optim.AdamW([{"params": [parameter], "names": ["w"]}], lr=0.1)
     optimizer.param_groups[0]["fused"] = fused  # its constructor looks for the kernel of the device
     sharding = Sharding(nn.Linear(1, 1))  # type: ignore[arg-type]
-    slots = {"w/step": torch.tensor(7.0), "w/exp_avg": torch.zeros(3), "w/exp_avg_sq": torch.zeros(3)}
+    slots = {
+        "w/step": torch.tensor(7.0),
+        "w/exp_avg": torch.zeros(3),
+        "w/exp_avg_sq": torch.zeros(3),
+    }
     sharding.load_slots(optimizer, slots)
     assert optimizer.state[parameter]["exp_avg"].device.type == "meta"
     return optimizer.state[parameter]["step"]

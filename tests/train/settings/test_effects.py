@@ -14,7 +14,11 @@ from delta_trn.train.settings.overrides import apply, change
 from delta_trn.train.settings.schema import RunConfig, flatten
 
 KEYS = dict(flatten(RunConfig()))
-ADDITIVE = {"model.residual": "additive", "model.ddl_compressor": "none", "model.ddl_value_channels": "1"}
+ADDITIVE = {
+    "model.residual": "additive",
+    "model.ddl_compressor": "none",
+    "model.ddl_value_channels": "1",
+}
 # need -> changes of the defaults with which it does not hold
 IDLE: dict[str, dict[str, str]] = {
     "epochs=none": {"epochs": "1"},
@@ -32,7 +36,14 @@ IDLE: dict[str, dict[str, str]] = {
 def test_every_setting_is_read_by_the_code():
     """Those of a model under the name that its configuration has."""
     places = [path for name in ("train", "models") for path in Path(name).rglob("*.py")]
-    declared = ("schema.py", "effects.py", "environment.py", "recipes.py", "settings.py", "sizes.py")
+    declared = (
+        "schema.py",
+        "effects.py",
+        "environment.py",
+        "recipes.py",
+        "settings.py",
+        "sizes.py",
+    )
     code = "\n".join(path.read_text() for path in places if path.name not in declared)
     names = [CONFIG_NAMES.get(key.removeprefix("model."), key.rpartition(".")[2]) for key in KEYS]
     assert [name for name in names if not re.search(rf"\.{name}\b", code)] == []
@@ -46,7 +57,9 @@ def test_a_setting_without_its_need_is_refused(need, tmp_path):
     config = change(RunConfig(), idle)
     for key in (f"{section}{name}" for name in names.split()):
         assert key in KEYS
-        with pytest.raises(ConfigError, match=rf"{key}=.* has no effect here: it needs {text}; leave"):
+        with pytest.raises(
+            ConfigError, match=rf"{key}=.* has no effect here: it needs {text}; leave"
+        ):
             require_effect(config, [key])
 
 
@@ -58,7 +71,9 @@ def test_a_recipe_may_have_settings_without_effect(name):
 
 def test_a_floor_above_the_learning_rate_is_refused_whichever_of_the_two_is_given():
     for changes in ({"schedule.min_lr": "0.2"}, {"optimizer.lr": "0.0005"}):
-        with pytest.raises(ConfigError, match=r"schedule.min_lr=.* is above optimizer.lr=.*give schedule"):
+        with pytest.raises(
+            ConfigError, match=r"schedule.min_lr=.* is above optimizer.lr=.*give schedule"
+        ):
             apply(recipe("tiny"), changes)
     assert apply(recipe("tiny"), {"optimizer.lr": "0.0005", "schedule.min_lr": "0.0005"})
 

@@ -25,7 +25,16 @@ KEYS = [key for key, _ in flatten(RunConfig())]
 
 # these names are fixed, because other people's scripts use them
 FIXED = (
-    *("steps", "seed", "out", "device", "backend", "parametrization", "optimizer.name", "optimizer.lr"),
+    *(
+        "steps",
+        "seed",
+        "out",
+        "device",
+        "backend",
+        "parametrization",
+        "optimizer.name",
+        "optimizer.lr",
+    ),
     *("model.width", "model.base_width", "data.source"),
 )
 
@@ -83,7 +92,11 @@ class TestOverrides:
             "data.subset=sample-10BT",
         )
         assert (config.steps, config.optimizer.lr, config.optimizer.clip) == (7, 2**-8, None)
-        assert (config.model.attention_layers, config.compile, config.max_minutes) == ((0, 1), True, 1.5)
+        assert (config.model.attention_layers, config.compile, config.max_minutes) == (
+            (0, 1),
+            True,
+            1.5,
+        )
         assert config.data.subset == "sample-10BT"
 
     def test_overrides_leave_the_recipe_unchanged(self):
@@ -196,7 +209,12 @@ class TestTree:
 class TestRecipes:
     def test_the_adamw_recipe_has_the_papers_values(self):
         r = recipe("gdn_mup_adamw")
-        assert (r.model.layers, r.model.heads, r.model.base_width, r.parametrization) == (8, 6, 256, "mup")
+        assert (r.model.layers, r.model.heads, r.model.base_width, r.parametrization) == (
+            8,
+            6,
+            256,
+            "mup",
+        )
         s, o = r.schedule, r.optimizer
         assert (r.steps, s.warmup, s.min_lr, s.decay_steps) == (20_000, 2000, 5e-5, None)
         assert (r.batch.sequences, r.batch.length, r.batch.micro) == (480, 1024, 60)
@@ -205,7 +223,11 @@ class TestRecipes:
         assert (r.seed, r.precision, r.evaluation.every) == (42, "bf16", 1000)
         assert (r.data.source, r.data.tokenizer) == ("HuggingFaceFW/fineweb-edu", "gpt2")
         # its start, 0.02 for every matrix at width 256, one rate for all, decay that falls with the rate
-        assert (r.model.mixer_output_init, r.model.initializer_range, r.model.embedding_init) == (1, 0.02, 1)
+        assert (r.model.mixer_output_init, r.model.initializer_range, r.model.embedding_init) == (
+            1,
+            0.02,
+            1,
+        )
         assert {o.embedding_lr, o.readout_lr, o.gate_lr, o.scalar_lr, o.vector_lr} == {1.0}
         assert not o.independent_weight_decay and (o.lr, o.clip_norm) == (1e-3, "global")
 

@@ -16,7 +16,13 @@ from delta_trn.train.commands.coord_check import OF_RECIPES
 from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.settings.schema import RunConfig
-from delta_trn.train.studies.coordinates.modules import MakeBatch, Reading, Start, of_recipe, readings
+from delta_trn.train.studies.coordinates.modules import (
+    MakeBatch,
+    Reading,
+    Start,
+    of_recipe,
+    readings,
+)
 from delta_trn.train.studies.coordinates.report import Verdict, judge, read, table
 from tests.support.tiny_models import VOCABULARY, tokens
 from tests.support.tiny_run import run_command
@@ -38,7 +44,11 @@ def config(
 
 
 def fit(
-    start: Start, seeds: int = 2, steps: int = 2, batch: MakeBatch | None = None, widths=(64, 128, 256)
+    start: Start,
+    seeds: int = 2,
+    steps: int = 2,
+    batch: MakeBatch | None = None,
+    widths=(64, 128, 256),
 ) -> dict[str, Verdict]:
     found = readings(start, "mup", "adamw", widths=widths, steps=steps, seeds=seeds, batch=batch)
     return {v.tensor.removeprefix("model."): v for v in judge(list(found))}
@@ -55,7 +65,13 @@ def test_every_module_and_vector_is_flat_under_the_papers_rules(optimizer: str):
     rows = fit(of_recipe(config("mup", optimizer, words=1024)), seeds=4)
     parts = ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "conv", "o_norm", "o_proj")
     assert {f"blocks.1.mixer.{part}" for part in parts} | {"logits", "logit_next"} <= rows.keys()
-    vectors = ("mixer.A_log", "mixer.dt_bias", "mixer.conv.weight", "mixer.o_norm.weight", "mlp_norm.weight")
+    vectors = (
+        "mixer.A_log",
+        "mixer.dt_bias",
+        "mixer.conv.weight",
+        "mixer.o_norm.weight",
+        "mlp_norm.weight",
+    )
     assert {f"blocks.0.{name}" for name in vectors} <= rows.keys()
     failed = {name: v.fails_at for name, v in rows.items() if not v.passes}
     assert not failed and len(rows) == 50
@@ -70,12 +86,25 @@ def kimi(optimizer: str = "adamw") -> Start:
 
 def test_every_row_of_kimi_delta_attention_is_flat_under_adamw():
     rows = fit(kimi(), seeds=4)
-    parts = ("f_proj.0", "f_proj.1", "g_proj.0", "g_proj.1", "b_proj", "conv.weight", "dt_bias", "A_log")
-    assert {f"blocks.1.mixer.{part}" for part in parts} | {"blocks.0.mixer.g_proj.1.bias"} <= rows.keys()
+    parts = (
+        "f_proj.0",
+        "f_proj.1",
+        "g_proj.0",
+        "g_proj.1",
+        "b_proj",
+        "conv.weight",
+        "dt_bias",
+        "A_log",
+    )
+    assert {f"blocks.1.mixer.{part}" for part in parts} | {
+        "blocks.0.mixer.g_proj.1.bias"
+    } <= rows.keys()
     assert not {name: v.fails_at for name, v in rows.items() if not v.passes} and len(rows) == 60
 
 
-KIMI_PARTS = {part: f"blocks.0.mixer.{part}" for part in ("f_proj.0", "f_proj.1", "g_proj.0", "g_proj.1")}
+KIMI_PARTS = {
+    part: f"blocks.0.mixer.{part}" for part in ("f_proj.0", "f_proj.1", "g_proj.0", "g_proj.1")
+}
 
 
 @pytest.mark.parametrize("part", KIMI_PARTS)
@@ -117,7 +146,9 @@ ROLES |= {"A_log": Role.HIDDEN, "g_proj.1.bias": Role.HIDDEN}
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_a_wrong_role_in_kimi_delta_attention_turns_its_row_red(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_role_in_kimi_delta_attention_turns_its_row_red(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     module, _, attribute = name.rpartition(".")
     made = KimiDeltaAttention.__init__
 
@@ -173,7 +204,8 @@ def misrate(start: Start, part: str, power: float) -> Start:
 
 
 @pytest.mark.parametrize(
-    "mistake", [name if name in CHEAP else pytest.param(name, marks=pytest.mark.slow) for name in MISTAKES]
+    "mistake",
+    [name if name in CHEAP else pytest.param(name, marks=pytest.mark.slow) for name in MISTAKES],
 )
 def test_a_planted_mistake_turns_its_row_red(mistake: str, monkeypatch: pytest.MonkeyPatch):
     what, change, row = MISTAKES[mistake]
@@ -199,7 +231,12 @@ def test_the_documented_command_exits_with_0(optimizer: str, tmp_path: Path):
 def test_the_check_fails_under_the_standard_parametrization():
     rows = check("sp", "adamw")
     mixer = ("q_proj", "conv", "a_proj", "b_proj", "o_norm", "o_proj")
-    for name in (*(f"blocks.1.mixer.{part}" for part in mixer), "blocks.0.mlp", "blocks.1", "logit_next"):
+    for name in (
+        *(f"blocks.1.mixer.{part}" for part in mixer),
+        "blocks.0.mlp",
+        "blocks.1",
+        "logit_next",
+    ):
         assert not rows[name].passes and rows[name].change.slope > 0.4, (name, rows[name].change)
 
 
@@ -214,7 +251,10 @@ def test_coordinate_check_passes_for_deep_delta_learning():
         assert not standard[f"blocks.1.{part}"].passes, part
     # without v's factor of sqrt(m), writes move a wider stream less
     for name in ("blocks.1.mixer_write", "blocks.0.mlp_write"):
-        assert not standard[name].passes and standard[name].size.slope < -0.4, (name, standard[name].size)
+        assert not standard[name].passes and standard[name].size.slope < -0.4, (
+            name,
+            standard[name].size,
+        )
 
 
 def test_the_stored_readings_have_the_recorded_verdicts(tmp_path: Path):
@@ -230,7 +270,9 @@ def test_the_stored_readings_have_the_recorded_verdicts(tmp_path: Path):
     assert counts == {
         "adamw mup": [24, 17, 24], "adamw sp": [24, 2, 6], "sgd mup": [24, 12, 20], "sgd sp": [24, 2, 10],
     }  # fmt: skip
-    stream = {(v.optimizer, v.parametrization): v.change.slope for v in rows if v.tensor == "hidden"}
+    stream = {
+        (v.optimizer, v.parametrization): v.change.slope for v in rows if v.tensor == "hidden"
+    }
     assert stream["adamw", "mup"] == pytest.approx(-0.08, abs=0.005)
     assert stream["adamw", "sp"] == pytest.approx(1.64, abs=0.005)
     (tmp_path / "coordinates.json.gz").write_bytes((STORED / "coordinates.json.gz").read_bytes())
@@ -245,7 +287,9 @@ def synthetic(power: float, noise: float = 0.0, tensor: str = "model.norm") -> l
     for width in (64, 128, 256, 512):
         for seed in range(3):
             y = width**power * math.exp(noise * float(torch.randn((), generator=generator)))
-            rows += [Reading("mup", "adamw", width, seed, step, tensor, 1.0, y * step) for step in (0, 1)]
+            rows += [
+                Reading("mup", "adamw", width, seed, step, tensor, 1.0, y * step) for step in (0, 1)
+            ]
     return rows
 
 
@@ -258,7 +302,9 @@ class TestVerdict:
     @pytest.mark.parametrize("power", [-0.7, -0.11, -0.09, 0.09, 0.11, 0.3])
     def test_a_slope_is_the_power_of_width_and_passes_within_a_tenth_of_theory(self, power: float):
         verdict = self.judge(synthetic(power))
-        assert verdict.change.slope == pytest.approx(power, abs=1e-9) and verdict.passes is (abs(power) < 0.1)
+        assert verdict.change.slope == pytest.approx(power, abs=1e-9) and verdict.passes is (
+            abs(power) < 0.1
+        )
 
     def test_noise_widens_the_tolerance_by_twice_the_standard_error(self):
         """Independent noise s on 12 points gives a slope error of s over the root of their squared spread."""
@@ -269,7 +315,9 @@ class TestVerdict:
     def test_a_module_that_never_changes_fails_and_one_of_some_widths_is_left_out(self):
         rows = [replace(r, change=0.0) for r in synthetic(0.0)]
         assert self.judge(rows).fails_at == ("change at step 1",)
-        assert judge([*rows, *(r for r in synthetic(0.0, tensor="adapter") if r.width > 64)])[1:] == []
+        assert (
+            judge([*rows, *(r for r in synthetic(0.0, tensor="adapter") if r.width > 64)])[1:] == []
+        )
 
     def test_the_table_counts_what_passes_at_every_step_and_after_the_last(self):
         """The change of step 1 goes as the width, that of step 2 does not."""
@@ -280,7 +328,13 @@ class TestVerdict:
         assert "| **pass after the last** |  | 1 of 1 |" in printed
 
     def test_a_module_with_a_range_passes_anywhere_in_it(self):
-        for power, passes in ((-0.62, False), (-0.5, True), (-0.2, True), (0.0, True), (0.12, False)):
+        for power, passes in (
+            (-0.62, False),
+            (-0.5, True),
+            (-0.2, True),
+            (0.0, True),
+            (0.12, False),
+        ):
             assert self.judge(synthetic(power, tensor="logits")).passes is passes, power
 
 
@@ -288,7 +342,14 @@ class TestCommand:
     def test_coord_check_prints_verdicts_and_writes_readings_and_a_picture(self, tmp_path: Path):
         """Deep Delta Learning may use softmax attention in every layer."""
         out = tmp_path / "check"
-        keys = ("widths=16,32,64", "steps=1", "seeds=1", "parametrizations=mup", f"out={out}", "device=cpu")
+        keys = (
+            "widths=16,32,64",
+            "steps=1",
+            "seeds=1",
+            "parametrizations=mup",
+            f"out={out}",
+            "device=cpu",
+        )
         model = ("model.base_width=16", "model.attention_layers=0,1", "model.residual=ddl")
         status, text, err = run_command("coord-check", "tiny", *keys, *model)
         assert status in (0, 1), err
@@ -316,6 +377,8 @@ class TestCommand:
             ("optimizers=adamw optimizer.memory=2", "optimizer.memory=2.0 has no effect"),
         ],
     )
-    def test_coord_check_refuses_bad_input_before_it_computes_anything(self, assignment: str, message: str):
+    def test_coord_check_refuses_bad_input_before_it_computes_anything(
+        self, assignment: str, message: str
+    ):
         status, _, err = run_command("coord-check", "tiny", *assignment.split())
         assert status == 2 and message in err

@@ -23,7 +23,9 @@ def qwen3_5(width):
 
 
 def perceptron(width):
-    return nn.Sequential(nn.Embedding(50, width), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 50))
+    return nn.Sequential(
+        nn.Embedding(50, width), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 50)
+    )
 
 
 def tied(width):
@@ -83,7 +85,10 @@ def judge(make, parametrization, optimizer="adamw", *, rate=None, roles=None, **
     sizes = {"widths": (64, 128, 256), "steps": 2, "seeds": 4} | changes
     rate = rate or {"adamw": 2**-8, "sgd": 0.1}[optimizer]
     start = Maker(make, 64, roles or {}).start(parametrization, optimizer, rate)
-    return {v.tensor: v for v in report.judge(list(readings(start, parametrization, optimizer, **sizes)))}
+    return {
+        v.tensor: v
+        for v in report.judge(list(readings(start, parametrization, optimizer, **sizes)))
+    }
 
 
 @pytest.mark.parametrize("make", [qwen3_next, qwen3_5])
@@ -99,13 +104,19 @@ def test_every_module_of_qwen3_is_flat_under_our_groups(make):
 def test_plain_adamw_is_red_in_the_forward_pass_and_in_what_is_learned():
     rows = judge(qwen3_next, PLAIN, seeds=2)
     for name in (*MIXERS, "model.layers.0.mlp"):
-        assert not rows[name].passes and rows[name].start.slope > 0.4 and rows[name].change.slope > 0.4, name
+        assert (
+            not rows[name].passes and rows[name].start.slope > 0.4 and rows[name].change.slope > 0.4
+        ), name
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("make", [perceptron, tied])
 def test_a_model_of_torch_is_flat_under_our_groups_and_not_without(make, optimizer):
-    failed = {name: v.fails_at for name, v in judge(make, "mup", optimizer, steps=4).items() if not v.passes}
+    failed = {
+        name: v.fails_at
+        for name, v in judge(make, "mup", optimizer, steps=4).items()
+        if not v.passes
+    }
     assert not failed
     assert not all(v.passes for v in judge(make, PLAIN, optimizer, steps=4).values())
 
@@ -136,14 +147,18 @@ def test_tokens_are_few_of_the_vocabulary_and_differ_by_seed():
 
 class TestCommand:
     def run(self, tmp_path, function, *keys):
-        return run_command("coord-check", "--module", f"{HERE}:{function}", f"out={tmp_path}/out", *keys)
+        return run_command(
+            "coord-check", "--module", f"{HERE}:{function}", f"out={tmp_path}/out", *keys
+        )
 
     def test_a_module_is_checked_reported_and_drawn(self, tmp_path):
         status, out, err = self.run(tmp_path, "perceptron", "seeds=4")
         assert status == 0, err
         assert "| logit_next |" in out and "✗" in out  # plain
         tree = json.loads((tmp_path / "out" / "coordinates.json").read_text())
-        assert tree["subject"] == f"{HERE}:perceptron" and len(tree["readings"]) == 2 * 3 * 4 * 5 * 6
+        assert (
+            tree["subject"] == f"{HERE}:perceptron" and len(tree["readings"]) == 2 * 3 * 4 * 5 * 6
+        )
         assert (tmp_path / "out" / "coordinates.png").read_bytes().startswith(b"\x89PNG")
 
     def test_the_callers_own_optimizer_is_checked(self, tmp_path):
@@ -154,7 +169,9 @@ class TestCommand:
         assert status == 1 and "fails  wrong own 1:" in out
 
     def test_a_wrong_role_is_red(self, tmp_path):
-        status, out, _ = self.run(tmp_path, "perceptron", "parametrizations=mup", "roles=1.weight:constant")
+        status, out, _ = self.run(
+            tmp_path, "perceptron", "parametrizations=mup", "roles=1.weight:constant"
+        )
         assert status == 1 and "fails  adamw mup 1:" in out
 
     @pytest.mark.parametrize(
@@ -173,11 +190,17 @@ class TestCommand:
             ("perceptron", "roles=x:gate", "match no parameter"),
             ("perceptron", "batch=nowhere:f", "No module named 'nowhere'"),
             ("perceptron", f"optimizer={HERE}:text optimizers=sgd", "optimizers=sgd has no effect"),
-            ("perceptron", f"optimizer={HERE}:nothing_of", "returned a int, expected step() and zero_grad()"),
+            (
+                "perceptron",
+                f"optimizer={HERE}:nothing_of",
+                "returned a int, expected step() and zero_grad()",
+            ),
             ("perceptron", "model.width=3", "--module has no key 'model.width'"),
         ],
     )
-    def test_bad_input_is_refused_before_anything_is_trained(self, tmp_path, function, key, message):
+    def test_bad_input_is_refused_before_anything_is_trained(
+        self, tmp_path, function, key, message
+    ):
         status, _, err = self.run(tmp_path, function, *key.split())
         assert status == 2 and message in err, err
         assert "--module package:function" in run_command("coord-check")[2]

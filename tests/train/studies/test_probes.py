@@ -24,7 +24,9 @@ class TestFormulas:
         S = torch.randn(1, 1, 8, 16, generator=generator).expand(4000, 1, 8, 16)
         k = torch.randn(4000, 1, 8, generator=generator)
         assert recall(S, k) == pytest.approx(1, abs=0.03)
-        k = normalize(torch.tensor([[[3.0, 4.0, 0, 0]]]))  # the only written key, and one that is none
+        k = normalize(
+            torch.tensor([[[3.0, 4.0, 0, 0]]])
+        )  # the only written key, and one that is none
         S = torch.einsum("bhk,v->bhkv", k, torch.arange(1.0, 6.0))
         assert recall(S, 7 * k) == pytest.approx(2, rel=1e-5)
         assert recall(S, torch.tensor([[[4.0, -3.0, 0, 0]]])) == pytest.approx(0, abs=1e-6)
@@ -51,7 +53,9 @@ class TestFormulas:
         assert values["layers/0/alpha_mean"] == pytest.approx(float(g.exp().mean()), rel=1e-4)
         memory = (1 / (1 - g.exp().mean((0, 1)))).median()
         assert values["layers/0/memory"] == pytest.approx(float(memory), rel=1e-4)
-        assert values["layers/0/hidden"] == pytest.approx(rms(m.model.embed(self.BATCH[0])), rel=1e-4)
+        assert values["layers/0/hidden"] == pytest.approx(
+            rms(m.model.embed(self.BATCH[0])), rel=1e-4
+        )
         za = x @ mixer.a_proj.weight.T
         assert values["layers/0/gate_decay_std"] == pytest.approx(float(za.std()), rel=1e-4)
 
@@ -87,11 +91,18 @@ class TestTraining:
             row.pop("probes", None)
         assert kept == plain
 
-    def test_every_quantity_of_the_papers_appendices_is_measured_and_drawn(self, data: Path, tmp_path: Path):
+    def test_every_quantity_of_the_papers_appendices_is_measured_and_drawn(
+        self, data: Path, tmp_path: Path
+    ):
         """These are appendices C and D of arXiv:2606.04048, under their names in metrics.jsonl."""
         runs = [tmp_path / str(width) for width in (16, 32)]
         for run in runs:
-            changes = {"log.probes": "true", "steps": 8, "model.width": run.name, "sample.tokens": 0}
+            changes = {
+                "log.probes": "true",
+                "steps": 8,
+                "model.width": run.name,
+                "sample.tokens": 0,
+            }
             train("run", "tiny", *keys(data, run, **changes))
         probes = load_probes(RunFolder(runs[0]))
         assert probes is not None and [step for step, _ in probes.series] == [6, 8]

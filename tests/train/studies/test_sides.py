@@ -65,7 +65,9 @@ def covered(found: list[Side], truth: float) -> float:
 ENOUGH = 0.85
 
 
-@pytest.mark.parametrize("options", [{}, {"scatter": 0.1}, {"of_seeds": 0.1}, {"seeds": 2, "scatter": 0.1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"scatter": 0.1}, {"of_seeds": 0.1}, {"seeds": 2, "scatter": 0.1}]
+)
 def test_intervals_around_no_drift_contain_0_and_verdicts_rarely_say_that_it_moves(options):
     for found in fit(0.0, 0.0, **options):
         assert covered(found, 0.0) >= ENOUGH
@@ -98,7 +100,9 @@ def test_seeds_that_drift_apart_widen_the_interval():
     together, walls = fit(0.0, 0.0)
     apart, _ = fit(0.0, 0.0, of_seeds=0.3)
     assert covered(apart, 0.0) >= ENOUGH
-    flank, wall, wide = (np.median([s.high - s.low for s in found]) / 2 for found in (together, walls, apart))
+    flank, wall, wide = (
+        np.median([s.high - s.low for s in found]) / 2 for found in (together, walls, apart)
+    )
     assert flank < 0.06 and wall < 0.10 and wide > 4 * flank
 
 
@@ -115,13 +119,17 @@ def test_the_interval_covers_the_intervals_of_all_windows(monkeypatch):
 
 def test_rates_that_diverge_are_left_out_and_a_side_without_rates_says_so():
     curves, best = plant(0.0, 0.0, rng=np.random.default_rng(0))
-    high = {key: {x: y if x < -6 else math.inf for x, y in points.items()} for key, points in curves.items()}
+    high = {
+        key: {x: y if x < -6 else math.inf for x, y in points.items()}
+        for key, points in curves.items()
+    }
     assert "three rates on this side" in side("wall", high, best).verdict
     assert math.isfinite(side("flank", high, best).high)
 
 
 def test_losses_that_do_not_curve_determine_no_position():
     curves = {
-        (6.0 + i, 0): {x: 4 - 0.1 * x + 0.01 * (-1) ** n for n, x in enumerate(RATES)} for i in range(3)
+        (6.0 + i, 0): {x: 4 - 0.1 * x + 0.01 * (-1) ** n for n, x in enumerate(RATES)}
+        for i in range(3)
     }
     assert fit_drift(curves) is None

@@ -24,14 +24,20 @@ from tests.support.tiny_run import run_command, start
 
 AXES = {"widths": "16,32,64", "lrs": "2**-8..2**-4", "parametrizations": "mup,sp", "seeds": "0,1"}
 EVIDENCE = Path(__file__).parents[3] / "results" / "2026-11-23_cpu_evidence"
-TUNED, MULTIPLIERS = (EVIDENCE.parent / x for x in ("2026-11-28_cpu_regret", "2026-11-26_cpu_multipliers"))
+TUNED, MULTIPLIERS = (
+    EVIDENCE.parent / x for x in ("2026-11-28_cpu_regret", "2026-11-26_cpu_multipliers")
+)
 
 
 def sweep(**changes: str) -> Sweep:
-    return define("tiny", {**AXES, **{name.replace("__", "."): value for name, value in changes.items()}})
+    return define(
+        "tiny", {**AXES, **{name.replace("__", "."): value for name, value in changes.items()}}
+    )
 
 
-def pretend(study: Sweep, best: dict[tuple[str, int], float], level: dict[str, float] | None = None) -> list:
+def pretend(
+    study: Sweep, best: dict[tuple[str, int], float], level: dict[str, float] | None = None
+) -> list:
     """Returns lines of losses on parabolas with minima at log2 rate = best[arm or parametrization, width].
 
     The level of an arm is 3 unless given; seed 1 lies 0.01 higher.
@@ -56,7 +62,9 @@ class TestDefinition:
             trials = sweep(lrs=text, widths="32", seeds="0", parametrizations="mup").trials
             assert [t.lr for t in trials] == pytest.approx(rates)
 
-    @pytest.mark.parametrize("text", ["0", "-1,2", "a", "", "1..", "2..1", "1..2:1", "1,1", "nan", "1e400"])
+    @pytest.mark.parametrize(
+        "text", ["0", "-1,2", "a", "", "1..", "2..1", "1..2:1", "1,1", "nan", "1e400"]
+    )
     def test_a_grid_that_cannot_be_read_is_refused_with_its_text(self, text: str):
         with pytest.raises(UsageError, match="expected different positive rates"):
             sweep(lrs=text)
@@ -73,15 +81,25 @@ class TestDefinition:
     def test_every_axis_of_a_sweep_reaches_the_configuration_of_its_runs(self):
         (t, *_) = sweep(optimizers="sgd", widths="32", lrs="1e-4", seeds="7", steps="13").trials
         c = t.config
-        assert (c.model.width, c.optimizer.name, c.optimizer.lr, c.seed, c.steps) == (32, "sgd", 1e-4, 7, 13)
+        assert (c.model.width, c.optimizer.name, c.optimizer.lr, c.seed, c.steps) == (
+            32,
+            "sgd",
+            1e-4,
+            7,
+            13,
+        )
         assert c.optimizer.weight_decay == 0 and c.evaluation.every == 13
-        assert c.schedule.min_lr == 1e-4, "at a rate below the recipe's floor the schedule is constant"
+        assert c.schedule.min_lr == 1e-4, (
+            "at a rate below the recipe's floor the schedule is constant"
+        )
 
     def test_arms_are_read_from_a_key_or_a_file(self, tmp_path: Path):
         study = sweep(arms="model.layers=1,3", widths="32", parametrizations="mup")
         assert {(t.arm, t.config.model.layers) for t in study.trials} == {("1", 1), ("3", 3)}
         file = tmp_path / "arms.json"
-        file.write_text(json.dumps({"deep": {"model.layers": 3}, "paper's": {"parametrization": "sp"}}))
+        file.write_text(
+            json.dumps({"deep": {"model.layers": 3}, "paper's": {"parametrization": "sp"}})
+        )
         study = sweep(arms=str(file), widths="32", parametrizations="mup")
         assert {(t.arm, t.parametrization, t.config.model.layers) for t in study.trials} == {
             ("deep", "mup", 3), ("paper's", "sp", 2),
@@ -103,8 +121,14 @@ class TestDefinition:
             ({"model.width": "32"}, "give widths=32"),
             ({"lrs.sgd": "0.1"}, "unknown key 'lrs.sgd'"),
             ({"optimizer.memory": "2"}, "optimizer.memory=2.0 has no effect here"),
-            ({"arms": "optimizer.eps=1e-12,1e-8", "optimizers": "sgd"}, "optimizer.eps=1e-12 has no effect"),
-            ({"schedule.min_lr": "0.01"}, "schedule.min_lr=0.01 is above the lowest rate, 0.00390625"),
+            (
+                {"arms": "optimizer.eps=1e-12,1e-8", "optimizers": "sgd"},
+                "optimizer.eps=1e-12 has no effect",
+            ),
+            (
+                {"schedule.min_lr": "0.01"},
+                "schedule.min_lr=0.01 is above the lowest rate, 0.00390625",
+            ),
             ({"stepz": "3"}, "nearest known: steps"),
         ],
     )
@@ -112,7 +136,9 @@ class TestDefinition:
         self, changes: dict[str, str], message: str, tmp_path: Path
     ):
         axes = {**AXES, **changes, "out": str(tmp_path / "sweep")}
-        status, _, err = run_command("sweep", "tiny", *(f"{key}={value}" for key, value in axes.items()))
+        status, _, err = run_command(
+            "sweep", "tiny", *(f"{key}={value}" for key, value in axes.items())
+        )
         assert status == 2 and message in err
         assert not (tmp_path / "sweep").exists()
 
@@ -125,7 +151,10 @@ class TestDefinition:
         (tmp_path / "sweep.json").write_text(json.dumps(study.asked))
         sweep(seeds="0,1,2", arms="model.layers=1,2,3").require_same(tmp_path)
         (tmp_path / "arms.json").write_text('{"1": {"model.layers": "9"}}')
-        for other in ({"arms": "model.layers=1,2", "steps": "7"}, {"arms": str(tmp_path / "arms.json")}):
+        for other in (
+            {"arms": "model.layers=1,2", "steps": "7"},
+            {"arms": str(tmp_path / "arms.json")},
+        ):
             with pytest.raises(RunFolderError, match="choose another out=DIR"):
                 sweep(**other).require_same(tmp_path)
 
@@ -141,7 +170,9 @@ class TestFits:
         y = [0.1 * (a - 0.3) ** 2 + 0.5 * s for a, s in zip(x, seeds, strict=True)]
         assert optimum(x, y, seeds) == pytest.approx(0.3)
         assert optimum(x[:-1], y[:-1], seeds[:-1]) == pytest.approx(0.3)
-        assert optimum(x, [-a for a in y], seeds) is None and optimum(x[:6], y[:6], seeds[:6]) is None
+        assert (
+            optimum(x, [-a for a in y], seeds) is None and optimum(x[:6], y[:6], seeds[:6]) is None
+        )
 
 
 class TestVerdict:
@@ -181,7 +212,9 @@ class TestVerdict:
         """Each of two seeds is lowest at a rate of its own by chance; to pay by it would cost nothing."""
         rates = [float(x) for x in range(-9, -3)]
         points = [
-            (x, 3 + 0.1 * (x + 6) ** 2 - 0.2 * (x == -7 + 2 * seed), seed) for x in rates for seed in (0, 1)
+            (x, 3 + 0.1 * (x + 6) ** 2 - 0.2 * (x == -7 + 2 * seed), seed)
+            for x in rates
+            for seed in (0, 1)
         ]
         (at_home, _) = regrets([Curve(64, points), Curve(128, points)])
         assert at_home.paid["best tried"][0] > 0.1
@@ -206,11 +239,15 @@ class TestVerdict:
         rates = [round(math.log2(2.0**-9 * 1.4142135623730951**k), 15) for k in range(9)]
         for best in (-7, -6.5, -6):
             near = Curve(64, [(x, (x - best) ** 2, 0) for x in rates]).near_best
-            assert sorted(near) == pytest.approx([best + k / 2 for k in range(-3, 4) if best + k / 2 <= -5])
+            assert sorted(near) == pytest.approx(
+                [best + k / 2 for k in range(-3, 4) if best + k / 2 <= -5]
+            )
 
     def test_a_best_rate_at_an_end_is_no_optimum_and_has_no_wall(self):
         (low, high, middle) = self.curves([-12, 0, -6.2])
-        assert low.optimum is high.optimum is None and middle.optimum == pytest.approx(-6.2, abs=0.05)
+        assert low.optimum is high.optimum is None and middle.optimum == pytest.approx(
+            -6.2, abs=0.05
+        )
         assert low.floor == low.lowest and middle.floor == pytest.approx(3, abs=0.003)
         assert low.is_at_an_end and high.is_at_an_end and not middle.is_at_an_end
         assert "three rates on this side" in drifts([high, high])[1].verdict
@@ -222,22 +259,33 @@ class TestVerdict:
         best |= {("sp", w): -6.0 + off - math.log2(w / 16) for w in (32, 64)}
         mup, sp = reports(pretend(sweep(), best))
         assert mup.curves[0] == sp.curves[0] and [len(c.points) for c in mup.curves] == [10, 10, 10]
-        assert [side.verdict for side in (*mup.sides, *sp.sides)] == ["transfers"] * 2 + ["moves"] * 2
+        assert [side.verdict for side in (*mup.sides, *sp.sides)] == ["transfers"] * 2 + [
+            "moves"
+        ] * 2
 
     def test_a_rate_of_two_grids_is_one_rate_however_their_factors_were_rounded(self):
         lines = list(
-            pretend(sweep(), {("any", 16): -6.0, **{(x, w): -6.0 for x in ("mup", "sp") for w in (32, 64)}})
+            pretend(
+                sweep(),
+                {("any", 16): -6.0, **{(x, w): -6.0 for x in ("mup", "sp") for w in (32, 64)}},
+            )
         )
         other = [{**x, "lr": x["lr"] * (1 + 2**-52) if x["seed"] else x["lr"]} for x in lines]
         assert table(reports(other)) == table(reports(lines))
 
     def test_every_arm_is_compared_at_its_own_best_rate_seed_by_seed(self):
         """At one rate for both, b would look 0.1 worse than it is. Seeds differ, arms of one seed by 0.1."""
-        study = sweep(arms="model.layers=1,2", parametrizations="mup", widths="16,64", lrs="2**-8..2**-6")
+        study = sweep(
+            arms="model.layers=1,2", parametrizations="mup", widths="16,64", lrs="2**-8..2**-6"
+        )
         best = {("1", 16): -7.0, ("1", 64): -7.0, ("2", 16): -8.0, ("2", 64): -6.0}
-        rows = table(reports(pretend(study, best, {"1": 4.0, "2": 4.1}))).split("\n\n")[1].splitlines()
+        rows = (
+            table(reports(pretend(study, best, {"1": 4.0, "2": 4.1}))).split("\n\n")[1].splitlines()
+        )
         assert rows[2].startswith("| 1 mup adamw | 16 | 1,200 | 2^-7 | 4.0050 | - |")
-        assert rows[4].startswith("| 2 mup adamw | 16 | 1,200 | 2^-8, an end | 4.1050 | 0.1000 ± 0.0000 |")
+        assert rows[4].startswith(
+            "| 2 mup adamw | 16 | 1,200 | 2^-8, an end | 4.1050 | 0.1000 ± 0.0000 |"
+        )
         # the narrowest width's rate costs nothing where the optimum stays, and 0.1 * 2^2 two octaves away
         assert rows[3].endswith("| 0.1000 ± 0.0000 | 0.0000 ± 0.0000 | 0.1000 ± 0.0000 |")
         assert rows[5].endswith("| - | 0.4000 ± 0.0000 | 0.1000 ± 0.0000 |")
@@ -265,8 +313,20 @@ class TestStoredEvidence:
                 "+0.090 | -0.01 to +0.19",
                 "-0.236 | -0.67 to +0.12",
             ),
-            (("standard",), ".", "-6.65 -7.65 -8.20", "-0.892 | -1.52 to -0.26", "-0.786 | -2.13 to +0.55"),
-            (("muon",), "muon", "-6.05 -6.14", "+0.019 | -0.11 to +0.13", "-0.199 | -1.50 to +1.10"),
+            (
+                ("standard",),
+                ".",
+                "-6.65 -7.65 -8.20",
+                "-0.892 | -1.52 to -0.26",
+                "-0.786 | -2.13 to +0.55",
+            ),
+            (
+                ("muon",),
+                "muon",
+                "-6.05 -6.14",
+                "+0.019 | -0.11 to +0.13",
+                "-0.199 | -1.50 to +1.10",
+            ),
         ],
     )
     def test_drifts_and_costs_are_the_recorded_ones(self, stages, recorded, optima, flank, wall):
@@ -280,7 +340,9 @@ class TestStoredEvidence:
         curves = {(cells[1], cells[2]): cells[3:] for cells in printed if len(cells) == 12}
         assert len(rows) == 2 * len([key for key in curves if key[0] == name.strip()]) + 2
         # reports of those days have other optima: rounding decided on a rate 1.5 octaves from the best one
-        assert [cells[4] for (_, width), cells in curves.items() if width.isdigit()] == optima.split()
+        assert [
+            cells[4] for (_, width), cells in curves.items() if width.isdigit()
+        ] == optima.split()
         for cells in ([cell.strip() for cell in row.split("|")] for row in rows):
             if cells[2] in ("flank", "wall"):
                 # reports of those days also had the drift of each window
@@ -296,7 +358,9 @@ class TestStoredEvidence:
         stages = [Results(EVIDENCE / stage).read().values() for stage in ("widths", "width_512")]
         (report,) = reports([line for stage in stages for line in stage])
         assert [x.width for x in report.regrets] == [64, 128, 256, 512]
-        fitted, half = ([x.paid[name][0] for x in report.regrets] for name in ("fitted", "half of it"))
+        fitted, half = (
+            [x.paid[name][0] for x in report.regrets] for name in ("fitted", "half of it")
+        )
         assert fitted == pytest.approx([0.012, 0.010, 0.010, 0.001], abs=0.02)
         assert half == pytest.approx([0.111, 0.151, 0.156, 0.168], abs=0.02)
         assert all(10 * x < 1.2 * y for x, y in zip(fitted, half, strict=True))
@@ -306,13 +370,16 @@ class TestStoredEvidence:
         """Curves so flat that draws' parabolas turn far outside of the rates, or are highest there."""
         (flat,) = reports(Results(TUNED / "four_times_the_steps").read().values())
         assert all(
-            x.high < max(c.rates.values()) - c.lowest for x, c in zip(flat.regrets, flat.curves, strict=True)
+            x.high < max(c.rates.values()) - c.lowest
+            for x, c in zip(flat.regrets, flat.curves, strict=True)
         )
 
     def test_readmes_picture_marks_what_the_kept_rate_loses(self, tmp_path: Path, monkeypatch):
         """One panel a parametrization on common axes, the curves' lowest at 0, the legend outside of them."""
         drawn = []
-        monkeypatch.setattr(report, "save_figure", lambda figure, path, advice: drawn.append(figure) or path)
+        monkeypatch.setattr(
+            report, "save_figure", lambda figure, path, advice: drawn.append(figure) or path
+        )
         stored = [TUNED / x for x in ("widths", "width_512", "width_1024", "standard_128")]
         stored += [MULTIPLIERS / x for x in ("standard", "standard_64", "standard_256")]
         folders = [shutil.copytree(folder, tmp_path / folder.name) for folder in stored]
@@ -350,7 +417,10 @@ def test_a_result_line_cut_short_by_a_kill_is_skipped_and_later_ones_are_read(tm
     assert set(results.read()) == {a.place}
     results.add({**b.coordinates(), "loss": None})
     results.add({**b.coordinates(), "loss": 5.0})
-    assert {place: line["loss"] for place, line in results.read().items()} == {a.place: 1.0, b.place: None}
+    assert {place: line["loss"] for place, line in results.read().items()} == {
+        a.place: 1.0,
+        b.place: None,
+    }
 
 
 def arguments(data: Path, out: Path, **changes: object) -> list[str]:
@@ -388,10 +458,13 @@ def test_a_sweep_killed_at_any_moment_ends_with_the_same_results(data: Path, tmp
     assert not list(killed.glob("trials/*/checkpoints"))
 
 
-def test_a_sweep_asked_to_stop_saves_checkpoints_and_says_how_to_continue(data: Path, tmp_path: Path):
+def test_a_sweep_asked_to_stop_saves_checkpoints_and_says_how_to_continue(
+    data: Path, tmp_path: Path
+):
     out = tmp_path / "sweep"
     process = start(
-        arguments(data, out, steps=100_000, lrs="0.01", jobs=1, checkpoint__every=20), tmp_path / "log"
+        arguments(data, out, steps=100_000, lrs="0.01", jobs=1, checkpoint__every=20),
+        tmp_path / "log",
     )
     deadline = time.monotonic() + 60
     while not list(out.glob("trials/*/checkpoints/step-*")) and time.monotonic() < deadline:
@@ -403,7 +476,9 @@ def test_a_sweep_asked_to_stop_saves_checkpoints_and_says_how_to_continue(data: 
     assert read_losses(out) == {} and list(out.glob("trials/*/checkpoints/step-*"))
 
 
-def test_a_diverged_trial_is_a_result_and_a_trial_that_fails_is_reported(data: Path, tmp_path: Path):
+def test_a_diverged_trial_is_a_result_and_a_trial_that_fails_is_reported(
+    data: Path, tmp_path: Path
+):
     out = tmp_path / "diverges"
     changes = {"optimizers": "sgd", "lrs": "1e30", "optimizer.clip": "none", "steps": 20, "jobs": 1}
     status, text, err = run_command(*arguments(data, out, **changes))

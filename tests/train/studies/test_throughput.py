@@ -25,18 +25,28 @@ def workload() -> Workload:
 
 def replace_peer(name, rule):
     peer = PEERS[name]
-    return {**PEERS, name: replace(peer, devices=("cpu",), load=lambda: rule, load_channels=lambda: rule)}
+    return {
+        **PEERS,
+        name: replace(peer, devices=("cpu",), load=lambda: rule, load_channels=lambda: rule),
+    }
 
 
 def test_throughput_prints_and_writes_tokens_per_second_without_a_peer_that_is_not_here(tmp_path):
     file = tmp_path / "throughput.jsonl"
     keys = [f"{key}={value}" for key, value in TINY.items()]
     peers = ("--peer", "hf", "--peer", "fla")
-    status, out, err = run_command("throughput", "tiny", *keys, *peers, "--rounds", "2", "--json", file)
+    status, out, err = run_command(
+        "throughput", "tiny", *keys, *peers, "--rounds", "2", "--json", file
+    )
     assert status == 0, err
     assert "delta rule by chunked on cpu" in out and "times ours" in out
     assert "peer fla: not yet run, " in out and "fla   " not in out
-    assert run_command("throughput", "tiny", "--rounds", "1")[2].count("--rounds=1: expected at least 2") == 1
+    assert (
+        run_command("throughput", "tiny", "--rounds", "1")[2].count(
+            "--rounds=1: expected at least 2"
+        )
+        == 1
+    )
     ours, theirs = (json.loads(line) for line in file.read_text().splitlines())
     assert (ours["contender"], theirs["contender"]) == (OURS, "hf")
     assert ours["ratio"] is None and theirs["ratio"]["p50"] > 0

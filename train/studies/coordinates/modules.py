@@ -97,7 +97,9 @@ def readings(
                         continue  # an expert, say, that gets other tokens
                     change = _joint_rms([a - b for a, b in zip(parts, first, strict=True)])
                     size = _joint_rms(parts)
-                    yield Reading(parametrization, optimizer_name, width, seed, step, name, size, change)
+                    yield Reading(
+                        parametrization, optimizer_name, width, seed, step, name, size, change
+                    )
                 if step < steps:
                     loss.backward()
                     optimizer.step()

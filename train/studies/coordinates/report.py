@@ -76,8 +76,8 @@ def judge(readings: Sequence[Reading], theory: Theory = THEORY) -> list[Verdict]
     that starts at 0 has learned, is not judged; a change that is still 0 after the last step fails. A slope's
     error comes from the scatter of all widths and seeds about the line.
     """
-    groups: dict[tuple[str, str, str], dict[tuple[int, str], list[tuple[int, float]]]] = defaultdict(
-        lambda: defaultdict(list)
+    groups: dict[tuple[str, str, str], dict[tuple[int, str], list[tuple[int, float]]]] = (
+        defaultdict(lambda: defaultdict(list))
     )
     for r in readings:
         points = groups[r.parametrization, r.optimizer, r.tensor]
@@ -93,7 +93,9 @@ def judge(readings: Sequence[Reading], theory: Theory = THEORY) -> list[Verdict]
             for at, points in group.items()
             if at[0] == last or any(y for _, y in points)
         }
-        fails = tuple(f"{quantity} at step {step}" for (step, quantity), s in slopes.items() if not s.passes)
+        fails = tuple(
+            f"{quantity} at step {step}" for (step, quantity), s in slopes.items() if not s.passes
+        )
         size, change = slopes[last, "size"], slopes[last, "change"]
         rows.append(Verdict(*key, slopes.get((0, "size")), size, change, fails))
     return rows
@@ -126,8 +128,13 @@ def table(rows: Sequence[Verdict], theory: Theory = THEORY) -> str:
     """
     columns = list(dict.fromkeys((v.optimizer, v.parametrization) for v in rows))
     cells = {((v.optimizer, v.parametrization), v.tensor): v for v in rows}
-    heads = [f"{' '.join(column)} {quantity}" for column in columns for quantity in ("size", "change")]
-    lines = ["| " + " | ".join(["module", *heads, "theory"]) + " |", "|---" * (len(heads) + 2) + "|"]
+    heads = [
+        f"{' '.join(column)} {quantity}" for column in columns for quantity in ("size", "change")
+    ]
+    lines = [
+        "| " + " | ".join(["module", *heads, "theory"]) + " |",
+        "|---" * (len(heads) + 2) + "|",
+    ]
     modules = list(dict.fromkeys(v.tensor for v in rows))
     for name in modules:
         row = [name]
@@ -142,7 +149,9 @@ def table(rows: Sequence[Verdict], theory: Theory = THEORY) -> str:
         ("pass at every step", lambda v: v.passes),
         ("pass after the last", lambda v: v.size.passes and v.change.passes),
     ):
-        counts = [sum(passes(v) for v in rows if (v.optimizer, v.parametrization) == c) for c in columns]
+        counts = [
+            sum(passes(v) for v in rows if (v.optimizer, v.parametrization) == c) for c in columns
+        ]
         passed = [f" | {n} of {len(modules)}" for n in counts]
         lines.append(f"| **{title}** | " + " | ".join(passed) + " | |")
     return "\n".join(lines)
@@ -172,7 +181,9 @@ def draw(readings: Sequence[Reading], rows: Sequence[Verdict], path: Path) -> Pa
         for name, points in sorted(modules.items(), key=lambda item: item[0] in red):
             means = [sum(points[width]) / len(points[width]) for width in widths]
             color = RED if name in red else GRAY
-            axes.plot(widths, means, color=color, marker="o", markersize=2, linewidth=0.9, alpha=0.8)
+            axes.plot(
+                widths, means, color=color, marker="o", markersize=2, linewidth=0.9, alpha=0.8
+            )
             if name in named:
                 axes.annotate(f" {name}", (widths[-1], means[-1]), fontsize=4.5, color=RED)
         axes.set_xscale("log", base=2)

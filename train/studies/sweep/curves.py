@@ -63,7 +63,9 @@ class Curve:
         if best is None or best in (min(finite), max(finite)):
             return set()
         order = sorted(finite, key=lambda x: abs(x - best))
-        return {x for i, x in enumerate(order) if i < NEAREST or round(abs(x - best), DIGITS) <= OCTAVES}
+        return {
+            x for i, x in enumerate(order) if i < NEAREST or round(abs(x - best), DIGITS) <= OCTAVES
+        }
 
     @cached_property
     def optimum(self) -> float | None:

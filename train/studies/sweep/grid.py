@@ -23,7 +23,12 @@ SWEPT = {
     "parametrization": "parametrizations", "seed": "seeds",
 }  # fmt: skip
 # Trials draw no samples, keep no best checkpoint and evaluate only at their end.
-QUIET = {"sample.tokens": "0", "checkpoint.keep_best": "false", "checkpoint.keep_last": "1", "name": "trial"}
+QUIET = {
+    "sample.tokens": "0",
+    "checkpoint.keep_best": "false",
+    "checkpoint.keep_last": "1",
+    "name": "trial",
+}
 
 Arms = Mapping[str, Mapping[str, str]]  # name of an alternative -> the keys that it changes
 
@@ -42,7 +47,9 @@ class Trial:
 
     def __str__(self) -> str:
         # an arm may be a parametrization and carry its name
-        names = " ".join(dict.fromkeys(filter(None, (self.arm, self.parametrization, self.optimizer))))
+        names = " ".join(
+            dict.fromkeys(filter(None, (self.arm, self.parametrization, self.optimizer)))
+        )
         return f"{names} width {self.width} lr 2^{math.log2(self.lr):.4g} seed {self.seed}"
 
     def coordinates(self) -> dict[str, str | int | float]:
@@ -98,7 +105,9 @@ def define(name: str, options: Mapping[str, str]) -> Sweep:
         if key in changes:
             raise UsageError(f"{key} is an axis of a sweep; give {axis}={changes[key]}")
     if "epochs" in changes:
-        raise UsageError(f"epochs={changes['epochs']}: all trials of a sweep are equally long; give steps=N")
+        raise UsageError(
+            f"epochs={changes['epochs']}: all trials of a sweep are equally long; give steps=N"
+        )
     rates = {optimizer: _rates(optimizer, axes) for optimizer in optimizers}
     widths = sorted(whole_numbers("widths", axes.get("widths", str(start.model.width))))
     tables = _words("parametrizations", axes.get("parametrizations", start.parametrization))
@@ -124,7 +133,9 @@ def define(name: str, options: Mapping[str, str]) -> Sweep:
     least = min(map(min, rates.values()))
     if "schedule.min_lr" in changes and number(changes["schedule.min_lr"]) > least:
         floor = changes["schedule.min_lr"]
-        raise UsageError(f"schedule.min_lr={floor} is above the lowest rate, {least:g}; give that or less")
+        raise UsageError(
+            f"schedule.min_lr={floor} is above the lowest rate, {least:g}; give that or less"
+        )
     axes.pop("arms", None)
     return Sweep({"recipe": name, "axes": axes, "changes": changes, "arms": arms}, trials)
 
@@ -152,7 +163,10 @@ def parse_arms(text: str) -> Arms:
             return {name: {key: name} for name in _words(f"arms={key}", values)}
         tree = json.loads(Path(text).read_text(encoding="utf-8"))
         return {
-            name: {key: value if isinstance(value, str) else json.dumps(value) for key, value in keys.items()}
+            name: {
+                key: value if isinstance(value, str) else json.dumps(value)
+                for key, value in keys.items()
+            }
             for name, keys in tree.items()
         } or {"": {}}
     except (OSError, ValueError, AttributeError) as error:

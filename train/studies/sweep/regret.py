@@ -56,7 +56,9 @@ def regrets(curves: Sequence[Curve]) -> list[Regret]:
     seeds = sorted({seed for _, _, seed in narrow.points})
     if len(seeds) < 2:
         return []
-    return [Regret(curve.width, _pay(narrow, curve, seeds), *_fit(narrow, curve)) for curve in curves]
+    return [
+        Regret(curve.width, _pay(narrow, curve, seeds), *_fit(narrow, curve)) for curve in curves
+    ]
 
 
 def _pay(narrow: Curve, wide: Curve, seeds: Sequence[int]) -> dict[str, tuple[float, float]]:
@@ -65,8 +67,12 @@ def _pay(narrow: Curve, wide: Curve, seeds: Sequence[int]) -> dict[str, tuple[fl
     for name, choose in STRATEGIES.items():
         lost = []
         for seed in seeds:
-            rate = choose(replace(narrow, points=[point for point in narrow.points if point[2] == seed]))
-            others = replace(wide, points=[point for point in wide.points if point[2] != seed]).rates
+            rate = choose(
+                replace(narrow, points=[point for point in narrow.points if point[2] == seed])
+            )
+            others = replace(
+                wide, points=[point for point in wide.points if point[2] != seed]
+            ).rates
             if rate is not None and others:
                 xs, ys = zip(*sorted(others.items()), strict=True)
                 # beyond the rates tried nothing is known
@@ -80,10 +86,16 @@ def _fit(narrow: Curve, wide: Curve) -> tuple[float, float, float, float]:
     fits = _near_best(narrow), _near_best(wide)
     if fits[0] is None or fits[1] is None:
         return math.nan, math.nan, math.nan, math.nan
-    (x, y, scatter), (_, kept), generator = fits[0], parabola(*fits[0][:2]), np.random.default_rng(0)
+    (x, y, scatter), (_, kept), generator = (
+        fits[0],
+        parabola(*fits[0][:2]),
+        np.random.default_rng(0),
+    )
     drawn, _, lowest, inside = _draw(x, y, scatter, generator)
     best = x[np.array([drawn[x == rate].mean(0) for rate in x]).argmin(0)]
-    rates = np.where(inside, lowest, best)  # a report names no fitted rate but one among those tried
+    rates = np.where(
+        inside, lowest, best
+    )  # a report names no fitted rate but one among those tried
     x, y, scatter = fits[1]
     # the width that the rate was chosen at is what it is: only the choice is uncertain
     _, losses, lowest, inside = _draw(x, y, scatter * (narrow is not wide), generator)
@@ -113,4 +125,8 @@ def _near_best(curve: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None
         return None
     x, y = np.array(points).T
     # runs scatter more at high rates than at low ones
-    return x, y, np.array([np.std(y[x == rate], ddof=1) if sum(x == rate) > 1 else 0.0 for rate in x])
+    return (
+        x,
+        y,
+        np.array([np.std(y[x == rate], ddof=1) if sum(x == rate) > 1 else 0.0 for rate in x]),
+    )

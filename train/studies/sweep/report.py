@@ -59,7 +59,9 @@ def reports(lines: Iterable[Result]) -> list[Report]:
         curves = []
         for width, found in sorted(by_width.items()):
             losses = [math.inf if line["loss"] is None else line["loss"] for line in found]
-            points = [(rates[place_of(x)[4]], y, x["seed"]) for x, y in zip(found, losses, strict=True)]
+            points = [
+                (rates[place_of(x)[4]], y, x["seed"]) for x, y in zip(found, losses, strict=True)
+            ]
             curves.append(Curve(width, sorted(points), found[0].get("parameters", 0)))
         # an arm may be a parametrization and carry its name
         name = dict.fromkeys((arm, "" if table == ANY else table, optimizer))
@@ -163,7 +165,9 @@ def draw_curves(rows: Sequence[Report], path: Path) -> Path:
 
     figure = new_figure(0.6 + 4.4 * len(rows), 3.9)
     widths = sorted({c.width for row in rows for c in row.curves})
-    color = {w: colormaps["viridis"](0.85 * i / max(len(widths) - 1, 1)) for i, w in enumerate(widths)}
+    color = {
+        w: colormaps["viridis"](0.85 * i / max(len(widths) - 1, 1)) for i, w in enumerate(widths)
+    }
     named: dict[str, Any] = {f"width {width}": None for width in widths}  # the legend of all panels
     panels = figure.subplots(1, len(rows), squeeze=False, sharex=True, sharey=True)[0]
     for axes, row in zip(panels, rows, strict=True):
@@ -171,16 +175,27 @@ def draw_curves(rows: Sequence[Report], path: Path) -> Path:
         for c in row.curves:
             xs = [x for x, y in c.rates.items() if math.isfinite(y)]
             ys = [c.rates[x] - c.floor for x in xs]
-            (named[f"width {c.width}"],) = axes.plot(xs, ys, color=color[c.width], marker=".", alpha=0.7)
+            (named[f"width {c.width}"],) = axes.plot(
+                xs, ys, color=color[c.width], marker=".", alpha=0.7
+            )
         known = [x for x in row.regrets if math.isfinite(x.fit)]
         for i, lost in enumerate(known):
             if lost.width == narrow:
-                named[f"best rate of width {narrow}"] = axes.axvline(lost.rate, color=GRAY, ls="--", lw=1)
+                named[f"best rate of width {narrow}"] = axes.axvline(
+                    lost.rate, color=GRAY, ls="--", lw=1
+                )
                 continue
             ends = [[max(lost.fit - lost.low, 0)], [max(lost.high - lost.fit, 0)]]
             at = lost.rate + 0.15 * (i - len(known) / 2)  # of several widths, one beside another
-            style = {"fmt": "D", "color": color[lost.width], "markeredgecolor": "black", "ecolor": "black"}
-            bar = axes.errorbar(at, lost.fit, ends, markersize=8, elinewidth=1, capsize=3, zorder=3, **style)
+            style = {
+                "fmt": "D",
+                "color": color[lost.width],
+                "markeredgecolor": "black",
+                "ecolor": "black",
+            }
+            bar = axes.errorbar(
+                at, lost.fit, ends, markersize=8, elinewidth=1, capsize=3, zorder=3, **style
+            )
             named["what that rate loses at other widths, 95%"] = bar
         # of many widths the widest, which have room beside the panel's name
         said = ", ".join(f"{x.fit:.3f} at {x.width}" for x in known[-3:] if x.width != narrow)
@@ -189,7 +204,9 @@ def draw_curves(rows: Sequence[Report], path: Path) -> Path:
         dress(axes, " ".join(TITLES.get(word, word) for word in row.name.split()), size=10)
         axes.set_xlabel("log2 of the learning rate")
     figure.axes[0].set_ylabel("loss above the best, nats per token")
-    figure.legend(named.values(), named, frameon=False, fontsize=8, ncols=4, loc="outside lower center")
+    figure.legend(
+        named.values(), named, frameon=False, fontsize=8, ncols=4, loc="outside lower center"
+    )
     return save_figure(figure, path, SAFE)
 
 
@@ -198,7 +215,9 @@ def write_report(folder: Path, *others: Path) -> str:
 
     With others, whose results count as its own, the picture shows them all, and report.md is left alone.
     """
-    lines = {key: line for each in (folder, *others)[::-1] for key, line in Results(each).read().items()}
+    lines = {
+        key: line for each in (folder, *others)[::-1] for key, line in Results(each).read().items()
+    }
     rows = reports(lines.values())
     text = table(rows)
     if not others:

@@ -16,7 +16,9 @@ from delta_trn.train.files import disk_errors
 from delta_trn.train.watch.metrics import parse_line
 
 Result = Mapping[str, Any]
-Place = tuple[str, str, str, int, float, int]  # arm, parametrization, optimizer, width, log2 rate, seed
+Place = tuple[
+    str, str, str, int, float, int
+]  # arm, parametrization, optimizer, width, log2 rate, seed
 ANY = "any"  # the parametrization at the base width, where all tables agree
 DIGITS = 6  # of the logarithm of a rate: rates of a grid carry the rounding of its factor
 SAFE = "every finished trial is kept: free some space and run the same command again"
@@ -25,7 +27,14 @@ SAFE = "every finished trial is kept: free some space and run the same command a
 def place_of(line: Mapping[str, Any]) -> Place:
     """Returns where a line belongs."""
     rate = round(math.log2(line["lr"]), DIGITS)
-    return line["arm"], line["parametrization"], line["optimizer"], line["width"], rate, line["seed"]
+    return (
+        line["arm"],
+        line["parametrization"],
+        line["optimizer"],
+        line["width"],
+        rate,
+        line["seed"],
+    )
 
 
 class Results:
@@ -51,7 +60,9 @@ class Results:
         with disk_errors(self.path, SAFE), open(self.path, "a+b") as file:
             if size := file.tell():
                 file.seek(size - 1)
-                if file.read(1) != b"\n":  # a kill has cut the last line short; it stays, and is not read
+                if (
+                    file.read(1) != b"\n"
+                ):  # a kill has cut the last line short; it stays, and is not read
                     line = b"\n" + line
             file.write(line)
             file.flush()

@@ -72,7 +72,12 @@ def execute(
                     results.add({"key": trial.key, **trial.coordinates(), **result})
                     done += 1
                     loss = "diverged" if result["loss"] is None else f"{result['loss']:.4f}"
-                    left = (time.monotonic() - begun) / (done - before) * (len(sweep.trials) - done) / 60
+                    left = (
+                        (time.monotonic() - begun)
+                        / (done - before)
+                        * (len(sweep.trials) - done)
+                        / 60
+                    )
                     said = f"{trial}  {loss}  ({result['seconds']:.0f} s, about {left:.0f} min left in all)"
                     tell(f"{done}/{len(sweep.trials)}  {said}")
                 elif stop.reason is None:

@@ -40,7 +40,9 @@ CERTAIN = 3.0
 POOLED = 2.0
 
 Name = Literal["flank", "wall"]
-Curves = Mapping[tuple[float, int], Mapping[float, float]]  # (log2 scale, seed) -> log2 rate -> loss
+Curves = Mapping[
+    tuple[float, int], Mapping[float, float]
+]  # (log2 scale, seed) -> log2 rate -> loss
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ def side(name: Name, curves: Curves, best: Mapping[float, float]) -> Side:
     for inner in INNER:
         window = {}
         for key, points in curves.items():
-            octaves = {x: outward * (x - centers[key[0]]) for x, y in points.items() if math.isfinite(y)}
+            octaves = {
+                x: outward * (x - centers[key[0]]) for x, y in points.items() if math.isfinite(y)
+            }
             kept = [x for x in octaves if -inner - EDGE <= octaves[x] <= OUTER + EDGE]
             if len(kept) >= 3 and max(octaves[x] for x in kept) >= REACH - EDGE:
                 window[key] = {x: points[x] for x in kept}
@@ -153,4 +157,6 @@ def _positions(curves: Curves) -> tuple[dict[tuple[float, int], float], float] |
     if a <= CERTAIN * error:
         return None
     middle, slopes = float(x.mean()), others[len(keys) :]
-    return {key: middle - float(b) / (2 * a) for key, b in zip(keys, slopes, strict=True)}, error / a
+    return {
+        key: middle - float(b) / (2 * a) for key, b in zip(keys, slopes, strict=True)
+    }, error / a

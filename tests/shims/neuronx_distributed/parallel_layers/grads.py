@@ -19,7 +19,11 @@ def get_grad_norm(
     total = torch.zeros(1)
     for p in parameters:
         if p.grad is not None:
-            share = 1 if getattr(p, "tensor_model_parallel", False) else get_tensor_model_parallel_size()
+            share = (
+                1
+                if getattr(p, "tensor_model_parallel", False)
+                else get_tensor_model_parallel_size()
+            )
             total += p.grad.norm() ** 2 / share
     dist.all_reduce(total, group=get_tensor_model_parallel_group())
     return total.sqrt()

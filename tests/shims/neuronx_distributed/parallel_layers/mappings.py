@@ -37,5 +37,7 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, process_group: object =
     return _Copy.apply(input_)
 
 
-def reduce_from_tensor_model_parallel_region(input_: Tensor, process_group: object = None) -> Tensor:
+def reduce_from_tensor_model_parallel_region(
+    input_: Tensor, process_group: object = None
+) -> Tensor:
     return _Reduce.apply(input_)

@@ -49,4 +49,6 @@ class MpDeviceLoader:
         self._loader, self._device, self._options = loader, device, kwargs
 
     def __iter__(self) -> PerDeviceLoader:
-        return ParallelLoader(self._loader, [self._device], **self._options).per_device_loader(self._device)
+        return ParallelLoader(self._loader, [self._device], **self._options).per_device_loader(
+            self._device
+        )
