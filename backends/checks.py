@@ -1,8 +1,8 @@
 """Checks that operations share, and check mode: whether calls look at their data.
 
-Shapes, dtypes and devices are checked in every call, before any work. Data is read in check mode only, since
-on an accelerator a look at data waits for it. A message says what the value is, what was expected and what to
-do.
+Shapes, dtypes and devices are checked in every call, before any work. Data is read in check mode
+only, since on an accelerator a look at data waits for it. A message says what the value is, what
+was expected and what to do.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _CHECKING: ContextVar[bool] = ContextVar("checking", default=False)
 class checking:
     """Turns check mode on for a block: every call inside looks at its data.
 
-    A call then refuses NaN and infinity in any input but g = -infinity, g > 0, beta outside [0, 2], keys
-    longer than 1 where the operation does not normalize them, and wrong cu_seqlens on any device.
-    `checking(False)` changes nothing, so that a run's configuration can be passed in. Holds for the calling
-    thread's context.
+    A call then refuses NaN and infinity in any input but g = -infinity, g > 0, beta outside [0, 2],
+    keys longer than 1 where the operation does not normalize them, and wrong cu_seqlens on any
+    device. `checking(False)` changes nothing, so that a run's configuration can be passed in. Holds
+    for the calling thread's context.
 
         >>> import torch
         >>> from delta_trn import checking, delta_residual
@@ -64,8 +64,8 @@ def require_shapes(
 ) -> dict[str, int]:
     """Returns the sizes of the dimensions, which `letters` name for each tensor.
 
-    Raises TypeError for what is no tensor, and ValueError where a size is neither the one that is `known` nor
-    that of an earlier tensor.
+    Raises TypeError for what is no tensor, and ValueError where a size is neither the one that is
+    `known` nor that of an earlier tensor.
     """
     sizes, origin = dict(known), {}
     for name, x in tensors.items():
@@ -100,7 +100,9 @@ def require_one_device(x: Tensor, of: str, tensors: Mapping[str, Tensor | None])
 def require_dtypes(
     x: Tensor, of: str, same: Mapping[str, Tensor], gates: Mapping[str, Tensor]
 ) -> None:
-    """Raises TypeError unless `same` have the floating dtype of x, and `gates` that dtype or float32."""
+    """Raises TypeError unless `same` have the floating dtype of x,
+    and `gates` that dtype or float32.
+    """
     if not x.is_floating_point():
         raise TypeError(f"{of} is {x.dtype}; pass floating point tensors")
     for name, y in same.items():

@@ -1,9 +1,9 @@
 """Compiles C++ kernels for this CPU when they are first needed, and loads them.
 
-A compiled file lies in ~/.cache/delta-trn (or under XDG_CACHE_HOME), under a hash of all that it depends on:
-the sources, the command, the compiler's version and the CPU's instructions. Processes that need it at once
-wait for one of them. A failure is written down beside it, and nothing is tried again until one of those
-changes. Whoever asks for a kernel computes in PyTorch where there is none.
+A compiled file lies in ~/.cache/delta-trn (or under XDG_CACHE_HOME), under a hash of all that it
+depends on: the sources, the command, the compiler's version and the CPU's instructions. Processes
+that need it at once wait for one of them. A failure is written down beside it, and nothing is tried
+again until one of those changes. Whoever asks for a kernel computes in PyTorch where there is none.
 
     DELTA_TRN_CPU_KERNEL=0      compiles and loads nothing
     CXX                         the compiler, else g++, c++ or clang++
@@ -52,8 +52,8 @@ class NotCompiled(Exception):
 def lies_in_memory(x: Tensor) -> bool:
     """Returns whether x is a plain tensor on a CPU, whose numbers lie where its data_ptr says.
 
-    A subclass may have a null pointer, as a divided model's DTensor has. A fake tensor stands for the plain
-    one that torch.compile will run with, and must get the same answer.
+    A subclass may have a null pointer, as a divided model's DTensor has. A fake tensor stands for
+    the plain one that torch.compile will run with, and must get the same answer.
     """
     return type(x) in (Tensor, Parameter, FakeTensor) and x.device.type == "cpu"
 
@@ -101,7 +101,9 @@ def _compiler() -> tuple[str, str]:
 
 
 def _folder() -> Path:
-    """Returns the folder of compiled files; one for this process alone where that cannot be written."""
+    """Returns the folder of compiled files; one for this process alone
+    where that cannot be written.
+    """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "delta-trn")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Decides which backend runs a call, from one table of what each of them computes, and where.
 
-A call that no backend takes is refused, with every reason. The decision looks at where the tensors are, never
-at their contents, and one backend replaces another only where the caller allows it.
+A call that no backend takes is refused, with every reason. The decision looks at where the tensors
+are, never at their contents, and one backend replaces another only where the caller allows it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from delta_trn.backends.checks import BackendRefusal, dtype_name
 class Call:
     """Describes one call without its tensors, so the decision cannot depend on data.
 
-    sizes       the operation's sizes by name; call["K"] is one of them, 0 where the call does not say it
+    sizes       the operation's sizes by name; call["K"] is one of them, 0 where the call does not
+                say it
     options     words for what else a backend may not take, such as "packed" or "linear"
-    capability  the compute capability of a CUDA device, such as (9, 0); None: another device, or unknown
+    capability  the compute capability of a CUDA device, such as (9, 0); None: another device, or
+                unknown
     """
 
     op: str
@@ -76,7 +78,8 @@ class Row:
 class Backend:
     """Names a backend, with a row for each operation that it computes.
 
-    unavailable     device type -> why it cannot run on such tensors on this machine (a package, a switch)
+    unavailable     device type -> why it cannot run on such tensors on this machine (a package, a
+                    switch)
     emulated        device types on which it runs in an interpreter or simulator: exact, but slow
     """
 
@@ -142,13 +145,13 @@ def _select(value: Selection) -> None:
 class default_backend:
     """Sets the default backend, from now on or, as a context manager, for a block.
 
-    name    runs every operation for which the caller names no backend, and refuses what it cannot run; None:
-            the device of the tensors decides
-    allow   backends that may run what `name`, or the device's own backend, cannot: PyTorch's on an XLA device
-            without NKI, or for the operations for which a backend has no kernel
+    name    runs every operation for which the caller names no backend, and refuses what it cannot
+            run; None: the device of the tensors decides
+    allow   backends that may run what `name`, or the device's own backend, cannot: PyTorch's on an
+            XLA device without NKI, or for the operations for which a backend has no kernel
 
-    Holds in the process, in all its threads: autograd may run a checkpointed layer in a thread of its own.
-    Raises BackendRefusal for an unknown name.
+    Holds in the process, in all its threads: autograd may run a checkpointed layer in a thread of
+    its own. Raises BackendRefusal for an unknown name.
 
         >>> from delta_trn import default_backend
         >>> with default_backend("recurrent", allow=["chunked"]):
@@ -173,10 +176,12 @@ class default_backend:
 
 
 def choose(call: Call, name: str | None = None, default: Selection | None = None) -> Backend:
-    """Returns the backend that runs `call`. Raises BackendRefusal with every reason of every candidate.
+    """Returns the backend that runs `call`. Raises BackendRefusal with every reason of every
+    candidate.
 
-    A name in the call is strict. Else the default backend is asked (None: the process's), or without one the
-    device's automatic backends in the order of registration; last the backends that the default allows.
+    A name in the call is strict. Else the default backend is asked (None: the process's), or
+    without one the device's automatic backends in the order of registration; last the backends that
+    the default allows.
     """
     default = default or selection()
     candidates = _candidates(call, name, default)
@@ -200,7 +205,9 @@ def _candidates(call: Call, name: str | None, default: Selection) -> list[Backen
 
 
 def _explain(call: Call, name: str | None, default: Selection, candidates: list[Backend]) -> str:
-    """Returns the message of a refusal: every reason, and which backends would run the call if asked."""
+    """Returns the message of a refusal: every reason,
+    and which backends would run the call if asked.
+    """
     asked = [backend.name for backend in candidates]
     chosen_by_device = name is None and default.name is None
     lines, able = [], []
@@ -236,8 +243,8 @@ def choose_name(
 ) -> str | None:
     """Returns the name of the backend that runs a call; None if none does and none is `required`.
 
-    What is merely allowed does not count then. Takes plain values, so that torch.compile may call it while
-    tracing and keep its result as a constant.
+    What is merely allowed does not count then. Takes plain values, so that torch.compile may call
+    it while tracing and keep its result as a constant.
     """
     capability = machine.compute_capability(device, place)
     call = Call(op, device, dtype, dict(sizes), options, gradients, capability)
@@ -256,7 +263,9 @@ def adapter(name: str, op: str = "gated_delta_rule") -> ModuleType:
 def describe_choice(
     name: str, dtype: torch.dtype, device: str, op: str = "gated_delta_rule"
 ) -> str:
-    """Returns a backend's name; behind it how it computes such calls here, where it has a slower way."""
+    """Returns a backend's name; behind it how it computes such calls here,
+    where it has a slower way.
+    """
     note = getattr(adapter(name, op), "note", None)
     return name if note is None else f"{name} ({note(dtype, device)})"
 
@@ -286,10 +295,11 @@ class Availability:
 
 
 def describe(devices: Iterable[str]) -> list[Availability]:
-    """Returns for each operation and backend on which of the given device types it runs, and why not.
+    """Returns for each operation and backend on which of the given device types it runs, and why
+    not.
 
-    A backend is asked in a dtype that it declares and for no particular sizes. Where it runs, its adapter may
-    have a function `note` that says how it does here.
+    A backend is asked in a dtype that it declares and for no particular sizes. Where it runs, its
+    adapter may have a function `note` that says how it does here.
     """
     every = []
     for op in OPERATIONS:
@@ -391,7 +401,8 @@ TABLE: Mapping[str, Mapping[str, Row]] = {
 }
 
 
-# Device types beside CUDA that a driver of Triton in this process runs kernels on: an emulator adds "cpu".
+# Device types beside CUDA that a driver of Triton in this process runs kernels on: an emulator adds
+# "cpu".
 TRITON_DEVICES: set[str] = set()
 
 
@@ -404,7 +415,10 @@ def triton_missing(device: str) -> str | None:
         and device not in TRITON_DEVICES
         and os.environ.get("TRITON_INTERPRET") != "1"
     ):
-        return "runs on CPU tensors only in Triton's interpreter: set TRITON_INTERPRET=1 before Python starts"
+        return (
+            "runs on CPU tensors only in Triton's interpreter: set TRITON_INTERPRET=1 before "
+            "Python starts"
+        )
     return None
 
 
@@ -422,20 +436,22 @@ def _refuse_gpu(capability: tuple[int, int] | None) -> Iterable[str]:
         yield f"has launches for compute capability 8.x, 9.0, 10.x and 12.x; this GPU has {name}"
     elif major == 10 and numbers < (3, 9):
         yield (
-            f"needs Triton 3.9 on compute capability {name}, where {version} gives programs more tensor "
-            "memory than there is: pip install --no-deps triton==3.9.0"
+            f"needs Triton 3.9 on compute capability {name}, where {version} gives programs more "
+            "tensor memory than there is: pip install --no-deps triton==3.9.0"
         )
     elif major >= 9 and numbers < (3, 7, 1):
         yield (
-            f"Triton {version} leaves out fences that Hopper needs between copies and products, and results "
-            "can be wrong; torch 2.13 brings 3.7.1, which has them; beside an older torch: pip install "
-            "--no-deps triton==3.7.1"
+            f"Triton {version} leaves out fences that Hopper needs between copies and products, "
+            "and results can be wrong; torch 2.13 brings 3.7.1, which has them; beside an older "
+            "torch: pip install --no-deps triton==3.7.1"
         )
 
 
 @cache
 def _version(package: str) -> tuple[str, tuple[int, ...]]:
-    """Returns an installed package's version, and the first three numbers in it; reads the disk once."""
+    """Returns an installed package's version, and the first three numbers in it;
+    reads the disk once.
+    """
     version = metadata.version(package)
     return version, tuple(map(int, re.findall(r"\d+", version)[:3]))
 
@@ -446,14 +462,18 @@ def nki_missing(device: str) -> str | None:
         return import_module("delta_trn.backends.nki_runtime_adapter").missing()
     absent = [name for name in ("torch_xla", "nki") if find_spec(name) is None]
     if absent:
-        return f"needs {' and '.join(absent)}, from AWS Neuron's package index: docs/trainium.md says how"
+        return (
+            f"needs {' and '.join(absent)}, from AWS Neuron's package index: docs/trainium.md says "
+            "how"
+        )
     return _placeholder()
 
 
 def simulator_missing(device: str) -> str | None:
     """Returns why the simulator cannot run here; None if it can.
 
-    Where AWS's nki is installed, kernels are written in its language, and only its simulator runs them.
+    Where AWS's nki is installed, kernels are written in its language, and only its simulator runs
+    them.
     """
     if find_spec("nki") is None:
         return None
@@ -461,14 +481,19 @@ def simulator_missing(device: str) -> str | None:
         return placeholder
     version, numbers = _version("nki")
     if numbers < (0, 3):
-        return f"nki {version} has no simulator: install 0.3 or newer, or none, for the one that is included"
+        return (
+            f"nki {version} has no simulator: install 0.3 or newer, or none, for the one that is "
+            "included"
+        )
     return None
 
 
 def _placeholder() -> str | None:
-    """Returns what to do if the installed nki is the public index's of that name; None if it is AWS's.
+    """Returns what to do if the installed nki is the public index's of that name; None if it is
+    AWS's.
 
-    That package has no modules, and importing it raises. So its files are looked at, and it is not imported.
+    That package has no modules, and importing it raises. So its files are looked at, and it is not
+    imported.
     """
     spec = find_spec("nki")
     if spec is None or "nki.isa" in sys.modules:  # before the disk, which takes 50 us a call
@@ -476,8 +501,9 @@ def _placeholder() -> str | None:
     if PathFinder.find_spec("nki.isa", spec.submodule_search_locations) is not None:
         return None
     return (
-        "the package nki that is installed is a placeholder from the public index, without nki.isa: "
-        "pip uninstall nki, then install AWS's own from https://pip.repos.neuron.amazonaws.com"
+        "the package nki that is installed is a placeholder from the public index, without "
+        "nki.isa: pip uninstall nki, then install AWS's own from "
+        "https://pip.repos.neuron.amazonaws.com"
     )
 
 

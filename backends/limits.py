@@ -1,4 +1,6 @@
-"""Says in sentences which calls the kernels of a backend do not take: functions that `dispatch` names."""
+"""Says in sentences which calls the kernels of a backend do not take:
+functions that `dispatch` names.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ CHUNK = 128  # tokens of a chunk of the layer's kernels
 
 
 def _at_most(**sizes: tuple[int, str]) -> Callable[[Call], Iterator[str]]:
-    """Returns a function that yields a sentence for each size that is above the most that kernels take."""
+    """Returns a function that yields a sentence for each size
+    that is above the most that kernels take.
+    """
 
     def refuse(call: Call) -> Iterator[str]:
         for name, (most, why) in sizes.items():
@@ -48,7 +52,9 @@ def nki_convolution(call: Call) -> Iterator[str]:
 
 
 def layer_nki(call: Call) -> Iterator[str]:
-    """Yields why the NKI kernels do not take a call; tiles of a chunk must fit SBUF beside each other."""
+    """Yields why the NKI kernels do not take a call;
+    tiles of a chunk must fit SBUF beside each other.
+    """
     size, packed = call.dtype.itemsize, "packed" in call.options
     K, V = call["K"], call["V"]
     most_K, most_V = 256 // size, (384 if packed else 512) // size
@@ -57,15 +63,27 @@ def layer_nki(call: Call) -> Iterator[str]:
     if most_K < K:
         yield f"K={K} is above {most_K}, which fits SBUF"
     if most_V < V:
-        yield f"V={V} is above {most_V}, which fits SBUF{' beside masks of packed sequences' * packed}"
+        yield (
+            f"V={V} is above {most_V}, which fits "
+            f"SBUF{' beside masks of packed sequences' * packed}"
+        )
     if packed and K * V * size > 36864:
-        yield f"K V={K * V} is above {36864 // size}, which fits SBUF beside masks of packed sequences"
+        yield (
+            f"K V={K * V} is above {36864 // size}, which fits SBUF beside masks of packed "
+            "sequences"
+        )
     if call["W"] == 1 or call["W"] > 4:
         yield f"W={call['W']} is not 2, 3 or 4, for which the convolution's taps are laid out"
     if call["HV"] > 4 * call["H"]:
-        yield f"{call['HV'] // call['H']} value heads per key head are above 4, which one bundle holds"
+        yield (
+            f"{call['HV'] // call['H']} value heads per key head are above 4, which one bundle "
+            "holds"
+        )
     chunks = call["HV"] * -(-call["T"] // CHUNK)
     if chunks > 64:
-        yield f"{chunks} chunks of {CHUNK} tokens over all value heads are above 64: a call grows with them"
+        yield (
+            f"{chunks} chunks of {CHUNK} tokens over all value heads are above 64: a call grows "
+            "with them"
+        )
     if call["T"] > 1024 and call["HV"] >= 6:
         yield f"T={call['T']} is above 1024 with six value heads or more, whose tiles fill SBUF"

@@ -46,19 +46,21 @@ def platforms() -> tuple[str, ...]:
 
 
 def pick(name: str | None = None) -> torch.device:
-    """Returns the device called `name` ("cpu", "cuda:1", "xla", "neuron"), or the machine's preferred one.
+    """Returns the device called `name` ("cpu", "cuda:1", "xla", "neuron"), or the machine's
+    preferred one.
 
     Under torchrun, "cuda" is this process's own. Raises ValueError for a device that is not here.
     """
     wanted = torch.device(platforms()[0] if name is None or name == "auto" else name)
     if wanted.type not in platforms():
         raise ValueError(
-            f"device {wanted} is not on this machine, which has: {', '.join(platforms())}; pick one of them"
+            f"device {wanted} is not on this machine, which has: {', '.join(platforms())}; pick "
+            "one of them"
         )
     if wanted.type == "xla":
         if processes().world > 1 and os.environ.get("PJRT_DEVICE") == "CPU":
-            # torch_xla 2.9 gives its CPU client no other addresses: each process is alone in its world, and
-            # all_reduce returns its input without an error
+            # torch_xla 2.9 gives its CPU client no other addresses: each process is alone in its
+            # world, and all_reduce returns its input without an error
             raise ValueError(
                 "XLA's CPU device knows no other processes (torch_xla 2.9): leave out torchrun"
             )
@@ -77,10 +79,11 @@ def pick(name: str | None = None) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Makes `device` the CUDA device of calls that name none. Other kinds of device have no such state.
+    """Makes `device` the CUDA device of calls that name none. Other kinds of device have no such
+    state.
 
-    Call it before anything else touches CUDA: pinned memory, FSDP and NCCL take the current device, and each
-    first use of a GPU leaves half a gigabyte of context there.
+    Call it before anything else touches CUDA: pinned memory, FSDP and NCCL take the current device,
+    and each first use of a GPU leaves half a gigabyte of context there.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -125,9 +128,11 @@ def broadcast(tensors: list[Tensor], *, root: int, groups: list[list[int]] | Non
 def send_ahead(
     batches: Iterable[list[Tensor]], device: torch.device, ahead: int = 2
 ) -> Iterator[list[Tensor]]:
-    """Yields lists of tensors on an XLA device. Threads read about twice `ahead` more, and send them.
+    """Yields lists of tensors on an XLA device. Threads read about twice `ahead` more, and send
+    them.
 
-    Asking for the next ends the graph, as `synchronize` does. What `batches` raises ends the iteration.
+    Asking for the next ends the graph, as `synchronize` does. What `batches` raises ends the
+    iteration.
     """
     loader = import_module("torch_xla.distributed.parallel_loader")
     return iter(
@@ -138,7 +143,8 @@ def send_ahead(
 
 
 def checkpoint() -> Callable[..., Any]:
-    """Returns torch_xla's function for torch.utils.checkpoint's, which looks for a module `torch.xla`.
+    """Returns torch_xla's function for torch.utils.checkpoint's, which looks for a module
+    `torch.xla`.
 
     It restores no generator's state: dropout here draws from numbers that come with the batch.
     """
@@ -155,7 +161,9 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the peak in bytes since the last reset: of CUDA's allocator, else of the resident size."""
+    """Returns the peak in bytes since the last reset: of CUDA's allocator,
+    else of the resident size.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     for line in _STATUS.read_text().splitlines() if _STATUS.exists() else []:
@@ -174,15 +182,16 @@ def describe(device: torch.device) -> str:
     return "NeuronCore" if device.type == "neuron" else _cpu_model()
 
 
-# A process has one precision of float32 products; torch.set_float32_matmul_precision describes the names.
+# A process has one precision of float32 products; torch.set_float32_matmul_precision describes the
+# names.
 _products = "highest"
 
 
 def set_products(precision: str) -> None:
     """Sets how this process multiplies float32 matrices: "highest", "high" or "medium".
 
-    On a CPU with AMX "medium" rounds the factors to bfloat16, and adds up in float32: a product of 1024 x 192
-    by 192 x 512 took a quarter of the time. Other CPUs multiply as before.
+    On a CPU with AMX "medium" rounds the factors to bfloat16, and adds up in float32: a product of
+    1024 x 192 by 192 x 512 took a quarter of the time. Other CPUs multiply as before.
     """
     global _products
     torch.set_float32_matmul_precision(precision)
@@ -192,8 +201,9 @@ def set_products(precision: str) -> None:
 def product_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     """Measures the operations per second of one large matrix product, in a tenth of a second or so.
 
-    A multiplication and an addition are two operations. The best of five counts, since what else the machine
-    does can only make a product slower. float32 products are those that `set_products` has chosen.
+    A multiplication and an addition are two operations. The best of five counts, since what else
+    the machine does can only make a product slower. float32 products are those that `set_products`
+    has chosen.
     """
     n = 8192 if device.type == "cuda" else 1024
     a = torch.ones((n, n), dtype=dtype, device=device)
@@ -209,7 +219,9 @@ def product_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> fl
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Within `with`, float32 products are as exact as float32, whatever `set_products` allows elsewhere."""
+    """Within `with`, float32 products are as exact as float32,
+    whatever `set_products` allows elsewhere.
+    """
     if _products != "medium":
         yield
         return
@@ -221,10 +233,11 @@ def exact_products() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep freed blocks of up to 32 MiB, its limit, for the next tensors of this process.
+    """Lets glibc keep freed blocks of up to 32 MiB, its limit, for the next tensors of this
+    process.
 
-    By default it returns them to the system, which clears each page anew: a step of quickstart took 210 ms
-    instead of 191. Other C libraries are left as they are.
+    By default it returns them to the system, which clears each page anew: a step of quickstart took
+    210 ms instead of 191. Other C libraries are left as they are.
     """
     if platform.libc_ver()[0] == "glibc":
         library = ctypes.CDLL(None)
@@ -236,14 +249,18 @@ def keep_freed_memory() -> None:
 
 
 def spare_host(device: torch.device) -> None:
-    """Lets Python's garbage collector pass over all objects of now, on XLA, whose host records every step."""
+    """Lets Python's garbage collector pass over all objects of now, on XLA,
+    whose host records every step.
+    """
     if device.type == "xla":
         gc.collect()
         gc.freeze()
 
 
 def return_freed_memory() -> None:
-    """Lets glibc return freed memory to the system, so that its next use counts in the resident size."""
+    """Lets glibc return freed memory to the system,
+    so that its next use counts in the resident size.
+    """
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -290,7 +307,9 @@ def processes() -> Processes:
 
 
 def collectives(device: torch.device) -> str:
-    """Returns torch.distributed's backend for tensors on `device`; on CUDA, one for the host's as well."""
+    """Returns torch.distributed's backend for tensors on `device`; on CUDA,
+    one for the host's as well.
+    """
     if device.type == "xla":
         import_module("torch_xla.distributed.xla_backend")  # importing it registers the backend
         return "xla"
@@ -298,9 +317,11 @@ def collectives(device: torch.device) -> str:
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Describes where a measurement is made: device, versions, threads and commit, but no host's name.
+    """Describes where a measurement is made: device, versions, threads and commit, but no host's
+    name.
 
-    The version of a package that is not installed is None; so is the commit where there is no checkout.
+    The version of a package that is not installed is None; so is the commit where there is no
+    checkout.
     """
     commit = _git("rev-parse", "--short=12", "HEAD")
     return {
@@ -363,7 +384,9 @@ def _cpu_model() -> str:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """Returns the names of the instruction sets of this CPU; none where the system does not tell."""
+    """Returns the names of the instruction sets of this CPU;
+    none where the system does not tell.
+    """
     for line in _cpuinfo():
         if line.startswith(("flags", "Features")):
             return frozenset(line.split(":", 1)[1].split())

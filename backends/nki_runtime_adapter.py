@@ -2,15 +2,16 @@
 
     xla       the kernel is recorded in the lazy graph and compiled with it
     neuron    the kernel is an operator of TorchNeuron, PyTorch's own device on Trn2 and Trn3
-    cpu       the kernel runs under `nki.simulate`: our simulator, or AWS's where its nki package is installed
+    cpu       the kernel runs under `nki.simulate`: our simulator, or AWS's where its nki package is
+              installed
 
-On TorchNeuron a kernel could be called directly, but a graph that torch.compile(backend="neuron") captures
-cannot see such a call. `torch_neuronx.nki_op` makes an operator of a function, reads its schema from the
-types of the arguments, and looks through the function while it compiles. So `make_launcher` makes a function
-of each kernel, with nothing in it but the call.
+On TorchNeuron a kernel could be called directly, but a graph that torch.compile(backend="neuron")
+captures cannot see such a call. `torch_neuronx.nki_op` makes an operator of a function, reads its
+schema from the types of the arguments, and looks through the function while it compiles. So
+`make_launcher` makes a function of each kernel, with nothing in it but the call.
 
-Sources: AWS's guide to NKI kernels in torch-neuronx 2.14 (Neuron SDK 2.33), and torch.library's rules for
-types of arguments.
+Sources: AWS's guide to NKI kernels in torch-neuronx 2.14 (Neuron SDK 2.33), and torch.library's
+rules for types of arguments.
 """
 
 import os
@@ -47,9 +48,9 @@ _counts: list[list[int]] = []  # instructions of kernels, while somebody counts 
 def run(kernel: Any, *args: Any) -> Any:
     """Returns a kernel's output, or its outputs, on the device of its first tensor.
 
-    None stands for a tensor that a call does not have and its kernel does not read. The kernel gets a tensor
-    of one number there: with None it would be compiled again at every call (nki 0.2 and 0.3), and no public
-    kernel takes one tensor in two places.
+    None stands for a tensor that a call does not have and its kernel does not read. The kernel gets
+    a tensor of one number there: with None it would be compiled again at every call (nki 0.2 and
+    0.3), and no public kernel takes one tensor in two places.
     """
     device = args[0].device
     full = [stand_in(i, device) if x is None else x for i, x in enumerate(args)]
@@ -64,15 +65,17 @@ def run(kernel: Any, *args: Any) -> Any:
 
 @cache
 def stand_in(place: int, device: torch.device) -> Tensor:
-    """Returns a tensor of one number, another one for each place: on XLA a parameter of the graph."""
+    """Returns a tensor of one number, another one for each place:
+    on XLA a parameter of the graph.
+    """
     return torch.zeros(1).to(device)
 
 
 def simulate(kernel: Any, *args: Any) -> Any:
     """Returns the kernel's outputs on NumPy arrays.
 
-    The target is Trn1 unless Neuron's own variable names one: without it AWS's simulator takes the rules of
-    Trn3.
+    The target is Trn1 unless Neuron's own variable names one: without it AWS's simulator takes the
+    rules of Trn3.
     """
     target = os.environ.get(TARGET)
     os.environ[TARGET] = target or "trn1"
@@ -88,7 +91,8 @@ def simulate(kernel: Any, *args: Any) -> Any:
 
 
 def count_instructions(work: Callable[[], object]) -> int:
-    """Returns how many instructions the kernels that `work` calls on the CPU have, by our simulator.
+    """Returns how many instructions the kernels that `work` calls on the CPU have, by our
+    simulator.
 
     Raises BackendRefusal where AWS's nki is installed, whose simulator counts nothing.
     """
@@ -114,9 +118,11 @@ def require_within_rsqrt(name: str, value: float, least: float) -> None:
 
 
 def require_norms_within_rsqrt(tensors: Mapping[str, Tensor], eps: float) -> None:
-    """Raises BackendRefusal for a row with a norm whose square, plus eps, the kernels' rsqrt does not take.
+    """Raises BackendRefusal for a row with a norm whose square, plus eps, the kernels' rsqrt does
+    not take.
 
-    It reads data: those of CPU tensors always, those of others in check mode, since they must be waited for.
+    It reads data: those of CPU tensors always, those of others in check mode, since they must be
+    waited for.
     """
     most = plan.find_largest_norm(eps)
     for name, x in tensors.items():
@@ -125,8 +131,9 @@ def require_norms_within_rsqrt(tensors: Mapping[str, Tensor], eps: float) -> Non
         norm = x.float().norm(dim=-1).max().item()
         if norm > most:
             raise BackendRefusal(
-                f"nki and nki-simulator need rows of {name} with norms up to {most:.2g}, which the Scalar "
-                f"engine's rsqrt takes when squared; the largest here is {norm:.2g}: scale {name} down, or "
+                f"nki and nki-simulator need rows of {name} with norms up to {most:.2g}, which the "
+                f"Scalar engine's rsqrt takes when squared; the largest here is {norm:.2g}: scale "
+                f"{name} down, or "
                 f'take backend="chunked"'
             )
 
@@ -153,7 +160,10 @@ SCALARS: dict[type, str] = {
     float: "scale eps k_eps",
 }
 FORWARD = "q k v g beta initial_state scale l2norm has_state every C lanes width"
-BACKWARD = "q k v g beta do dstate initial_state states scale l2norm has_dstate has_state every C lanes width"
+BACKWARD = (
+    "q k v g beta do dstate initial_state states scale l2norm has_dstate has_state every C lanes "
+    "width"
+)
 KERNELS = (
     (gated_delta_rule_fwd, FORWARD),
     (gated_delta_rule_bwd, BACKWARD),
@@ -168,15 +178,23 @@ KERNELS = (
     (gated_rms_norm_bwd, "dy x z weight eps gated"),
     (cross_entropy_fwd, "x_t w_t"),
     (cross_entropy_bwd, "x_t x w_t w goal"),
-    (gated_delta_layer_fwd, "x weight g beta z gain position packed prefix continued initial_state has_state "
-                            "K scale eps save C lanes width"),
-    (gated_delta_layer_bwd, "dy x weight_t q k v o u g beta z gain position packed prefix continued dstate "
-                            "has_dstate initial_state has_state states scale eps C lanes width"),
-)  # fmt: skip
+    (
+        gated_delta_layer_fwd,
+        "x weight g beta z gain position packed prefix continued initial_state has_state "
+        "K scale eps save C lanes width",
+    ),
+    (
+        gated_delta_layer_bwd,
+        "dy x weight_t q k v o u g beta z gain position packed prefix continued dstate "
+        "has_dstate initial_state has_state states scale eps C lanes width",
+    ),
+)
 
 
 def make_launcher(kernel: Any, names: str) -> Callable[..., list[Tensor]]:
-    """Makes a function that does nothing but call the kernel, and whose signature says the types."""
+    """Makes a function that does nothing but call the kernel,
+    and whose signature says the types.
+    """
     types = {name: kind for kind, own in SCALARS.items() for name in own.split()}
 
     def launcher(*args: Any) -> list[Tensor]:

@@ -1,25 +1,28 @@
 """Takes a call of a public function to its backend: eagerly, under torch.compile, on lazy tensors.
 
-An `Operator` makes two functions of a backend's adapter differentiable. Its call is a frozen dataclass: first
-the tensors, then the options.
+An `Operator` makes two functions of a backend's adapter differentiable. Its call is a frozen
+dataclass: first the tensors, then the options.
 
-    forward(call, *, save) -> (*outputs, saved)         saved: a list of tensors, empty unless `save`
+    forward(call, *, save) -> (*outputs, saved)         saved: a list of tensors, empty unless
+                                                        `save`
     backward(*douts, call, saved) -> gradients          douts: the gradients of the outputs
-    saved_shapes(call) -> [(shape, dtype)]              of `saved` where FIXED_SHAPES is set; without
-                                                        the function nothing is saved
+    saved_shapes(call) -> [(shape, dtype)]              of `saved` where FIXED_SHAPES is set;
+                                                        without the function nothing is saved
 
 Eagerly an operator is a plain autograd.Function. Under torch.compile it is the custom operators
-`delta_trn::NAME` and `delta_trn::NAME_backward`, with the backend's name as an argument; the dataclass gives
-their schemas. Eager calls avoid the custom operators for two reasons. Around an adapter that does nothing, a
-call took 290 us forward and 530 us with backward as a custom operator, and 85 us and 210 us as a function
-(one core, medians of 1000). And inside a custom operator lazy tensors are no longer functionalized (torch
-2.9): a write into a view does not reach its base, and the chunked adapter returned zeros.
+`delta_trn::NAME` and `delta_trn::NAME_backward`, with the backend's name as an argument; the
+dataclass gives their schemas. Eager calls avoid the custom operators for two reasons. Around an
+adapter that does nothing, a call took 290 us forward and 530 us with backward as a custom operator,
+and 85 us and 210 us as a function (one core, medians of 1000). And inside a custom operator lazy
+tensors are no longer functionalized (torch 2.9): a write into a view does not reach its base, and
+the chunked adapter returned zeros.
 
-The custom operators also run calls under torch.jit.trace, and give meta tensors their shapes. A call whose
-first tensor has no elements reaches no backend.
+The custom operators also run calls under torch.jit.trace, and give meta tensors their shapes. A
+call whose first tensor has no elements reaches no backend.
 
-Adapters run with autocast off, since an operation computes in the dtype of its inputs, with exact products
-unless the operation `rounds`, and with the tensors' CUDA device as the current one, on which Triton launches.
+Adapters run with autocast off, since an operation computes in the dtype of its inputs, with exact
+products unless the operation `rounds`, and with the tensors' CUDA device as the current one, on
+which Triton launches.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ FIXED_SHAPES: ContextVar[bool] = ContextVar("fixed_shapes", default=False)
 def gradients_wanted(*tensors: Tensor | None) -> bool:
     """Returns whether autograd records a call of these tensors."""
     if _is_tracing():
-        return True  # torch.jit.trace looks twice, once under no_grad; its graph may be differentiated later
+        # torch.jit.trace looks twice, once under no_grad; its graph may be differentiated later
+        return True
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -65,16 +69,17 @@ class Operator:
     fakes       call -> tensors like the outputs, with nothing in them
     outputs     their names; one such as "final_state?" may be None
     prefix      of the adapter's functions, where one module holds several operations
-    reads       the tensors and outputs that backward reads; None: all tensors. Other tensors are None in
-                backward's call; outputs come first in its `saved`
-    gradients   for each gradient that backward returns, the names of the tensors that it belongs to; None:
-                one for each tensor; empty: the operation has no backward, and its adapter function, named by
-                `forward`, neither takes `save` nor returns `saved`
+    reads       the tensors and outputs that backward reads; None: all tensors. Other tensors are
+                None in backward's call; outputs come first in its `saved`
+    gradients   for each gradient that backward returns, the names of the tensors that it belongs
+                to; None: one for each tensor; empty: the operation has no backward, and its adapter
+                function, named by `forward`, neither takes `save` nor returns `saved`
     gradient_fakes      (call, saved) -> tensors like the gradients; None: like their tensors
     values      call -> None; raises ValueError for impossible data, in check mode
     empty       call -> the outputs of a call whose first tensor has no elements; None: zeros
     rounds      whether `machine.set_products` applies; the products of other operations stay exact
-    writes      names a tensor that the adapter writes into; the custom operator then ends in an underscore
+    writes      names a tensor that the adapter writes into; the custom operator then ends in an
+                underscore
     """
 
     def __init__(
@@ -131,15 +136,15 @@ class Operator:
     ) -> tuple[Any, bool]:
         """Returns the name of the backend for a call, and whether the call's gradients are wanted.
 
-        Device and dtype are those of the first tensor. Meta tensors have the backend that CPU tensors have.
-        Unless one is `required`, the name is None where no backend runs the call, or only one that is allowed
-        to. Raises TypeError inside torch.func's transforms.
+        Device and dtype are those of the first tensor. Meta tensors have the backend that CPU
+        tensors have. Unless one is `required`, the name is None where no backend runs the call, or
+        only one that is allowed to. Raises TypeError inside torch.func's transforms.
         """
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             raise TypeError(
-                f"{self.name} was called inside torch.vmap or another transform of torch.func, which do not "
-                "know its kernels; make the mapped dimension part of the batch, and use torch.autograd for "
-                "gradients"
+                f"{self.name} was called inside torch.vmap or another transform of torch.func, "
+                "which do not know its kernels; make the mapped dimension part of the batch, and "
+                "use torch.autograd for gradients"
             )
         x, default = tensors[0], selection()
         assert x is not None
@@ -166,7 +171,9 @@ class Operator:
         return self.compute(call, save, backend)[0]
 
     def _without_elements(self, call: Any) -> tuple[Tensor | None, ...]:
-        """Returns the outputs of a call without elements; the gradients of its tensors are zeros."""
+        """Returns the outputs of a call without elements;
+        the gradients of its tensors are zeros.
+        """
         tensors = [getattr(call, word) for word in self.tensors]
         if not (torch.compiler.is_compiling() or tensors[0].is_meta):
             self.values(call)
@@ -234,7 +241,8 @@ class Operator:
     def refuse_second_derivative(self, *arguments: Any) -> None:
         """Raises RuntimeError, since backward has no backward of its own."""
         raise RuntimeError(
-            f"{self.name} has no second derivative; drop create_graph=True, or write it in PyTorch operations"
+            f"{self.name} has no second derivative; drop create_graph=True, or write it in PyTorch "
+            "operations"
         )
 
     def _define(self, types: Mapping[str, str]) -> None:
@@ -345,7 +353,9 @@ class Operator:
 
 
 def _autograd_again() -> contextlib.AbstractContextManager[None]:
-    """Lets an adapter's backward use autograd, which dispatch leaves out inside a custom operator."""
+    """Lets an adapter's backward use autograd,
+    which dispatch leaves out inside a custom operator.
+    """
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (
         "AutogradFunctionality",

@@ -1,7 +1,9 @@
-"""Tokens' rows in memory: which tensors a kernel reads where they lie, and which of them make up one tensor.
+"""Tokens' rows in memory: which tensors a kernel reads where they lie, and which of them make up
+one tensor.
 
-A layer cuts q, k and v out of one tensor [B, T, channels]. A kernel that is told how far a token lies from
-the next reads them there. It writes their gradients side by side, which then are the gradient of that tensor.
+A layer cuts q, k and v out of one tensor [B, T, channels]. A kernel that is told how far a token
+lies from the next reads them there. It writes their gradients side by side, which then are the
+gradient of that tensor.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ def as_rows(*tensors: Tensor | None, leading: int = 2) -> list[Any]:
 
 
 def has_rows(x: Tensor, leading: int = 2) -> bool:
-    """Returns whether x has each token's elements together, and one distance from a token to the next.
+    """Returns whether x has each token's elements together, and one distance from a token to the
+    next.
 
-    leading says how many dimensions count tokens: 2 of [B, T, ...], 1 of [B, ...]. Vectors, which have two
-    more, must begin at a multiple of 16 bytes. One token of a longer sequence is copied: its distance is that
-    sequence's length, and a kernel would be compiled for it.
+    leading says how many dimensions count tokens: 2 of [B, T, ...], 1 of [B, ...]. Vectors, which
+    have two more, must begin at a multiple of 16 bytes. One token of a longer sequence is copied:
+    its distance is that sequence's length, and a kernel would be compiled for it.
 
         >>> whole = torch.zeros(2, 3, 24)
         >>> [has_rows(x) for x in (whole[..., 8:].unflatten(2, (2, 8)), whole[..., 1:], whole.mT)]
@@ -41,7 +44,8 @@ def has_rows(x: Tensor, leading: int = 2) -> bool:
 
 
 def find_whole(parts: Sequence[Tensor]) -> Tensor | None:
-    """Returns the tensor [B, T, channels] that parts [B, T, ...] side by side make up; None: there is none.
+    """Returns the tensor [B, T, channels] that parts [B, T, ...] side by side make up; None: there
+    is none.
 
     >>> whole = torch.arange(12).view(1, 2, 6)
     >>> find_whole(whole.split([2, 4], -1)).equal(whole), find_whole([whole[..., :2], whole[..., 3:]])
@@ -61,7 +65,9 @@ def find_whole(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def empty_like_parts(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Returns tensors of the parts' shapes without values: side by side as the parts are, else contiguous."""
+    """Returns tensors of the parts' shapes without values: side by side as the parts are,
+    else contiguous.
+    """
     whole = find_whole(parts)
     if whole is None:
         return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts]

@@ -4,20 +4,27 @@
     gated_delta_rule, gated_delta_rule_step     the scan over time, and one token of it
     kimi_delta_attention, ..._step              the same with a decay for each channel of a key
     delta_residual                              the same rule over depth
-    default_backend, checking, describe         which backend runs, whether data is checked, what runs here
+    default_backend, checking, describe         which backend runs, whether data is checked, what
+                                                runs here
     BackendRefusal                              no backend, or not the one asked for, can run a call
-    DeltaConfig, DeltaForCausalLM, DeltaCache   the language model; transformers' Auto classes know it
+    DeltaConfig, DeltaForCausalLM, DeltaCache   the language model; transformers' Auto classes know
+                                                it
     DeltaModel, DeltaForSequenceClassification  its backbone, and a classifier of sequences
-    patch_transformers                          computes Qwen3-Next and its like with these operations
+    patch_transformers                          computes Qwen3-Next and its like with these
+                                                operations
     check_packing                               whether packed sequences see each other in a model
-    load_model, save_model                      weights of ours, transformers', flash-linear-attention's
-    complete_weights                            what training left out of a model, put back beside its weights
+    load_model, save_model                      weights of ours, transformers',
+                                                flash-linear-attention's
+    complete_weights                            what training left out of a model, put back beside
+                                                its weights
     check_weights                               whether a model has dead heads
-    separate_numbers                            lets FSDP shard models in bfloat16, whose heads stay float32
-    mup                                         learning rates and initial values of muP for any model
+    separate_numbers                            lets FSDP shard models in bfloat16, whose heads stay
+                                                float32
+    mup                                         learning rates and initial values of muP for any
+                                                model
 
-Importing this package imports neither torch nor transformers: a name is loaded when it is first used, and the
-models are registered with `AutoModelForCausalLM` when transformers is loaded.
+Importing this package imports neither torch nor transformers: a name is loaded when it is first
+used, and the models are registered with `AutoModelForCausalLM` when transformers is loaded.
 
     >>> import delta_trn
     >>> "chunked" in {row.backend for row in delta_trn.describe()}

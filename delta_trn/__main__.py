@@ -1,4 +1,6 @@
-"""delta-trn COMMAND ...: every command of the project under one name. Without a command, what there is."""
+"""delta-trn COMMAND ...: every command of the project under one name.
+Without a command, what there is.
+"""
 
 import sys
 from collections.abc import Sequence

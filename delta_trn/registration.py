@@ -1,9 +1,9 @@
 """Registers the models with transformers, without importing transformers for it.
 
-`AutoModelForCausalLM` must know our models once `delta_trn` is imported, but a kernel package or the
-simulator must load without torch and transformers. So the registration waits for transformers' module of
-configuration names. It also waits until no module of transformers or of the models is half loaded:
-registering needs them whole, and one of them may be what imports the names.
+`AutoModelForCausalLM` must know our models once `delta_trn` is imported, but a kernel package or
+the simulator must load without torch and transformers. So the registration waits for transformers'
+module of configuration names. It also waits until no module of transformers or of the models is
+half loaded: registering needs them whole, and one of them may be what imports the names.
 """
 
 import sys
@@ -45,7 +45,9 @@ def register() -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finds transformers' modules and the models' as Python does, and registers after the outermost one."""
+    """Finds transformers' modules and the models' as Python does,
+    and registers after the outermost one.
+    """
 
     def __init__(self) -> None:
         self.depth = 0  # how many of these modules are half loaded

@@ -1,4 +1,6 @@
-"""Softmax attention with rotary positions (arXiv:2104.09864), for hybrid and Deep Delta Learning models."""
+"""Softmax attention with rotary positions (arXiv:2104.09864),
+for hybrid and Deep Delta Learning models.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,12 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class Attention(nn.Module):
-    """Attends with H heads of size D = V, so that a hybrid's layers have about the same number of weights.
+    """Attends with H heads of size D = V, so that a hybrid's layers have about the same number of
+    weights.
 
-    Logits are q.k / sqrt(D), times m ** attention of the parametrization, since D grows with width: 1 / D in
-    muP, equal to SP's at m = 1. With use_qk_rmsnorm, q and k pass an RMSNorm with gains of their own after
-    RoPE, which makes their size independent of D.
+    Logits are q.k / sqrt(D), times m ** attention of the parametrization, since D grows with width:
+    1 / D in muP, equal to SP's at m = 1. With use_qk_rmsnorm, q and k pass an RMSNorm with gains of
+    their own after RoPE, which makes their size independent of D.
     """
 
     def __init__(self, config: DeltaConfig) -> None:
@@ -92,7 +95,9 @@ class Attention(nn.Module):
         return angles.cos(), angles.sin()
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotates each pair (x_i, x_{i + rotated/2}) by its angle; channels from `rotated` on stay."""
+        """Rotates each pair (x_i, x_{i + rotated/2}) by its angle;
+        channels from `rotated` on stay.
+        """
         a, b, rest = consecutive_parts(
             x, (self.rotated // 2, self.rotated // 2, self.D - self.rotated)
         )
@@ -100,7 +105,9 @@ class Attention(nn.Module):
 
 
 class Shift(nn.Module):
-    """Computes y_t = a_t x_{t-1} + (1 - a_t) x_t, with a [B, T, H] = sigmoid(W u) and x_{-1} = 0."""
+    """Computes y_t = a_t x_{t-1} + (1 - a_t) x_t, with a [B, T, H] = sigmoid(W u)
+    and x_{-1} = 0.
+    """
 
     def __init__(self, width: int, heads: int, slot: str) -> None:
         super().__init__()
@@ -109,7 +116,9 @@ class Shift(nn.Module):
     def forward(
         self, x: Tensor, u: Tensor, sequences: Sequences, cache: LayerCache | None
     ) -> Tensor:
-        """Maps x [B, T, H D] and the layer's input u [B, T, d] to y; the cache's slot is replaced."""
+        """Maps x [B, T, H D] and the layer's input u [B, T, d] to y;
+        the cache's slot is replaced.
+        """
         if sequences.real is not None:
             x = x * sequences.real
         last = None if cache is None else getattr(cache, self.slot)

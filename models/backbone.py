@@ -35,9 +35,11 @@ MIXERS = {"gated_deltanet": GatedDeltaNet, "kimi_delta_attention": KimiDeltaAtte
 
 
 class Block(GradientCheckpointingLayer):
-    """Computes x + Mixer(Norm(x)), then x + MLP(Norm(x)); `models.residual` has other residuals than +.
+    """Computes x + Mixer(Norm(x)), then x + MLP(Norm(x)); `models.residual` has other residuals
+    than +.
 
-    With base_layers, what is added is multiplied by base_layers / layers (CompleteP, see `models.mup`).
+    With base_layers, what is added is multiplied by base_layers / layers (CompleteP, see
+    `models.mup`).
     """
 
     def __init__(self, config: DeltaConfig, index: int) -> None:
@@ -61,7 +63,9 @@ class Block(GradientCheckpointingLayer):
         self.sums = isinstance(self.mixer_write, Additive) and isinstance(self.read, Whole)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
-        """Maps the residual stream [B, T, d DV] to the next one; DV = 1 except for expanded states."""
+        """Maps the residual stream [B, T, d DV] to the next one;
+        DV = 1 except for expanded states.
+        """
         h = self.read(x, sequences, cache, "mixer_read")
         c = self.mixer_norm(h)
         y = self._scale(self.mixer_dropout(self.mixer(c, sequences, cache), sequences.noise))
@@ -75,7 +79,9 @@ class Block(GradientCheckpointingLayer):
         return self.mlp_write(x, h, c, self._scale(self.mlp_dropout(self.mlp(c), sequences.noise)))
 
     def takes_rows(self) -> bool:
-        """Says whether this maps rows [B T, d], too, and nobody looks: on XLA each shape of x is recorded."""
+        """Says whether this maps rows [B T, d], too, and nobody looks:
+        on XLA each shape of x is recorded.
+        """
         watched = any(
             m._forward_hooks or m._forward_pre_hooks for m in (self, self.mixer, self.mlp)
         )
@@ -94,7 +100,8 @@ class DeltaPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012 - instance variables to transformers
     _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
-    # In bfloat16 they would not move: one step of that dtype is 0.4% of a value, and their updates are less.
+    # In bfloat16 they would not move: one step of that dtype is 0.4% of a value, and their updates
+    # are less.
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # noqa: RUF012
     _is_stateful = True  # a state cannot be rolled back, so there is no assisted decoding
     is_part = (
@@ -106,18 +113,22 @@ class DeltaPreTrainedModel(PreTrainedModel):
         """Refuses that transformers copies a class of the package beside saved weights."""
         if cls.__module__.startswith("delta_trn."):
             raise ValueError(
-                f"transformers would copy only some files of {cls.__name__}; "
-                "`delta-trn export RUN_DIR --to DIR --remote-code` writes all, and so does "
-                "delta_trn.models.ecosystem.remote_code.write_remote_code(folder, model.config) before "
-                "model.save_pretrained(folder)"
+                f"transformers would copy only some files of {cls.__name__}; `delta-trn export "
+                "RUN_DIR --to DIR --remote-code` writes all, and so does "
+                "delta_trn.models.ecosystem.remote_code.write_remote_code(folder, model.config) "
+                "before model.save_pretrained(folder)"
             )
         super().register_for_auto_class(auto_class)
 
     def mark_tied_weights_as_initialized(self, loading_info: Any) -> None:
-        """Marks nothing: a tied matrix is one parameter, and if a checkpoint lacks it, it has to be drawn."""
+        """Marks nothing: a tied matrix is one parameter, and if a checkpoint lacks it,
+        it has to be drawn.
+        """
 
     def initialize_weights(self) -> None:
-        """Draws initial values; transformers calls this after building a model and after loading weights."""
+        """Draws initial values; transformers calls this after building a model
+        and after loading weights.
+        """
         if not self.is_part:
             initialize(self)
 
@@ -174,13 +185,16 @@ class DeltaModel(DeltaPreTrainedModel):
         output_hidden_states: bool | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast:
-        """Returns last_hidden_state [B, T, d], normalized. Arguments and errors are `DeltaForCausalLM`'s."""
+        """Returns last_hidden_state [B, T, d], normalized.
+        Arguments and errors are `DeltaForCausalLM`'s.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         if 0 in x.shape[:2]:
             raise ValueError(
-                f"{x.shape[0]} rows of {x.shape[1]} tokens are nothing to compute; pass at least one"
+                f"{x.shape[0]} rows of {x.shape[1]} tokens are nothing to compute; pass at least "
+                "one"
             )
         stated = packed_bounds(others, attention_mask, len(x))
         past = take_cache(past_key_values, others)
@@ -224,17 +238,17 @@ class DeltaModel(DeltaPreTrainedModel):
     ) -> Tensor:
         """Maps embedded tokens x [B, T, d] to [B, T, d], normalized for the readout.
 
-        `position_ids` [B, T] are the place of each token in its own document: a row may have several.
-        `cache` advances by T tokens. The residual stream is appended to `streams` before each block and after
-        the last.
+        `position_ids` [B, T] are the place of each token in its own document: a row may have
+        several. `cache` advances by T tokens. The residual stream is appended to `streams` before
+        each block and after the last.
         """
         B, T = x.shape[:2]
         if position_ids is not None:
             alone = cache is None and attention_mask is None
             if not alone or tuple(position_ids.shape) != (B, T):
                 raise ValueError(
-                    f"position_ids {tuple(position_ids.shape)} with {(B, T)} tokens: give each token its "
-                    "place in its own document, and no cache or attention_mask"
+                    f"position_ids {tuple(position_ids.shape)} with {(B, T)} tokens: give each "
+                    "token its place in its own document, and no cache or attention_mask"
                 )
         offset = 0 if cache is None else cache.length
         padding = Padding.of(attention_mask, B, T, offset)
@@ -274,14 +288,16 @@ class DeltaModel(DeltaPreTrainedModel):
         return self.norm(x if padding is None else padding.restore(x))
 
     def _position(self, position: Tensor) -> Tensor:
-        """Returns learned positions [B or 1, T, d]. Raises ValueError for a position beyond the last."""
+        """Returns learned positions [B or 1, T, d].
+        Raises ValueError for a position beyond the last.
+        """
         assert self.positions is not None
         most = self.positions.weight.shape[0]
         readable = position.device.type == "cpu" and not torch.compiler.is_compiling()
         if readable and int(position.max()) >= most:
             raise ValueError(
-                f"position {int(position.max())} has no embedding: max_position_embeddings={most}; give "
-                "shorter sequences"
+                f"position {int(position.max())} has no embedding: max_position_embeddings={most}; "
+                "give shorter sequences"
             )
         return self.positions(position)
 
@@ -293,19 +309,24 @@ class DeltaModel(DeltaPreTrainedModel):
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> DeltaCache | None:
-        """Returns the cache to use: `past`, a new one, or none. Raises ValueError where there can be none."""
+        """Returns the cache to use: `past`, a new one, or none.
+        Raises ValueError where there can be none.
+        """
         if past is not None and not isinstance(past, DeltaCache):
             raise ValueError(
-                f"past_key_values is a {type(past).__name__}; pass a DeltaCache, as use_cache=True returns"
+                f"past_key_values is a {type(past).__name__}; pass a DeltaCache, as use_cache=True "
+                "returns"
             )
         if past is not None and (len(past) != len(self.blocks) or past.rows not in (None, B)):
             raise ValueError(
                 f"past_key_values has {len(past)} layers and {past.rows} rows, but the model has "
-                f"{len(self.blocks)} layers and the input {B} rows; pass what this model returned for them"
+                f"{len(self.blocks)} layers and the input {B} rows; pass what this model returned "
+                "for them"
             )
         if cu_seqlens is not None and (past is not None or use_cache or attention_mask is not None):
             raise ValueError(
-                "cu_seqlens packs whole sequences: leave out past_key_values, use_cache and attention_mask"
+                "cu_seqlens packs whole sequences: leave out past_key_values, use_cache and "
+                "attention_mask"
             )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and cu_seqlens is None
@@ -313,13 +334,16 @@ class DeltaModel(DeltaPreTrainedModel):
             return None
         if self.training and self.is_gradient_checkpointing:
             raise ValueError(
-                "gradient checkpointing runs blocks twice, which a cache cannot follow; pass use_cache=False"
+                "gradient checkpointing runs blocks twice, which a cache cannot follow; pass "
+                "use_cache=False"
             )
         return DeltaCache(self.config.num_hidden_layers) if past is None else past
 
 
 def retag(new: Any, old: Any) -> Any:
-    """Gives `new`, the plain module that transformers puts in place of a resized one, the tags of `old`."""
+    """Gives `new`, the plain module that transformers puts in place of a resized one,
+    the tags of `old`.
+    """
     new.tags = old.tags
     for parameter in new.parameters():
         parameter._is_hf_initialized = True  # it has the old rows: `initialize` leaves it as it is

@@ -25,7 +25,8 @@ class LayerCache:
     state                   [B, HV, K, V]       state S of the delta rule, float32
     keys, values            [B, H, T, D]        past of softmax attention
     last_key, last_value    [B, 1, H D]         last key and value before a shift mixes them in
-    mixer_read, mlp_read    [B, taps - 1, d DV] last streams that a sublayer reads by a convolution over time
+    mixer_read, mlp_read    [B, taps - 1, d DV] last streams that a sublayer reads by a convolution
+                            over time
     """
 
     convolution: Tensor | None = None
@@ -87,7 +88,9 @@ class DeltaCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Says False for each layer: to transformers, a cache of linear layers does not know its length."""
+        """Says False for each layer: to transformers,
+        a cache of linear layers does not know its length.
+        """
         return [False] * len(self)
 
     @property
@@ -96,7 +99,8 @@ class DeltaCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         raise NotImplementedError(
-            "a delta rule's state cannot forget its last tokens; keep a copy.deepcopy from before them"
+            "a delta rule's state cannot forget its last tokens; keep a copy.deepcopy from before "
+            "them"
         )
 
     def reset(self) -> None:

@@ -18,16 +18,17 @@ GONE = {
 class DeltaConfig(PretrainedConfig):
     """The settings of a model, checked, with every size that follows from others filled in.
 
-    Arguments and attributes are the settings that `models.settings` declares, with their types, defaults and
-    meanings. Four have the names that transformers knows: hidden_size (width), num_hidden_layers (layers),
-    num_heads (heads) and num_v_heads (v_heads). Other arguments are transformers' own.
+    Arguments and attributes are the settings that `models.settings` declares, with their types,
+    defaults and meanings. Four have the names that transformers knows: hidden_size (width),
+    num_hidden_layers (layers), num_heads (heads) and num_v_heads (v_heads). Other arguments are
+    transformers' own.
 
         >>> config = DeltaConfig(hidden_size=512, num_heads=8)
         >>> config.head_dim_k, config.head_dim_v, config.intermediate_size
         (48, 96, 1536)
 
-    Raises ValueError, with the value and what was expected, for a setting out of range, for a name that is
-    close to a setting's, and for sizes that do not go together.
+    Raises ValueError, with the value and what was expected, for a setting out of range, for a name
+    that is close to a setting's, and for sizes that do not go together.
     """
 
     model_type = "delta_trn"
@@ -83,7 +84,9 @@ class DeltaConfig(PretrainedConfig):
 
     @property
     def inner_ratio(self) -> float:
-        """The inner size of the MLP over the base model's; m where it does not follow from the width."""
+        """The inner size of the MLP over the base model's;
+        m where it does not follow from the width.
+        """
         base = self._inner_size(self.base_width)
         follows = self.intermediate_size == self._inner_size(self.hidden_size)
         return self.intermediate_size / base if follows else self.width_ratio
@@ -112,8 +115,8 @@ class DeltaConfig(PretrainedConfig):
             self.head_dim_k = int(0.75 * d // H)
         if self.head_dim_k == 0:
             raise ValueError(
-                f"hidden_size={d} is too narrow for num_heads={H}: K = int(0.75 d // H) is 0; give at most "
-                f"{int(0.75 * d)} heads, or head_dim_k"
+                f"hidden_size={d} is too narrow for num_heads={H}: K = int(0.75 d // H) is 0; give "
+                f"at most {int(0.75 * d)} heads, or head_dim_k"
             )
         if self.intermediate_size is None:
             self.intermediate_size = self._inner_size(d)
@@ -133,7 +136,8 @@ class DeltaConfig(PretrainedConfig):
         if round(V) < 1 or abs(V - round(V)) > 1e-9 * V:
             near = " or ".join(f"{n / K:.6g}" for n in sorted({max(int(V), 1), int(V) + 1}))
             raise ValueError(
-                f"expand_v={self.expand_v} makes V = {V:.6g} of K = {K}, which must be whole; nearest: {near}"
+                f"expand_v={self.expand_v} makes V = {V:.6g} of K = {K}, which must be whole; "
+                f"nearest: {near}"
             )
 
     def _require_mixer(self) -> None:
@@ -142,8 +146,9 @@ class DeltaConfig(PretrainedConfig):
             1.0,
         ):
             raise ValueError(
-                f"decay_bound={self.decay_bound} with mixer={self.mixer!r}, forgetting={self.forgetting}: it "
-                "bounds the decays of mixer='kimi_delta_attention', whose rates start at 1: forgetting=1"
+                f"decay_bound={self.decay_bound} with mixer={self.mixer!r}, "
+                f"forgetting={self.forgetting}: it bounds the decays of "
+                "mixer='kimi_delta_attention', whose rates start at 1: forgetting=1"
             )
 
     def _require_attention(self) -> None:
@@ -152,27 +157,28 @@ class DeltaConfig(PretrainedConfig):
             raise ValueError(f"attention_layers={layers} must be different layers of 0 to {L - 1}")
         if layers and self.head_dim_v % 2:
             raise ValueError(
-                f"V={self.head_dim_v} must be even in attention_layers, where RoPE rotates pairs; change "
-                "head_dim_k or expand_v"
+                f"V={self.head_dim_v} must be even in attention_layers, where RoPE rotates pairs; "
+                "change head_dim_k or expand_v"
             )
 
     def _require_residual(self) -> None:
         DV = self.ddl_value_channels
         if DV > 1 and self.ddl_compressor == "none":
             raise ValueError(
-                f"ddl_value_channels={DV} with ddl_compressor='none': sublayers need one number per feature; "
-                "choose 'token' or 'channel', or 1 channel"
+                f"ddl_value_channels={DV} with ddl_compressor='none': sublayers need one number "
+                "per feature; choose 'token' or 'channel', or 1 channel"
             )
         expanded = self.ddl_compressor != "none" or DV > 1 or self.input_embed_shortconv_kernel_size
         if self.residual in ("additive", "ddl_lm") and expanded:
             raise ValueError(
-                f"residual={self.residual!r} has one value per feature: leave out ddl_value_channels, "
-                "ddl_compressor and input_embed_shortconv_kernel_size, or choose 'ddl' or 'write_only'"
+                f"residual={self.residual!r} has one value per feature: leave out "
+                "ddl_value_channels, ddl_compressor and input_embed_shortconv_kernel_size, or "
+                "choose 'ddl' or 'write_only'"
             )
         if self.residual != "additive" and self.base_layers is not None:
             raise ValueError(
-                f"base_layers={self.base_layers} is a rule for sums, not for residual={self.residual!r}; "
-                "leave it out"
+                f"base_layers={self.base_layers} is a rule for sums, not for "
+                f"residual={self.residual!r}; leave it out"
             )
         if self.residual == "ddl_lm" and self.hidden_size < 4:
             raise ValueError(
@@ -184,13 +190,15 @@ class DeltaConfig(PretrainedConfig):
             for token in ids if isinstance(ids, list) else [ids]:
                 if token is not None and not 0 <= token < self.vocab_size:
                     raise ValueError(
-                        f"{name}={token} has no row: vocab_size={self.vocab_size}; give a token from 0 to "
-                        f"{self.vocab_size - 1}, or more rows"
+                        f"{name}={token} has no row: vocab_size={self.vocab_size}; give a token "
+                        f"from 0 to {self.vocab_size - 1}, or more rows"
                     )
 
 
 def _drop_gone(arguments: dict[str, Any]) -> None:
-    """Takes out settings that earlier versions had. Raises ValueError for one that asked for something."""
+    """Takes out settings that earlier versions had.
+    Raises ValueError for one that asked for something.
+    """
     for name, usual in GONE.items():
         value = arguments.pop(name, usual)
         if value != usual:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class ShortConvolution(nn.Module):
-    """Computes y_t = SiLU( sum_j w_j * x_{t - W + 1 + j} ) with W taps; zeros stand before a sequence."""
+    """Computes y_t = SiLU( sum_j w_j * x_{t - W + 1 + j} ) with W taps;
+    zeros stand before a sequence.
+    """
 
     activation: Activation = "silu"
 
@@ -49,7 +51,9 @@ class ShortConvolution(nn.Module):
     def take(
         self, x: Tensor, sequences: Sequences, cache: LayerCache | None, slot: str = "convolution"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns x, 0 at padding, and the inputs before it; keeps the last ones for the next call."""
+        """Returns x, 0 at padding, and the inputs before it;
+        keeps the last ones for the next call.
+        """
         T, before = x.shape[1], self.weight.shape[1] - 1
         if sequences.real is not None:
             x = x * sequences.real

@@ -27,10 +27,11 @@ from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag
 from delta_trn.models.sequence import Sequences
 
-# What the gates' projections are set to at padding: softplus and sigmoid are 0 there, in every precision.
+# What the gates' projections are set to at padding: softplus and sigmoid are 0 there, in every
+# precision.
 CLOSED = -1e4
-# What the decay's projection is set to at a sequence's first token: exp(g) is 0 for any A_log from -40 to 40,
-# which erases the state.
+# What the decay's projection is set to at a sequence's first token: exp(g) is 0 for any A_log from
+# -40 to 40, which erases the state.
 FORGET = 1e20
 Projected = tuple[
     Tensor, Tensor, Tensor, Tensor
@@ -38,22 +39,28 @@ Projected = tuple[
 
 
 class GatedDeltaNet(Float32Numbers):
-    """The gated delta rule between projections; width d, H heads of size K, HV value heads of size V.
+    """The gated delta rule between projections; width d, H heads of size K, HV value heads of size
+    V.
 
         q, k, v = SiLU(conv( W_q x, W_k x, W_v x ))         [B, T, H, K] twice, [B, T, HV, V]
-        g       = -exp(A_log) softplus(W_a x + dt_bias)     [B, T, HV] float32, the logarithm of the decay
-        beta    = sigmoid(W_b x)                            [B, T, HV] float32; doubled with allow_neg_eigval
-        o       = gated_delta_rule(q, k, v, g, beta)        [B, T, HV, V], q and k normalized, scale sqrt(K)
+        g       = -exp(A_log) softplus(W_a x + dt_bias)     [B, T, HV] float32, the logarithm of the
+                                                            decay
+        beta    = sigmoid(W_b x)                            [B, T, HV] float32; doubled with
+                                                            allow_neg_eigval
+        o       = gated_delta_rule(q, k, v, g, beta)        [B, T, HV, V], q and k normalized, scale
+                                                            sqrt(K)
         y       = W_o ( RMSNorm(o) * SiLU(W_g x) )          [B, T, d]
 
-    The scale is sqrt(K) here, while the operation's default is K**-0.5, as in softmax attention. The norm
-    after the readout cancels any scale, but for its epsilon. With K**-0.5 and taps drawn like hidden
-    matrices, as in the released code, o is so small that epsilon is 1700 times o^2 at width 1536: the norm no
-    longer normalizes, it multiplies by 1000. sqrt(K) keeps epsilon negligible at every width.
+    The scale is sqrt(K) here, while the operation's default is K**-0.5, as in softmax attention.
+    The norm after the readout cancels any scale, but for its epsilon. With K**-0.5 and taps drawn
+    like hidden matrices, as in the released code, o is so small that epsilon is 1700 times o^2 at
+    width 1536: the norm no longer normalizes, it multiplies by 1000. sqrt(K) keeps epsilon
+    negligible at every width.
 
-    scan    computes o for whole sequences. It is meant to be replaced: a function with the arguments and
-            results of `backends.gated_delta_rule`, such as another implementation, or one that passes states
-            between processes. A single token that continues a cache goes through `gated_delta_rule_step`.
+    scan    computes o for whole sequences. It is meant to be replaced: a function with the
+            arguments and results of `backends.gated_delta_rule`, such as another implementation, or
+            one that passes states between processes. A single token that continues a cache goes
+            through `gated_delta_rule_step`.
     """
 
     rule, step = staticmethod(gated_delta_rule), staticmethod(gated_delta_rule_step)
@@ -113,7 +120,9 @@ class GatedDeltaNet(Float32Numbers):
     def _find_kernel(
         self, qkv: Tensor, sequences: Sequences, cache: LayerCache | None
     ) -> str | None:
-        """Returns the backend that computes all between the projections in one kernel; None: `_mix` does."""
+        """Returns the backend that computes all between the projections in one kernel;
+        None: `_mix` does.
+        """
         changed = self.scan is not gated_delta_rule
         watched = self.conv._forward_hooks or self.o_norm._forward_pre_hooks  # by a study
         token = cache is not None and cache.state is not None and qkv.shape[1] == 1
@@ -142,7 +151,9 @@ class GatedDeltaNet(Float32Numbers):
         return y
 
     def _mix(self, parts: Projected, sequences: Sequences, cache: LayerCache | None) -> Tensor:
-        """Returns the same of what was convolved: the rule, then the norm, each on its own backend."""
+        """Returns the same of what was convolved: the rule, then the norm,
+        each on its own backend.
+        """
         qkv, gate, a, b = parts
         q, k, v = consecutive_parts(qkv, self.sizes)
         q, k = q.unflatten(-1, (-1, self.K)), k.unflatten(-1, (-1, self.K))
@@ -162,7 +173,9 @@ class GatedDeltaNet(Float32Numbers):
         return self.o_norm(o, gate)
 
     def gates(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Returns g and beta [B, T, HV] in float32, under autocast too: in bfloat16 a decay of 0.999 is 1."""
+        """Returns g and beta [B, T, HV] in float32, under autocast too:
+        in bfloat16 a decay of 0.999 is 1.
+        """
         a, z = self._gate_inputs(x, sequences)
         with torch.autocast(x.device.type, enabled=False):
             return log_decay(a, self.A_log, self.dt_bias), write_strength(z, self.beta_max)
@@ -170,8 +183,8 @@ class GatedDeltaNet(Float32Numbers):
     def _gate_inputs(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Returns W_a x and W_b x [B, T, HV]; padding gets values that neither forget nor write.
 
-        The first token of a sequence gets a value that forgets all, which is exact: exp(g) is 0, and so is
-        every gradient that would pass.
+        The first token of a sequence gets a value that forgets all, which is exact: exp(g) is 0,
+        and so is every gradient that would pass.
         """
         both = _in_sequences(self._project_gates(x), sequences)
         if sequences.real is not None:

@@ -1,9 +1,11 @@
-"""The two numbers of each head, A_log and dt_bias: float32 in models of any precision, and under FSDP.
+"""The two numbers of each head, A_log and dt_bias: float32 in models of any precision, and under
+FSDP.
 
     g = -exp(A_log) softplus(W_a x + dt_bias)           the logarithm of a head's decay
 
-FSDP shards the parameters of a unit together, and refuses a unit of two precisions. `separate_numbers` lets
-the numbers of a layer be a unit of their own. With this module imported, FSDP's refusal says so.
+FSDP shards the parameters of a unit together, and refuses a unit of two precisions.
+`separate_numbers` lets the numbers of a layer be a unit of their own. With this module imported,
+FSDP's refusal says so.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from torch import Tensor, nn
 NUMBERS = ("A_log", "dt_bias")
 PLACE = "numbers"  # the attribute of a layer that has them once they are separate
 ADVICE = (
-    "A_log and dt_bias of Gated DeltaNet stay float32: call delta_trn.separate_numbers(model) before FSDP "
-    "and make every HeadNumbers a unit of its own, or keep all weights in float32 and let mixed precision "
-    "round them"
+    "A_log and dt_bias of Gated DeltaNet stay float32: call delta_trn.separate_numbers(model) "
+    "before FSDP and make every HeadNumbers a unit of its own, or keep all weights in float32 and "
+    "let mixed precision round them"
 )
 
 
@@ -61,11 +63,13 @@ class HeadNumbers(Float32Numbers):
 
 
 def separate_numbers(model: nn.Module) -> list[HeadNumbers]:
-    """Moves A_log and dt_bias of every layer into a module of its own, which FSDP can shard by itself.
+    """Moves A_log and dt_bias of every layer into a module of its own, which FSDP can shard by
+    itself.
 
-    Returns these modules. Names in state dicts stay what they were, for torch.distributed.checkpoint, too.
-    accelerate and Trainer find the modules by themselves. Call it after `patch_transformers` and before an
-    optimizer is made. Raises ValueError for a model without a Gated DeltaNet layer.
+    Returns these modules. Names in state dicts stay what they were, for
+    torch.distributed.checkpoint, too. accelerate and Trainer find the modules by themselves. Call
+    it after `patch_transformers` and before an optimizer is made. Raises ValueError for a model
+    without a Gated DeltaNet layer.
 
         >>> from delta_trn import DeltaConfig, DeltaForCausalLM, separate_numbers
         >>> model = DeltaForCausalLM(DeltaConfig(vocab_size=50, hidden_size=32)).bfloat16()

@@ -22,21 +22,26 @@ def uniform(x: Tensor, generator: torch.Generator, *, bound: float) -> Tensor:
 
 
 def identity_tap(x: Tensor, generator: torch.Generator, *, at: int) -> Tensor:
-    """Fills x [C, W] with 1 at tap `at` and 0 elsewhere: a convolution that starts as the identity."""
+    """Fills x [C, W] with 1 at tap `at` and 0 elsewhere:
+    a convolution that starts as the identity.
+    """
     x.zero_()
     x[:, at] = 1.0
     return x
 
 
 def taps(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Draws x [C, W] from U(-1, 1) / sqrt(W), PyTorch's law of a depthwise convolution: no width in it."""
+    """Draws x [C, W] from U(-1, 1) / sqrt(W), PyTorch's law of a depthwise convolution:
+    no width in it.
+    """
     return uniform(x, generator, bound=x.shape[1] ** -0.5)
 
 
 def decay_rates(x: Tensor, generator: torch.Generator, *, factor: float = 1.0) -> Tensor:
     """Fills x with log A, A / factor ~ U(0, 16).
 
-    This is Mamba2's law and that of arXiv:2606.04048's code; the paper's text has a_log uniform instead.
+    This is Mamba2's law and that of arXiv:2606.04048's code; the paper's text has a_log uniform
+    instead.
     """
     return x.uniform_(0, 16 * factor, generator=generator).clamp_(min=SMALLEST_A).log_()
 

@@ -30,11 +30,13 @@ class KimiDeltaAttention(GatedDeltaNet):
         f       = W_f1 W_f0 x + dt_bias                     [B, T, HV, K]
         g       = -exp(A_log) softplus(f)                   float32; A_log [HV]
                   or decay_bound sigmoid(exp(A_log) f)      with a bound below 0, g's smallest value
-        o       = kimi_delta_attention(q, k, v, g, beta)    [B, T, HV, V], q and k normalized, scale sqrt(K)
+        o       = kimi_delta_attention(q, k, v, g, beta)    [B, T, HV, V], q and k normalized, scale
+                                                            sqrt(K)
         y       = W_o ( RMSNorm(o) * sigmoid(W_g1 W_g0 x + b_g) )
 
-    Parameters have flash-linear-attention's names. muP: V grows with the width, so W_f0 and W_g0 [V, d] as
-    well as W_f1 [HV K, V] and W_g1 [HV V, V] are hidden matrices; dt_bias has a number per channel.
+    Parameters have flash-linear-attention's names. muP: V grows with the width, so W_f0 and W_g0
+    [V, d] as well as W_f1 [HV K, V] and W_g1 [HV V, V] are hidden matrices; dt_bias has a number
+    per channel.
     """
 
     rule, step = staticmethod(kimi_delta_attention), staticmethod(kimi_delta_attention_step)
@@ -76,7 +78,9 @@ class KimiDeltaAttention(GatedDeltaNet):
         return a.unflatten(-1, (-1, self.K)), z
 
     def _has_to_make(self, sequences: Sequences) -> bool:
-        """Returns whether g is made here: a bounded decay forgets nothing at once, whatever it is made of."""
+        """Returns whether g is made here: a bounded decay forgets nothing at once,
+        whatever it is made of.
+        """
         return self.bound is not None and sequences.is_packed
 
     def _make(self, a: Tensor, z: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:

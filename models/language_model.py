@@ -1,4 +1,6 @@
-"""The models with a head: a language model, and a classifier of sequences, as `transformers` models."""
+"""The models with a head: a language model, and a classifier of sequences,
+as `transformers` models.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,11 @@ class Score(Linear):
 
 
 class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
-    """Computes logits = logit_scale * E Norm( blocks( E[token] ) ), E tied unless the configuration says not.
+    """Computes logits = logit_scale * E Norm( blocks( E[token] ) ), E tied unless the configuration
+    says not.
 
-    `lm_head` is a plain matrix: trainers that call it, or multiply by its weight, find the factor that muP
-    puts on the logits in the configuration, as `logit_scale`, and apply it themselves.
+    `lm_head` is a plain matrix: trainers that call it, or multiply by its weight, find the factor
+    that muP puts on the logits in the configuration, as `logit_scale`, and apply it themselves.
 
     >>> from delta_trn.models import DeltaConfig
     >>> model = DeltaForCausalLM(DeltaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2))
@@ -75,18 +78,22 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         """Returns the logits, and with `labels` the loss.
 
             input_ids       [B, T] int64; or inputs_embeds [B, T, d]
-            attention_mask  [B, past + T] or [B, T], 0 at padding, which may lie anywhere and changes nothing
+            attention_mask  [B, past + T] or [B, T], 0 at padding, which may lie anywhere and
+                            changes nothing
             labels          [B, T]: position t is scored against label t + 1; -100 is ignored
-            past_key_values what an earlier call with use_cache=True returned; it is updated in place. From
+            past_key_values what an earlier call with use_cache=True returned; it is updated in
+            place. From
                             version 5.24 on, transformers calls it `cache`: both names are taken
             use_cache       None: as the configuration says, and not while training
             cu_seqlens      [N + 1] int64: N sequences packed in B = 1, without padding or cache
             logits_to_keep  compute only the last n positions, or those of an index tensor; 0: all
-            others          arguments of transformers: position_ids that start again at 0, or cu_seq_lens_q,
-                            pack sequences, too; num_items_in_batch divides the summed loss, for its Trainer;
-                            shift_labels, where position t is scored against label t; return_dict
+            others          arguments of transformers: position_ids that start again at 0, or
+                            cu_seq_lens_q, pack sequences, too; num_items_in_batch divides the
+                            summed loss, for its Trainer; shift_labels, where position t is scored
+                            against label t; return_dict
             returns logits  [B, T, vocabulary]
-                    hidden_states   L + 1 of [B, T, d DV]: the stream before each block and after the last
+                    hidden_states   L + 1 of [B, T, d DV]: the stream before each block and after
+                                    the last
 
         Raises ValueError for arguments that do not go together, and TypeError for unknown ones.
         """
@@ -134,16 +141,18 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         """Returns the mean cross-entropy in nats, float32; input_ids[:, t] predicts targets[:, t].
 
         targets       [B, T], -100 where nothing is predicted
-        position_ids  [B, T] int, the place of each token in its own document: one begins wherever it is 0,
-                      and nothing of the document before reaches it. None: a row is one document
-        noise         [B, T] int32, a random number per token from which dropout draws its masks; None:
-                      torch's generator draws them
+        position_ids  [B, T] int, the place of each token in its own document: one begins wherever
+                      it is 0, and nothing of the document before reaches it. None: a row is one
+                      document
+        noise         [B, T] int32, a random number per token from which dropout draws its masks;
+                      None: torch's generator draws them
 
         The logits of all tokens are never in memory together; see `linear_cross_entropy`.
         """
         if input_ids.shape != targets.shape:
             raise ValueError(
-                f"targets {tuple(targets.shape)} must have the shape of input_ids {tuple(input_ids.shape)}"
+                f"targets {tuple(targets.shape)} must have the shape of input_ids "
+                f"{tuple(input_ids.shape)}"
             )
         x = self.model.embed(input_ids)
         hidden = self.model.hidden(x, position_ids=position_ids, noise=noise)
@@ -163,7 +172,8 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         loss = linear_cross_entropy(hidden, weight, targets, multiplier)
         if not smoothing:
             return loss
-        # A share s of the target spread over all tokens adds s (z_y - mean z): one more row of W per token.
+        # A share s of the target spread over all tokens adds s (z_y - mean z): one more row of W
+        # per token.
         counted = targets != IGNORED
         rows = weight[targets.where(counted, 0)] - weight.mean(0)
         above = (at_least_float32(hidden) * rows).sum(-1) * multiplier
@@ -173,7 +183,9 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         return self.lm_head
 
     def set_output_embeddings(self, new_embeddings: Any) -> None:
-        """Takes the rows of `new_embeddings`: transformers makes a plain module where it resizes."""
+        """Takes the rows of `new_embeddings`: transformers makes a plain module
+        where it resizes.
+        """
         self.lm_head.weight = retag(new_embeddings, self.lm_head).weight
         self.lm_head.out_features = self.lm_head.weight.shape[0]
 
@@ -189,10 +201,11 @@ def _next_tokens(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 class DeltaForSequenceClassification(GenericForSequenceClassification, DeltaPreTrainedModel):
-    """Scores a sequence by its last token that is not padding, for `num_labels` of the configuration.
+    """Scores a sequence by its last token that is not padding, for `num_labels` of the
+    configuration.
 
-    Forward, losses and padding are those of transformers' classifiers. It loads from a language model's
-    checkpoint, and draws the scores' matrix.
+    Forward, losses and padding are those of transformers' classifiers. It loads from a language
+    model's checkpoint, and draws the scores' matrix.
 
     >>> from delta_trn.models import DeltaConfig
     >>> model = DeltaForSequenceClassification(DeltaConfig(vocab_size=320, hidden_size=32, num_labels=3))
@@ -219,14 +232,16 @@ class DeltaForSequenceClassification(GenericForSequenceClassification, DeltaPreT
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, multiplier: float
 ) -> Tensor:
-    """Returns `backends.linear_cross_entropy` of the logits multiplier W h, without keeping all of them.
+    """Returns `backends.linear_cross_entropy` of the logits multiplier W h, without keeping all of
+    them.
 
         hidden      [N, d]
         weight      [vocabulary, d]
         targets     [N] int64
         returns     [] float32 (float64 for float64), nats; 0 if every target is ignored
 
-    Products are in the dtype of `hidden`, or in autocast's under autocast; everything else is in float32.
+    Products are in the dtype of `hidden`, or in autocast's under autocast; everything else is in
+    float32.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):

@@ -64,12 +64,13 @@ class Embedding(nn.Embedding):
 
 
 def project(x: Tensor, *groups: Sequence[Linear]) -> Sequence[Tensor]:
-    """Returns the outputs of each group of maps side by side, [..., sum of outputs], of x [..., T, inputs].
+    """Returns the outputs of each group of maps side by side, [..., sum of outputs], of x [..., T,
+    inputs].
 
-    A group is one product, unless sequences are short, as in decoding: then putting the weights side by side
-    would cost more than it saves. How many there are does not count, since one product ends in other bits
-    than three, and a row must not depend on its batch. A map that PEFT has wrapped computes more than its
-    weight says, and one that has hooks must be called.
+    A group is one product, unless sequences are short, as in decoding: then putting the weights
+    side by side would cost more than it saves. How many there are does not count, since one product
+    ends in other bits than three, and a row must not depend on its batch. A map that PEFT has
+    wrapped computes more than its weight says, and one that has hooks must be called.
     """
     if not all(_can_join(x, maps) for maps in groups):
         return [
@@ -84,7 +85,9 @@ def _can_join(x: Tensor, maps: Sequence[Linear]) -> bool:
 
 
 def multiply(x: Tensor, *groups: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns W x of each group of weights side by side; on XLA by few operations: the host records all."""
+    """Returns W x of each group of weights side by side; on XLA by few operations:
+    the host records all.
+    """
     if x.device.type != "xla":
         return [F.linear(x, _join(own)) for own in groups]
     dtype = torch.get_autocast_dtype("xla") if torch.is_autocast_enabled("xla") else x.dtype
@@ -110,10 +113,11 @@ _shared: Shared | None = None  # weights, side by side and cast; and the sums of
 
 @contextmanager
 def micro_batches() -> Iterator[Shared]:
-    """Lets a step's micro-batches on XLA cast the weights of a product, and cut its gradients, once.
+    """Lets a step's micro-batches on XLA cast the weights of a product, and cut its gradients,
+    once.
 
-    Within the block no weight may change. At its end they get their gradients; until then a product adds its
-    own by one operation, instead of a cast, and a part and a sum for each weight.
+    Within the block no weight may change. At its end they get their gradients; until then a product
+    adds its own by one operation, instead of a cast, and a part and a sum for each weight.
     """
     global _shared
     casts, sums = _shared = {}, {}
@@ -128,7 +132,9 @@ def micro_batches() -> Iterator[Shared]:
 
 
 class LazyProducts(torch.autograd.Function):
-    """Computes y = W x of rows x in a dtype, for each W of so many weights side by side as `sizes` say."""
+    """Computes y = W x of rows x in a dtype, for each W of so many weights side
+    by side as `sizes` say.
+    """
 
     @staticmethod
     def forward(
@@ -168,11 +174,13 @@ class LazyProducts(torch.autograd.Function):
 
 
 def consecutive_parts(x: Tensor, sizes: Sequence[int], dim: int = -1) -> tuple[Tensor, ...]:
-    """Returns the parts of x along `dim` that have these sizes, in order: what x.split(sizes, dim) returns.
+    """Returns the parts of x along `dim` that have these sizes, in order: what x.split(sizes, dim)
+    returns.
 
-    Gradients that lie side by side, as Triton's kernels write those of q, k and v, are joined without a copy.
-    On XLA parts are slices. torch-neuronx switches torch_xla's functionalization off, and then split with a
-    list of sizes returns wrong elements in every dimension but the first (pytorch/xla issue 8640).
+    Gradients that lie side by side, as Triton's kernels write those of q, k and v, are joined
+    without a copy. On XLA parts are slices. torch-neuronx switches torch_xla's functionalization
+    off, and then split with a list of sizes returns wrong elements in every dimension but the first
+    (pytorch/xla issue 8640).
 
     >>> [part.tolist() for part in consecutive_parts(torch.arange(5), (2, 3))]
     [[0, 1], [2, 3, 4]]
@@ -192,7 +200,9 @@ def _split(x: Tensor, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...]:
 
 
 class Parts(torch.autograd.Function):
-    """Cuts x [B, T, channels], or any on XLA, into views; joins gradients where they lie, or by a copy."""
+    """Cuts x [B, T, channels], or any on XLA, into views;
+    joins gradients where they lie, or by a copy.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
@@ -206,7 +216,9 @@ class Parts(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """Computes y = x / sqrt(mean(x^2) + eps) * w over the last dimension, in float32; y has x's dtype."""
+    """Computes y = x / sqrt(mean(x^2) + eps) * w over the last dimension,
+    in float32; y has x's dtype.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -252,7 +264,8 @@ NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": La
 class SwiGLU(nn.Module):
     """Computes y = W_down( SiLU(W_gate x) * W_up x ).
 
-    scale multiplies the initial std of W_down; ratio is inner over the base model's, if not the width's.
+    scale multiplies the initial std of W_down; ratio is inner over the base model's, if not the
+    width's.
     """
 
     def __init__(
@@ -291,8 +304,9 @@ MLPS: dict[str, type[SwiGLU] | type[GeluMLP]] = {"swiglu": SwiGLU, "gelu": GeluM
 class Dropout(nn.Module):
     """Drops entries with probability p while training, and divides the others by 1 - p.
 
-    Which entries are dropped follows from `noise`, a random number per token, and from no generator. So a
-    sequence has the same mask in whichever process, micro-batch or part of a sequence it is computed.
+    Which entries are dropped follows from `noise`, a random number per token, and from no
+    generator. So a sequence has the same mask in whichever process, micro-batch or part of a
+    sequence it is computed.
 
     site    tells this place in the model from others
     """
@@ -302,7 +316,9 @@ class Dropout(nn.Module):
         self.p, self.site = p, site
 
     def forward(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Maps x [B, T, d] to the same shape; noise [B, T] int32, None: torch's own generator decides."""
+        """Maps x [B, T, d] to the same shape; noise [B, T] int32, None:
+        torch's own generator decides.
+        """
         if not self.training or self.p == 0:
             return x
         if noise is None:
@@ -312,7 +328,8 @@ class Dropout(nn.Module):
 
 
 def draw(noise: Tensor, size: int, site: int) -> Tensor:
-    """Returns [B, T, size] int32, uniform from 0 to 2^31 - 1: a hash of each token's noise, channel and site.
+    """Returns [B, T, size] int32, uniform from 0 to 2^31 - 1: a hash of each token's noise, channel
+    and site.
 
     The steps are those of MurmurHash3's finalizer. Products wrap around at 32 bits.
     """

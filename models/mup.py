@@ -7,32 +7,35 @@ With m = width / base_width, a parameter of a role gets
     learning rate   lr * m ** lr_adamw         or lr_sgd; for Muon's matrices lr_muon
     Adam's epsilon  eps * m ** epsilon         follows the size of its gradient's entries
 
-so at m = 1 every table is the standard parametrization. Sources: TP-V is Tensor Programs V, arXiv:2203.03466,
-table 8; GDN is arXiv:2606.04048, tables 1 and 2. Norm gains and convolution taps are in neither of GDN's
-tables. They are vector-like, so TP-V's row holds; the paper's code gives them the learning rate of hidden
-matrices ("mup_authors").
+so at m = 1 every table is the standard parametrization. Sources: TP-V is Tensor Programs V,
+arXiv:2203.03466, table 8; GDN is arXiv:2606.04048, tables 1 and 2. Norm gains and convolution taps
+are in neither of GDN's tables. They are vector-like, so TP-V's row holds; the paper's code gives
+them the learning rate of hidden matrices ("mup_authors").
 
-Muon's update of a matrix has singular values of 0.2 sqrt(max(rows, columns)) lr (`train.run.muon`), which
-must not grow with m: its rate falls as 1/sqrt(m) (the spectral condition, arXiv:2310.17813: the norm of an
-update is of order sqrt(outputs / inputs)). Width makes heads larger and does not add any, in all tables.
+Muon's update of a matrix has singular values of 0.2 sqrt(max(rows, columns)) lr (`train.run.muon`),
+which must not grow with m: its rate falls as 1/sqrt(m) (the spectral condition, arXiv:2310.17813:
+the norm of an update is of order sqrt(outputs / inputs)). Width makes heads larger and does not add
+any, in all tables.
 
-In a matrix whose inputs do not grow as the width does, m is the ratio of its inputs: those of `down_proj`,
-the inner size, are rounded up. microsoft/mup has it so; the paper's code takes the width's ("mup_authors").
+In a matrix whose inputs do not grow as the width does, m is the ratio of its inputs: those of
+`down_proj`, the inner size, are rounded up. microsoft/mup has it so; the paper's code takes the
+width's ("mup_authors").
 
-Why, under muP at initialization: the gradient of the residual stream has entries of size 1/m, and so have the
-gradients of hidden matrices, of the embedding's rows and of gains. Gates and scalars collect the channels of
-a head: 1/sqrt(m). What a parameter computes must change by the same amount at every m. SGD changes it by rate
-times gradient, times the m inputs that a matrix sums over; AdamW by the rate, times those inputs.
+Why, under muP at initialization: the gradient of the residual stream has entries of size 1/m, and
+so have the gradients of hidden matrices, of the embedding's rows and of gains. Gates and scalars
+collect the channels of a head: 1/sqrt(m). What a parameter computes must change by the same amount
+at every m. SGD changes it by rate times gradient, times the m inputs that a matrix sums over; AdamW
+by the rate, times those inputs.
 
-The norm of the gradient at initialization is of one size at every m for hidden matrices (d^2 entries of
-1/d), but falls as 1/sqrt(m) for the embedding, gains and taps (d entries of 1/d), and faster for scalars. So
-clipping by one norm of everything does not do the same at every width. The sum over parameters of
-m^lr_sgd |g|^2 is of one size: `optimizer.clip_norm=width`.
+The norm of the gradient at initialization is of one size at every m for hidden matrices (d^2
+entries of 1/d), but falls as 1/sqrt(m) for the embedding, gains and taps (d entries of 1/d), and
+faster for scalars. So clipping by one norm of everything does not do the same at every width. The
+sum over parameters of m^lr_sgd |g|^2 is of one size: `optimizer.clip_norm=width`.
 
-Depth (`model.base_layers`): with l = layers / base_layers, CompleteP (arXiv:2505.01618, alpha = 1) multiplies
-what every sublayer adds to the stream by 1/l. The gradients inside of blocks then have a factor 1/l, which
-Adam's epsilon follows; AdamW's and Muon's rates and initial values stay. SGD's rates in blocks are multiplied
-by l to the same end, which is our derivation: the paper has no SGD.
+Depth (`model.base_layers`): with l = layers / base_layers, CompleteP (arXiv:2505.01618, alpha = 1)
+multiplies what every sublayer adds to the stream by 1/l. The gradients inside of blocks then have a
+factor 1/l, which Adam's epsilon follows; AdamW's and Muon's rates and initial values stay. SGD's
+rates in blocks are multiplied by l to the same end, which is our derivation: the paper has no SGD.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ class Role(Enum):
         self.growing = growing
 
 
-# Matrices that read the width decay, in all tables: otherwise two tables would differ in two things.
+# Matrices that read the width decay, in all tables: otherwise two tables would differ in two
+# things.
 DECAYING = frozenset({Role.HIDDEN, Role.GATE})
 
 
@@ -79,7 +83,9 @@ class Rule:
     source: str
 
     def lr(self, optimizer: str) -> float:
-        """Returns the power for a learning rate. Raises ValueError for an optimizer without a column."""
+        """Returns the power for a learning rate. Raises ValueError
+        for an optimizer without a column.
+        """
         if optimizer not in OPTIMIZERS:
             known = ", ".join(OPTIMIZERS)
             raise ValueError(
@@ -95,7 +101,8 @@ class Table:
     """A rule for every role, and the powers of m that belong to an operation.
 
     attention   multiplies softmax attention's logits, besides 1 / sqrt(head size)
-    value       multiplies what Deep Delta Learning writes along a unit vector; derived in `models.residual`
+    value       multiplies what Deep Delta Learning writes along a unit vector; derived in
+                `models.residual`
     own_inputs  whether m is the ratio of a matrix's own inputs where these do not grow as the width
     """
 

@@ -33,10 +33,12 @@ class Tag:
     role    how the parameter scales with width
     law     fills a float32 tensor; None: normal, with the std of the role
     scale   a factor on that std
-    stored  whether the gradient comes through Gated DeltaNet's state, from all tokens that remember the value
+    stored  whether the gradient comes through Gated DeltaNet's state, from all tokens that remember
+            the value
     heads   number of blocks of a matrix that belong to different heads: of its rows,
     of_columns      or of its columns
-    inputs  the ratio of a matrix's inputs to the base model's, if that is not the width's; None: it is
+    inputs  the ratio of a matrix's inputs to the base model's, if that is not the width's; None: it
+            is
     """
 
     role: Role
@@ -54,7 +56,9 @@ class Tag:
 
 
 def initial_std(tag: Tag, config: DeltaConfig) -> float | None:
-    """Returns the standard deviation of a parameter's normal law, or None if its law is another one."""
+    """Returns the standard deviation of a parameter's normal law,
+    or None if its law is another one.
+    """
     if tag.law is not None:
         return None
     power = TABLES[config.parametrization][tag.role].init_std
@@ -62,10 +66,11 @@ def initial_std(tag: Tag, config: DeltaConfig) -> float | None:
 
 
 def tagged_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tag]]:
-    """Yields (name, parameter, tag), each parameter once. Raises ValueError for a parameter without a tag.
+    """Yields (name, parameter, tag), each parameter once. Raises ValueError for a parameter without
+    a tag.
 
-    A module that makes parameters has an attribute `tags`, a dict from attribute name to Tag. Tags are there
-    and not on the tensor, because so they survive loading, `to_empty` and `deepcopy`.
+    A module that makes parameters has an attribute `tags`, a dict from attribute name to Tag. Tags
+    are there and not on the tensor, because so they survive loading, `to_empty` and `deepcopy`.
     """
     seen: set[nn.Parameter] = set()
     for prefix, module in model.named_modules():
@@ -78,7 +83,8 @@ def tagged_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tag
             if not isinstance(tag := tags.get(attribute), Tag):
                 owner = type(module).__name__
                 raise ValueError(
-                    f"{name} {tuple(parameter.shape)} has no muP role; give it one in the tags of {owner}"
+                    f"{name} {tuple(parameter.shape)} has no muP role; give it one in the tags of "
+                    f"{owner}"
                 )
             yield name, parameter, tag
 
@@ -87,14 +93,15 @@ def tagged_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tag
 def initialize(
     model: PreTrainedModel, part: Callable[[str, Tensor], Tensor] = lambda name, x: x
 ) -> None:
-    """Draws initial values for every parameter that no checkpoint has filled; skips meta parameters.
+    """Draws initial values for every parameter that no checkpoint has filled; skips meta
+    parameters.
 
-    `part` maps a parameter's name and its values to those that this model has, for a model divided among
-    processes. There is never more than one whole parameter.
+    `part` maps a parameter's name and its values to those that this model has, for a model divided
+    among processes. There is never more than one whole parameter.
 
-    A parameter's numbers depend on its name in the backbone and on one draw from torch's global generator,
-    not on what was made before it: models that share a layer start with the same one. They are drawn in
-    float32 on the CPU, so neither device nor dtype changes them.
+    A parameter's numbers depend on its name in the backbone and on one draw from torch's global
+    generator, not on what was made before it: models that share a layer start with the same one.
+    They are drawn in float32 on the CPU, so neither device nor dtype changes them.
     """
     missing = [
         (name, parameter, tag)
@@ -151,21 +158,25 @@ def scaled_parameters(
     memory: float = 1.0,
     rates: Mapping[Role, float] | None = None,
 ) -> list[ScaledParameter]:
-    """Returns what every parameter gets, one row per parameter, in the order of `model.parameters()`.
+    """Returns what every parameter gets, one row per parameter, in the order of
+    `model.parameters()`.
 
     optimizer                   "adamw", "sgd" or "muon"
     lr                          learning rate at base_width
     weight_decay                coefficient at base_width, for the roles that decay
-    independent_weight_decay    optimizers multiply the coefficient by a parameter's learning rate, so under
-                                muP AdamW decays hidden matrices m times slower; True divides m out again
+    independent_weight_decay    optimizers multiply the coefficient by a parameter's learning rate,
+                                so under muP AdamW decays hidden matrices m times slower; True
+                                divides m out again
     memory                      divides SGD's learning rates of stored values (`Tag.stored`)
     rates                       factors on the learning rates of roles, the same at every width
 
-    Raises ValueError for an optimizer without a column, a parameter without a role, or a memory not above 0.
+    Raises ValueError for an optimizer without a column, a parameter without a role, or a memory not
+    above 0.
     """
     if not memory > 0:
         raise ValueError(
-            f"memory={memory} must be above 0: how long heads remember, relative to the base model's"
+            f"memory={memory} must be above 0: how long heads remember, relative to the base "
+            "model's"
         )
     config = cast(DeltaConfig, model.config)
     table, deep = TABLES[config.parametrization], config.depth_ratio

@@ -1,9 +1,11 @@
-"""The residual stream: how a model starts it, reads it for a sublayer, and writes a sublayer's output to it.
+"""The residual stream: how a model starts it, reads it for a sublayer, and writes a sublayer's
+output to it.
 
-A stream is [B, T, d * DV]: DV values per feature, DV = 1 except in Deep Delta Learning's expanded state.
+A stream is [B, T, d * DV]: DV values per feature, DV = 1 except in Deep Delta Learning's expanded
+state.
 
-Starting. The stream starts as DV copies of the embedding, or as DV causal convolutions of it, which are
-copies at initialization (`input_embed_shortconv_kernel_size`).
+Starting. The stream starts as DV copies of the embedding, or as DV causal convolutions of it, which
+are copies at initialization (`input_embed_shortconv_kernel_size`).
 
 Reading an expanded stream X back to x [B, T, d]:
 
@@ -11,17 +13,18 @@ Reading an expanded stream X back to x [B, T, d]:
     channel conv    x_i = sum_o r_o sum_j w_ij X_i,o+j-left, left = (taps - 1) // 2,         "DDL-CC"
                     or taps - 1 if causal
 
-Both start as the average over DV: taps at the identity, r = 1 / DV. (The released code overwrites that with
-matrices of std 0.5 / sqrt(d), which leaves sublayers an input of rms 0.1 instead of 1.)
+Both start as the average over DV: taps at the identity, r = 1 / DV. (The released code overwrites
+that with matrices of std 0.5 / sqrt(d), which leaves sublayers an input of rms 0.1 instead of 1.)
 
-Writing, and how its values scale (models.mup). With m = width / base_width, k has norm 1 and so entries of
-1 / sqrt(m). A write beta k (v - k^T X)^T moves every entry of the stream by the same amount at every width
-only if v grows like sqrt(m), which is then also the size of what k reads back: `Table.value`. The maps to
-beta and to v's inner number go from width to one number, so they are gates and their biases scalars, as in
-Gated DeltaNet. With an upstream gradient of 1 / m per entry, the gradient of beta is k^T dX (v - p), which is
-m (1 / m) (1 / sqrt(m)) sqrt(m) = 1 if everything is aligned and 1 / sqrt(m) if not; Gated DeltaNet's rows
-assume the latter. Taps of convolutions have one row per channel: vectors. The reading weights r [DV] collect
-the width: scalars. The direction is normalized, so its own size cancels: its maps are hidden matrices.
+Writing, and how its values scale (models.mup). With m = width / base_width, k has norm 1 and so
+entries of 1 / sqrt(m). A write beta k (v - k^T X)^T moves every entry of the stream by the same
+amount at every width only if v grows like sqrt(m), which is then also the size of what k reads
+back: `Table.value`. The maps to beta and to v's inner number go from width to one number, so they
+are gates and their biases scalars, as in Gated DeltaNet. With an upstream gradient of 1 / m per
+entry, the gradient of beta is k^T dX (v - p), which is m (1 / m) (1 / sqrt(m)) sqrt(m) = 1 if
+everything is aligned and 1 / sqrt(m) if not; Gated DeltaNet's rows assume the latter. Taps of
+convolutions have one row per channel: vectors. The reading weights r [DV] collect the width:
+scalars. The direction is normalized, so its own size cancels: its maps are hidden matrices.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ class Whole(nn.Module):
 
 
 class Repeat(nn.Module):
-    """Starts a stream [B, T, d * DV]: DV copies of x [B, T, d], then perhaps a convolution over time."""
+    """Starts a stream [B, T, d * DV]: DV copies of x [B, T, d],
+    then perhaps a convolution over time.
+    """
 
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__()
@@ -184,8 +189,8 @@ class Value(nn.Module):
 class DeepDelta(nn.Module):
     """Writes X' = X + beta k (v^T - k^T X): "Deep Delta Learning".
 
-    k is the sublayer's output, normalized. beta comes from the context, v from what was read of the stream
-    (ddl_v_input="state", the released code) or from the context ("context", the paper).
+    k is the sublayer's output, normalized. beta comes from the context, v from what was read of the
+    stream (ddl_v_input="state", the released code) or from the context ("context", the paper).
     """
 
     def __init__(self, config: DeltaConfig) -> None:
@@ -204,7 +209,9 @@ class DeepDelta(nn.Module):
     def operands(
         self, x: Tensor, read: Tensor, context: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns X [B, T, d, DV], k [B, T, d] before it is normalized, v [B, T, DV] and beta [B, T]."""
+        """Returns X [B, T, d, DV], k [B, T, d] before it is normalized,
+        v [B, T, DV] and beta [B, T].
+        """
         beta = self.gate(context)
         v = self.value(read if self.v_input == "state" else context)
         return x.unflatten(-1, (-1, self.DV)), y.to(x.dtype), v.to(x.dtype), beta
@@ -217,7 +224,9 @@ class DeepDelta(nn.Module):
 
 
 class WriteOnly(DeepDelta):
-    """Writes X' = X + beta k v^T, erasing nothing: the control experiment of "Deep Delta Learning"."""
+    """Writes X' = X + beta k v^T, erasing nothing:
+    the control experiment of "Deep Delta Learning".
+    """
 
     def write(self, X: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
         full = at_least_float32(k)
@@ -226,9 +235,11 @@ class WriteOnly(DeepDelta):
 
 
 class LatentUpdate(DeepDelta):
-    """Writes x' = x + beta k (v - k^T x), k and beta from the stream itself: Deep Delta Learning LM.
+    """Writes x' = x + beta k (v - k^T x), k and beta from the stream itself: Deep Delta Learning
+    LM.
 
-    k = W_2 SiLU(W_1 x) normalized, W_1 [d / 4, d]; beta = 2 sigmoid(W_b x + b_b); v = W_v y, one number.
+    k = W_2 SiLU(W_1 x) normalized, W_1 [d / 4, d]; beta = 2 sigmoid(W_b x + b_b); v = W_v y, one
+    number.
     """
 
     def __init__(self, config: DeltaConfig) -> None:
@@ -259,7 +270,9 @@ def make_expansion(config: DeltaConfig) -> nn.Module:
 
 
 def make_read(config: DeltaConfig) -> nn.Module:
-    """Returns a module that reads the stream: one for both sublayers of a block, one for the readout."""
+    """Returns a module that reads the stream: one for both sublayers of a block,
+    one for the readout.
+    """
     return Whole() if config.ddl_compressor == "none" else READS[config.ddl_compressor](config)
 
 

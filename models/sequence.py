@@ -1,4 +1,6 @@
-"""Describes which tokens of a batch belong together: padding, packing, and tokens of earlier calls."""
+"""Describes which tokens of a batch belong together: padding, packing,
+and tokens of earlier calls.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Padding:
-    """Moves padding, wherever it lies, to the left of a row's real tokens, where layers can ignore it.
+    """Moves padding, wherever it lies, to the left of a row's real tokens, where layers can ignore
+    it.
 
     order   [B, T] index of the token that stands at each place of that arrangement
     real    [B, T] bool in that arrangement, False at padding
@@ -22,14 +25,16 @@ class Padding:
 
     @classmethod
     def of(cls, attention_mask: Tensor | None, B: int, T: int, offset: int) -> Padding | None:
-        """Reads transformers' mask, [B, offset + T] or [B, T], 0 at padding; returns None without padding."""
+        """Reads transformers' mask, [B, offset + T] or [B, T], 0 at padding;
+        returns None without padding.
+        """
         if attention_mask is None:
             return None
         shape = tuple(attention_mask.shape)
         if shape not in ((B, offset + T), (B, T)):
             raise ValueError(
-                f"attention_mask is {shape}, expected {(B, offset + T)}: one entry for each of {offset} "
-                f"cached and {T} new tokens"
+                f"attention_mask is {shape}, expected {(B, offset + T)}: one entry for each of "
+                f"{offset} cached and {T} new tokens"
             )
         real = attention_mask[:, -T:].bool()
         if real.all():
@@ -47,12 +52,14 @@ class Padding:
 
 
 def sequence_bounds(position_ids: Tensor, real: Tensor | None = None) -> Tensor | None:
-    """Returns the bounds of packed sequences, int64 [N + 1] over rows put end to end; None if none is packed.
+    """Returns the bounds of packed sequences, int64 [N + 1] over rows put end to end; None if none
+    is packed.
 
-    position_ids is [B, T], or [3, B, T] for time, height and width, or [4, B, T] for text and these; real is
+    position_ids is [B, T], or [3, B, T] for time, height and width, or [4, B, T] for text and
+    these; real is
     [B, T] bool, False at padding. A sequence begins where a row begins, and where the place in the text is 0,
-    or all of three axes are. Padding before, between or after sequences is a sequence of its own. This is how
-    `DataCollatorWithFlattening` of transformers packs.
+    or all of three axes are. Padding before, between or after sequences is a sequence of its own.
+    This is how `DataCollatorWithFlattening` of transformers packs.
 
         >>> sequence_bounds(torch.tensor([[0, 1, 2, 0, 1]]))
         tensor([0, 3, 5])
@@ -83,29 +90,33 @@ def _begins(position_ids: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def places_in_sequences(bounds: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Returns each token's place in its own sequence, int64 [B, T], for bounds over rows put end to end.
+    """Returns each token's place in its own sequence, int64 [B, T], for bounds over rows put end to
+    end.
 
     Raises ValueError for bounds of another shape or dtype.
     """
     if bounds.dim() != 1 or bounds.dtype != torch.int64:
         raise ValueError(
-            f"cu_seqlens is {bounds.dtype} {tuple(bounds.shape)}, expected int64 [N + 1]: the bounds of N "
-            "sequences in rows put end to end, from 0 to the number of tokens"
+            f"cu_seqlens is {bounds.dtype} {tuple(bounds.shape)}, expected int64 [N + 1]: the "
+            "bounds of N sequences in rows put end to end, from 0 to the number of tokens"
         )
     tokens = torch.arange(shape[0] * shape[1], device=bounds.device)
     return (tokens - bounds[torch.searchsorted(bounds, tokens, right=True) - 1]).view(shape)
 
 
 def packed_bounds(options: dict[str, Any], attention_mask: Any, rows: int) -> Tensor | None:
-    """Takes cu_seq_lens_q, position_ids and seq_idx out of `options`; returns the bounds that they state.
+    """Takes cu_seq_lens_q, position_ids and seq_idx out of `options`; returns the bounds that they
+    state.
 
         seq_idx         [B, T] the number of a token's sequence in its row
-        attention_mask  [B, T] 0 at padding. Numbers above 1 are those of sequences, and pack like seq_idx.
-                        Masks of other shapes are for attention layers alone: they say nothing of sequences
+        attention_mask  [B, T] 0 at padding. Numbers above 1 are those of sequences, and pack like
+                        seq_idx. Masks of other shapes are for attention layers alone: they say
+                        nothing of sequences
         rows            B; position_ids of one row hold for all
         returns         int64 [N + 1] over rows put end to end, or None where no sequence is packed
 
-    While torch.compile traces, numbers in a mask cannot be looked at: the compiled model refuses them.
+    While torch.compile traces, numbers in a mask cannot be looked at: the compiled model refuses
+    them.
     """
     bounds, places, real = _told(options, attention_mask, rows)
     return bounds if places is None else sequence_bounds(places, real)
@@ -114,10 +125,11 @@ def packed_bounds(options: dict[str, Any], attention_mask: Any, rows: int) -> Te
 def packed_places(
     options: dict[str, Any], attention_mask: Any, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor] | None:
-    """Returns each token's place in its own sequence, [B, T], and whether any row has several, [] bool.
+    """Returns each token's place in its own sequence, [B, T], and whether any row has several, []
+    bool.
 
-    Arguments are those of `packed_bounds`. No shape depends on what tensors hold, and nothing is asked of
-    them, so that torch.compile needs no break; None where nothing tells of sequences.
+    Arguments are those of `packed_bounds`. No shape depends on what tensors hold, and nothing is
+    asked of them, so that torch.compile needs no break; None where nothing tells of sequences.
     """
     bounds, places, real = _told(options, attention_mask, shape[0])
     if bounds is not None:
@@ -132,7 +144,9 @@ def packed_places(
 def _told(
     options: dict[str, Any], attention_mask: Any, rows: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Takes out of `options` what tells of sequences: bounds; or places, and [B, T] what is no padding."""
+    """Takes out of `options` what tells of sequences: bounds; or places,
+    and [B, T] what is no padding.
+    """
     names = ("cu_seq_lens_q", "position_ids", "seq_idx")
     bounds, places, seq_idx = (options.pop(name, None) for name in names)
     if bounds is not None:
@@ -170,13 +184,15 @@ def _numbers_sequences(mask: Tensor) -> bool:
 class Sequences:
     """Says how every layer has to read the T tokens of each row.
 
-    position    [B or 1, T] index of each token in its own sequence, for RoPE and for packed convolutions
-    begins      [B, T, 1] bool, where a row's sequences begin, so that a layer forgets what was before; None:
-                a row is one sequence
+    position    [B or 1, T] index of each token in its own sequence, for RoPE and for packed
+                convolutions
+    begins      [B, T, 1] bool, where a row's sequences begin, so that a layer forgets what was
+                before; None: a row is one sequence
     real        [B, T, 1] bool, False at padding, which lies left; None: there is no padding
-    attendable  [B or 1, 1, T, offset + T] bool, True where an attention layer's query may look; None: at
-                every token up to its own, or there is no attention layer
-    noise       [B, T] int32, a random number per token, which dropout turns into masks; None: it has none
+    attendable  [B or 1, 1, T, offset + T] bool, True where an attention layer's query may look;
+                None: at every token up to its own, or there is no attention layer
+    noise       [B, T] int32, a random number per token, which dropout turns into masks; None: it
+                has none
     """
 
     position: Tensor
@@ -192,11 +208,12 @@ class Sequences:
 
     @classmethod
     def documents(cls, position_ids: Tensor, *, attention: bool) -> Sequences:
-        """Describes rows of several sequences each, by the place of every token in its own: int [B, T].
+        """Describes rows of several sequences each, by the place of every token in its own: int [B,
+        T].
 
-        Shapes do not depend on where sequences begin, so that compiled graphs stay, and rows stay rows, so
-        that they can be divided among micro-batches and processes. A place above 0 at the start of a row
-        belongs to a sequence that another process begins.
+        Shapes do not depend on where sequences begin, so that compiled graphs stay, and rows stay
+        rows, so that they can be divided among micro-batches and processes. A place above 0 at the
+        start of a row belongs to a sequence that another process begins.
         """
         position, T = position_ids.long(), position_ids.shape[1]
         begins = (position == 0)[..., None]
@@ -237,7 +254,9 @@ class Sequences:
         return cls((real.cumsum(1)[:, offset:] - 1).clamp(min=0), now, allowed)
 
     def conv_input(self, x: Tensor, before: Tensor) -> Tensor:
-        """Returns [B, W - 1 + T, C]: the W - 1 inputs before, next to the first real one of x, and x."""
+        """Returns [B, W - 1 + T, C]: the W - 1 inputs before,
+        next to the first real one of x, and x.
+        """
         joined = torch.cat([before, x], dim=1)
         if self.real is None:
             return joined

@@ -1,4 +1,5 @@
-"""The settings of a model, declared once: `DeltaConfig` and the command line's `model.*` are made of them.
+"""The settings of a model, declared once: `DeltaConfig` and the command line's `model.*` are made
+of them.
 
 Importing this loads neither torch nor transformers, so that a mistyped key is reported at once.
 
@@ -33,7 +34,9 @@ class Section(BaseModel):
 
 
 class ModelSettings(Section):
-    """The language model: a delta rule (arXiv:2412.06464) or attention over time, a residual over depth."""
+    """The language model: a delta rule (arXiv:2412.06464) or attention over time,
+    a residual over depth.
+    """
 
     width: Count = 256
     """width of the residual stream, d"""
@@ -146,7 +149,9 @@ class ModelSettings(Section):
 
 
 class CompleteSettings(ModelSettings):
-    """All arguments of `DeltaConfig`: also those that a run takes from its data or from elsewhere."""
+    """All arguments of `DeltaConfig`: also those that a run takes
+    from its data or from elsewhere.
+    """
 
     vocab_size: Count = 50304
     """number of rows of the embedding"""
@@ -164,7 +169,8 @@ class CompleteSettings(ModelSettings):
     """token that fills rows up"""
 
 
-# Settings that have another name in `DeltaConfig` and its config.json: the one that transformers knows.
+# Settings that have another name in `DeltaConfig` and its config.json: the one that transformers
+# knows.
 CONFIG_NAMES: Mapping[str, str] = {
     name: {
         "width": "hidden_size",
@@ -177,7 +183,8 @@ CONFIG_NAMES: Mapping[str, str] = {
 
 
 def complete(settings: Mapping[str, Any]) -> CompleteSettings:
-    """Checks some of the settings of a model, by our names, and fills in the defaults of the others.
+    """Checks some of the settings of a model, by our names, and fills in the defaults of the
+    others.
 
     Raises ValueError for a wrong value; the message has the names that `DeltaConfig` gives them.
     """

@@ -1,4 +1,5 @@
-"""Computes one chunk of the gated delta rule on chip: what forward computes and backward computes again.
+"""Computes one chunk of the gated delta rule on chip: what forward computes and backward computes
+again.
 
 Per value head, for C tokens that meet the state S [K, V]. Q, K [C, K] and V [C, V] have one row per
 token, and b [C] is the running sum of g inside the chunk:
@@ -10,39 +11,44 @@ token, and b [C] is the running sum of g inside the chunk:
     R  = diag(beta) (V - diag(gamma) K S)        U = T R                         [C, V]
     O  = scale diag(gamma) Q S + P U             S' = gamma_C S + K^T diag(lambda) U
 
-Source: arXiv:2412.06464 (chunkwise form). U is large where keys repeat, while its sums over tokens are small.
-So R is summed instead, by matrices that are sums already, P T and W = T^T diag(lambda) K [C, K]:
+Source: arXiv:2412.06464 (chunkwise form). U is large where keys repeat, while its sums over tokens
+are small. So R is summed instead, by matrices that are sums already, P T and W = T^T diag(lambda) K
+[C, K]:
 
     O  = scale diag(gamma) Q S + (P T) R         S' = gamma_C S + W^T R
 
-Q and K are multiplied as they are loaded, and what scales them comes after. With r_q and r_k the reciprocal
-norms of their rows (1 where they are not normalized), keys of any norm follow the rule with other strengths
-and values, and o is a multiple:
+Q and K are multiplied as they are loaded, and what scales them comes after. With r_q and r_k the
+reciprocal norms of their rows (1 where they are not normalized), keys of any norm follow the rule
+with other strengths and values, and o is a multiple:
 
     beta -> beta r_k^2        v -> v / r_k        o -> scale r_q o
 
-So in all that follows K and Q are raw, scale is 1, and beta and V are these. What this buys: inputs of
-bfloat16 are multiplied in bfloat16, four times as fast as in float32, and Q K^T and K K^T are still exact to
-float32. To round q / |q| first is an error of 2^-9 |q| |k| in q^T k, far too much where they are nearly
-orthogonal and o is nothing else. Of bfloat16 inputs these products stay float32: sums of g, the inverse, W,
-and W^T R. Operands of the others are rounded, their sums are not.
+So in all that follows K and Q are raw, scale is 1, and beta and V are these. What this buys: inputs
+of bfloat16 are multiplied in bfloat16, four times as fast as in float32, and Q K^T and K K^T are
+still exact to float32. To round q / |q| first is an error of 2^-9 |q| |k| in q^T k, far too much
+where they are nearly orthogonal and o is nothing else. Of bfloat16 inputs these products stay
+float32: sums of g, the inverse, W, and W^T R. Operands of the others are rounded, their sums are
+not.
 
-With all keys equal and beta = 1 this takes the error of S from 1.1 of what parity allows to 0.7. It costs as
-many products, and leaves two of them in a row from state to state instead of three.
+With all keys equal and beta = 1 this takes the error of S from 1.1 of what parity allows to 0.7. It
+costs as many products, and leaves two of them in a row from state to state instead of three.
 
-Sums of g are products of g with triangles of ones: sum_{j<l<=i} g_l is one product for all i, j of the
-chunk. No difference of two running sums is taken, so where a decay of -20 stands beside one of -0.01 the
-small one keeps its digits, and no exponent is above 0. A sum of a hundred float32 terms is off by 3e-6 near
+Sums of g are products of g with triangles of ones: sum_{j<l<=i} g_l is one product for all i, j of
+the chunk. No difference of two running sums is taken, so where a decay of -20 stands beside one of
+-0.01 the small one keeps its digits, and no exponent is above 0. A sum of a hundred float32 terms
+is off by 3e-6 near
 -30, and so is its exponential: more than parity allows where a state is all that counts. So g comes in two
-parts (`plan.split_decays`). Sums of multiples of 2^-8 are exact, and sums of the rest are small. D adds both
-up at the end; gamma, lambda and gamma_C, which multiply states, are products of two exponentials.
+parts (`plan.split_decays`). Sums of multiples of 2^-8 are exact, and sums of the rest are small. D
+adds both up at the end; gamma, lambda and gamma_C, which multiply states, are products of two
+exponentials.
 
-Matrices over pairs of tokens are kept transposed, `D_t` for D^T, because a product takes its first factor
-transposed. `lanes` is the number of the bundle's value heads, `parts` cuts K into [(start, stop)], and the
-state is one tile [stop - start, lanes, V] per part. A `Chunk` has the tiles of a chunk, all in SBUF.
+Matrices over pairs of tokens are kept transposed, `D_t` for D^T, because a product takes its first
+factor transposed. `lanes` is the number of the bundle's value heads, `parts` cuts K into [(start,
+stop)], and the state is one tile [stop - start, lanes, V] per part. A `Chunk` has the tiles of a
+chunk, all in SBUF.
 
-qk, k_t, forward's P_t and all that is said to be rounded are of dtype `products`, the rest is float32.
-`tiles.choose_factors` keeps R, U and their products from underflow where norms are huge.
+qk, k_t, forward's P_t and all that is said to be rounded are of dtype `products`, the rest is
+float32. `tiles.choose_factors` keeps R, U and their products from underflow where norms are huge.
 """
 
 from delta_trn.nki_kernels.chunk_tiles import Chunk
@@ -80,7 +86,9 @@ def store_lanes(dst, src_sb, bundle, start, tokens):
 
 
 def sum_decays(g_sb, K, table):
-    """Returns the factors of gamma and lambda [rows, 2, lanes, 2], and of carry [min(K, 128), lanes, 2]."""
+    """Returns the factors of gamma and lambda [rows, 2, lanes, 2],
+    and of carry [min(K, 128), lanes, 2].
+    """
     rows, lanes, _ = g_sb.shape
     g_flat = g_sb.reshape((rows, lanes * 2))
     sums_ps = psum((rows, 2, lanes * 2))
@@ -127,9 +135,13 @@ def compute_gates(chunk, bundle, scale):
         )
         multiply(value_scale_sb.reshape(per_head), chunk.beta.reshape(per_head), own[1])
         nisa.scalar_tensor_tensor(
-            dst=minus_strength_sb.reshape(per_head), data=value_scale_sb.reshape(per_head), op0=nl.multiply,
-            operand0=-1.0, op1=nl.multiply, operand1=own[1],
-        )  # fmt: skip
+            dst=minus_strength_sb.reshape(per_head),
+            data=value_scale_sb.reshape(per_head),
+            op0=nl.multiply,
+            operand0=-1.0,
+            op1=nl.multiply,
+            operand1=own[1],
+        )
     chunk.minus_strength_gamma = sbuf((rows, lanes))
     multiply(chunk.minus_strength_gamma, chunk.gamma, minus_strength_sb)
     multiply(chunk.carry, chunk.carry_factors[:, :, 0], chunk.carry_factors[:, :, 1])
@@ -185,7 +197,9 @@ def invert_key_squares(squares_sb, table):
 
 
 def transpose_side(qk_sb, side, parts, table):
-    """Transposes q (side 0) or k (side 1) of [rows, 2, key heads, K]: a tile [f, heads, rows] per part."""
+    """Transposes q (side 0) or k (side 1) of [rows, 2, key heads, K]:
+    a tile [f, heads, rows] per part.
+    """
     rows, _, heads, _ = qk_sb.shape
     tiles = []
     for span in parts:
@@ -207,7 +221,9 @@ def find_key_head(bundle, lane):
 
 
 def scale_heads(qk_sb, side, columns_sb, bundle, dtype):
-    """Scales each lane's q (side 0) or k (side 1) by rows: [rows, lanes, K], row i times columns[i, lane]."""
+    """Scales each lane's q (side 0) or k (side 1) by rows: [rows, lanes, K],
+    row i times columns[i, lane].
+    """
     lanes = bundle["lanes"]
     out_sb = sbuf((qk_sb.shape[0], lanes, qk_sb.shape[3]), dtype)
     for lane in range(lanes):
@@ -225,7 +241,9 @@ def scale_lanes(x_sb, columns_sb, dtype=nl.float32):
 
 
 def spread_decays(g_sb, table):
-    """Builds what D's sums add: each part of g_l at row l and every column i >= l, two such tiles."""
+    """Builds what D's sums add: each part of g_l at row l and every column i >= l,
+    two such tiles.
+    """
     rows, lanes, _ = g_sb.shape
     tiles = []
     for part in range(2):
@@ -252,7 +270,9 @@ def build_diagonals(columns_sb, table):
 
 
 def compute_decays(spread, table):
-    """Computes D^T from what `spread_decays` returns: exp of sum_{j<l<=i} g_l at row j, column i >= j."""
+    """Computes D^T from what `spread_decays` returns: exp of sum_{j<l<=i} g_l at row j,
+    column i >= j.
+    """
     rows, lanes, _ = spread[0].shape
     sums_ps = psum((rows, lanes * rows))
     for part in range(2):
@@ -266,8 +286,8 @@ def compute_decays(spread, table):
 def weight_decays(D_t_sb, diagonals_sb, table):
     """Computes D^T diag(columns) from what `build_diagonals` returns, [rows, lanes, rows].
 
-    An instruction cannot scale along the free axis. So the columns are copied to all partitions first, by a
-    product of ones with diag(columns).
+    An instruction cannot scale along the free axis. So the columns are copied to all partitions
+    first, by a product of ones with diag(columns).
     """
     rows, lanes, _ = D_t_sb.shape
     out_sb = sbuf((rows, lanes, rows))
@@ -280,15 +300,19 @@ def weight_decays(D_t_sb, diagonals_sb, table):
 
 
 def multiply_parts(dst_ps, stationary, moving, a, b):
-    """Adds stationary^T moving, summed over parts, to dst: lane or key head a of the one, b of the other."""
+    """Adds stationary^T moving, summed over parts, to dst:
+    lane or key head a of the one, b of the other.
+    """
     for part in range(len(moving)):
         add_product(dst_ps, stationary[part][:, a, :], moving[part][:, b, :])
 
 
 def multiply_pairs(stationary, moving, bundle):
-    """Computes products of all pairs of tokens, PSUM [rows, lanes, rows]: stationary^T moving of each lane.
+    """Computes products of all pairs of tokens, PSUM [rows, lanes, rows]: stationary^T moving of
+    each lane.
 
-    stationary and moving are lists over the parts of what is summed, tiles [f, lanes or key heads, rows].
+    stationary and moving are lists over the parts of what is summed, tiles [f, lanes or key heads,
+    rows].
     """
     rows, lanes = moving[0].shape[2], bundle["lanes"]
     out_ps = psum((rows, lanes, rows))
@@ -300,7 +324,8 @@ def multiply_pairs(stationary, moving, bundle):
 
 
 def multiply_lanes(stationary, moving, factors, dtype=nl.float32):
-    """Computes stationary^T moving of each lane, with a PSUM tile per lane; tiles [rows, lanes, free].
+    """Computes stationary^T moving of each lane, with a PSUM tile per lane; tiles [rows, lanes,
+    free].
 
     factors is a list of what the rows of the result are multiplied by per lane, or (): of nothing.
     """
@@ -363,9 +388,11 @@ def compute_residual(chunk, S, bundle):
 
 
 def decay_and_add(S, carry_sb, factors, parts):
-    """Computes gamma_C S + sum of X^T Y over the pairs (X [rows, lanes, K], Y [rows, lanes, V]) of factors.
+    """Computes gamma_C S + sum of X^T Y over the pairs (X [rows, lanes, K], Y [rows, lanes, V]) of
+    factors.
 
-    The result is new tiles. With (W, R) it is the next state, and backward uses it for the state's gradient.
+    The result is new tiles. With (W, R) it is the next state, and backward uses it for the state's
+    gradient.
     """
     lanes, V = S[0].shape[1], S[0].shape[2]
     tiles = []
@@ -388,7 +415,9 @@ def decay_and_add(S, carry_sb, factors, parts):
 
 
 def load_chunk(inputs, bundle, start, tokens, table):
-    """Loads q, k, v, g and beta of a chunk, inputs of `gated_delta_rule_fwd` in HBM; returns a `Chunk`."""
+    """Loads q, k, v, g and beta of a chunk, inputs of `gated_delta_rule_fwd` in HBM;
+    returns a `Chunk`.
+    """
     q, k, v, g, beta = inputs
     rows = table["rows"]
     chunk = Chunk(start=start, tokens=tokens, table=table)
@@ -407,7 +436,9 @@ def transpose_keys(chunk, parts, table):
 
 
 def multiply_keys(chunk, bundle, blocks, table):
-    """Adds to a chunk what is left that does not depend on the state: products of keys, and blocks of L."""
+    """Adds to a chunk what is left that does not depend on the state:
+    products of keys, and blocks of L.
+    """
     chunk.weighted_D_t = weight_decays(chunk.D_t, chunk.diagonals, table)
     chunk.minus_L_t = multiply_elements(
         multiply_pairs(chunk.k_t, chunk.k_t, bundle), chunk.weighted_D_t

@@ -1,7 +1,7 @@
 """Computes the gradients of one chunk of the gated delta rule on chip.
 
-Letters and tiles are those of `nki_kernels.chunk`. dS' is the gradient of the state that the chunk leaves,
-and dX that of any other X.
+Letters and tiles are those of `nki_kernels.chunk`. dS' is the gradient of the state that the chunk
+leaves, and dX that of any other X.
 
     dR  = (P T)^T dO + W dS'                     dV   = diag(beta) dR                          [C, V]
     E   = scale lower(dO U^T . D)                Z    = -strict_lower(dR U^T . D)              [C, C]
@@ -10,30 +10,32 @@ and dX that of any other X.
     dS  = gamma_C dS' + scale Q^T diag(gamma) dO - K^T diag(gamma beta) dR                     [K, V]
     dbeta_i = <dR_i, U_i> / beta_i
 
-Keys and queries are raw here, too: beta, V, scale and dO stand for beta r_k^2, V / r_k, 1 and scale r_q dO.
-The raw gradients of q and k lack what goes through the norms. A row x of either, with reciprocal norm r, gets
-dx - x r^2 <x, dx>, because lengthening x changes nothing.
+Keys and queries are raw here, too: beta, V, scale and dO stand for beta r_k^2, V / r_k, 1 and scale
+r_q dO. The raw gradients of q and k lack what goes through the norms. A row x of either, with
+reciprocal norm r, gets dx - x r^2 <x, dx>, because lengthening x changes nothing.
 
-U_i is beta_i times what v_i is off by when it is written, and so is every rounding of it: dbeta has no error
-that a small beta would magnify. Where beta is less than LEAST_STRENGTH, L, R and U are of LEAST_STRENGTH, and
-`share` takes the excess out of everything but dbeta. The usual form,
-<dR_i, v_i> + <k_i, (Z K - diag(gamma) dR S^T)_i>, is a difference of large sums where keys are alike: in
-bfloat16 it had 1.34 times the error that parity allows (case alike).
+U_i is beta_i times what v_i is off by when it is written, and so is every rounding of it: dbeta has
+no error that a small beta would magnify. Where beta is less than LEAST_STRENGTH, L, R and U are of
+LEAST_STRENGTH, and `share` takes the excess out of everything but dbeta. The usual form,
+<dR_i, v_i> + <k_i, (Z K - diag(gamma) dR S^T)_i>, is a difference of large sums where keys are
+alike: in bfloat16 it had 1.34 times the error that parity allows (case alike).
 
-E and Z are the gradients of Q K^T and of diag(beta) K K^T. The inverse is not differentiated: with dU the
-gradient of U, T^T dU (T R)^T = dR U^T is its whole effect.
+E and Z are the gradients of Q K^T and of diag(beta) K K^T. The inverse is not differentiated: with
+dU the gradient of U, T^T dU (T R)^T = dR U^T is its whole effect.
 
-The gradient of g_t is a sum over what crosses t, and nothing that does not is added or taken away again:
+The gradient of g_t is a sum over what crosses t, and nothing that does not is added or taken away
+again:
 
     dg_t = sum_{j < t <= i} F_ij + sum_{i >= t} r_i + sum_{i < t} w_i + gamma_C <dS', S>
     F   = dO U^T . P - dR U^T . L                                    pairs: i reads what j wrote [C, C]
     r_i = <q_i, scale gamma_i (dO S^T)_i> - beta_i <k_i, gamma_i (dR S^T)_i>      i reads the state
     w_i = lambda_i <(K dS')_i, U_i>                                               i writes to the next
 
-The usual form, rows of F minus its columns summed from t on, is the same number as a difference of sums that
-do not fade with C: in float32 it had 1.5 times the error that parity allows (case collide, C = 128). Every
-sum over tokens is a product with a triangle of ones. And w is not <k_i, (U dS'^T)_i>, a product that is made
-for dK anyway: where a later token erases what was written, K dS' is 0 before anything is summed.
+The usual form, rows of F minus its columns summed from t on, is the same number as a difference of
+sums that do not fade with C: in float32 it had 1.5 times the error that parity allows (case
+collide, C = 128). Every sum over tokens is a product with a triangle of ones. And w is not <k_i, (U
+dS'^T)_i>, a product that is made for dK anyway: where a later token erases what was written, K dS'
+is 0 before anything is summed.
 """
 
 from delta_trn.nki_kernels.chunk import (
@@ -67,13 +69,16 @@ from delta_trn.nki_kernels.tiles import (
     transpose,
 )
 
-# Of a token in backward; a power of two, so that dividing by it rounds nothing. Small enough that what such a
-# token adds to another's U is less than its rounding; large enough that v = 1e-30 does not underflow.
+# Of a token in backward; a power of two, so that dividing by it rounds nothing. Small enough that
+# what such a token adds to another's U is less than its rounding; large enough that v = 1e-30 does
+# not underflow.
 LEAST_STRENGTH = 2.0**-26
 
 
 def divide_norms(norms):
-    """Divides the reciprocal norms of q and k by f, in place; returns (f [rows, 2 key heads],), or ()."""
+    """Divides the reciprocal norms of q and k by f, in place;
+    returns (f [rows, 2 key heads],), or ().
+    """
     if len(norms) == 0:
         return ()
     rows, sides, heads = norms[0].shape
@@ -141,10 +146,11 @@ def transpose_writes(T_sb, chunk, parts, dtype):
 
 
 def compute_writes(chunk, constants):
-    """Adds U = T R to the chunk: rounded, and for dbeta `U_exact`: T R - R of rounded factors, and R itself.
+    """Adds U = T R to the chunk: rounded, and for dbeta `U_exact`: T R - R of rounded factors, and
+    R itself.
 
-    T's diagonal is 1. So where a token meets no other, the error of U_exact is no rounding of R. It leaves
-    PSUM divided by beta.
+    T's diagonal is 1. So where a token meets no other, the error of U_exact is no rounding of R. It
+    leaves PSUM divided by beta.
     """
     products, R_sb, T_t_sb = constants["products"], chunk.R, chunk.T_t_rounded
     rows, lanes, V = R_sb.shape
@@ -167,11 +173,11 @@ def compute_residual_gradient(chunk, dS, bundle):
 
         dR = (P T)^T dO + W dS'                  dU = P^T dO + diag(lambda) K dS',  dR = T^T dU
 
-    Where keys are equal, so are the rows of K dS', here and in w, and their roundings cancel in dg. Those of
-    W's rows did not: an element of dg had 6 times the allowed error (case erased). Rows of P T are alike,
-    too, and dS adds their roundings up over the chunk: the gradient of an initial state had 1.7 times the
-    allowed error. In bfloat16 it was T's rounding that did it, so P T is a product of float32 operands; dR in
-    two steps would round dU and T.
+    Where keys are equal, so are the rows of K dS', here and in w, and their roundings cancel in dg.
+    Those of W's rows did not: an element of dg had 6 times the allowed error (case erased). Rows of
+    P T are alike, too, and dS adds their roundings up over the chunk: the gradient of an initial
+    state had 1.7 times the allowed error. In bfloat16 it was T's rounding that did it, so P T is a
+    product of float32 operands; dR in two steps would round dU and T.
     """
     do_sb = chunk.do
     rows, lanes, V = do_sb.shape
@@ -194,13 +200,17 @@ def compute_residual_gradient(chunk, dS, bundle):
 
 
 def multiply_pair_gradients(chunk, bundle):
-    """Adds U dO^T and U dR^T to the chunk, in SBUF: each is read twice, and the Scalar engine has time."""
+    """Adds U dO^T and U dR^T to the chunk, in SBUF: each is read twice,
+    and the Scalar engine has time.
+    """
     chunk.UdO = copy_tile(multiply_pairs(chunk.U_t, chunk.do_t, bundle))
     chunk.UdR = copy_tile(multiply_pairs(chunk.U_t, chunk.dR_t, bundle))
 
 
 def compute_pair_gradients(chunk, table):
-    """Adds the gradients over pairs of tokens to the chunk: E, diag(beta) Z, and F^T's terms, transposed."""
+    """Adds the gradients over pairs of tokens to the chunk: E, diag(beta)
+    Z, and F^T's terms, transposed.
+    """
     products, UdO_sb, UdR_sb = table["products"], chunk.UdO, chunk.UdR
     chunk.E_t, chunk.weighted_Z_t = sbuf(UdO_sb.shape, products), sbuf(UdO_sb.shape, products)
     chunk.reads_t, chunk.erasures_t = sbuf(UdO_sb.shape), sbuf(UdO_sb.shape)
@@ -226,7 +236,9 @@ def transpose_pair_gradients(chunk, table):
 
 
 def allocate_key_gradients(rows, heads, K):
-    """Allocates dq and dk in PSUM: tiles [rows, 2, key heads, K] of as many heads as a bank holds."""
+    """Allocates dq and dk in PSUM: tiles [rows, 2, key heads, K] of
+    as many heads as a bank holds.
+    """
     tiles = []
     for span in split(heads, max(1, BANK // (2 * K))):
         start, stop = span
@@ -241,7 +253,8 @@ def view_key_gradient(chunk, side, h):
 
 
 def read_states(chunk, bundle, table):
-    """Adds, rounded, what states do to the gradients of the bundle's raw q and k, and dot products for dg.
+    """Adds, rounded, what states do to the gradients of the bundle's raw q and k, and dot products
+    for dg.
 
     read        per lane gamma dO S^T and -diag(beta) gamma dR S^T [rows, 2, K]
     written     per lane diag(lambda) U dS'^T [rows, K]
@@ -299,7 +312,8 @@ def add_tile(dst_ps, x_sb, table):
 def sum_along(chunk, bundle):
     """Adds what `differentiate_norm` takes to the chunk: along [rows, 2, key heads], -r^2 <x, dx>.
 
-    <q, dq> is <q, gamma dO S^T> and a row of the sums of dO U^T . P, which `sum_crossing_pairs` leaves.
+    <q, dq> is <q, gamma dO S^T> and a row of the sums of dO U^T . P, which `sum_crossing_pairs`
+    leaves.
     """
     qk_sb, inverse_norms_sb = chunk.qk, chunk.inverse_norms[0]
     rows, _, heads, K = qk_sb.shape
@@ -326,7 +340,9 @@ def sum_along(chunk, bundle):
 
 
 def differentiate_norm(chunk, table):
-    """Adds what the norms' gradients are to those of q and k: dx - x r^2 <x, dx>, r the reciprocal norm."""
+    """Adds what the norms' gradients are to those of q and k: dx - x r^2 <x,
+    dx>, r the reciprocal norm.
+    """
     qk_sb, along_sb = chunk.qk, chunk.along
     rows, _, heads, K = qk_sb.shape
     for side in range(2):
@@ -344,7 +360,8 @@ def multiply_terms(chunk, bundle, parts, table):
     U_KdS           U . K dS', a list of tiles [rows, V] per lane
     dS_S            dS' . S, a list per part of K, [f, lanes, V]
 
-    What is in SBUF is GpSimd's to multiply, as it takes half the time that the Vector engine takes for it.
+    What is in SBUF is GpSimd's to multiply, as it takes half the time that the Vector engine takes
+    for it.
     """
     rows, lanes, V = table["rows"], bundle["lanes"], chunk.do.shape[2]
     dots_sb, reads_sb = chunk.dots, sbuf((rows, lanes))
@@ -363,7 +380,8 @@ def multiply_terms(chunk, bundle, parts, table):
 
 
 def compute_sums(chunk):
-    """Adds the sums of rows of what `multiply_terms` made, on the Scalar engine, which waits for all of it.
+    """Adds the sums of rows of what `multiply_terms` made, on the Scalar engine, which waits for
+    all of it.
 
     dbeta       [rows, lanes]
     writes      w [rows, lanes]
@@ -390,7 +408,9 @@ def scale_sums(chunk):
 
 
 def sum_columns(tile_sb, table):
-    """Sums x [rows, lanes, rows] over its partitions: [rows, lanes] in PSUM, a row per column of x."""
+    """Sums x [rows, lanes, rows] over its partitions: [rows, lanes] in PSUM,
+    a row per column of x.
+    """
     rows, lanes, _ = tile_sb.shape
     out_ps = psum((rows, lanes))
     for lane in range(lanes):

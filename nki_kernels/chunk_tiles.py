@@ -1,7 +1,8 @@
 """Names the tiles of a chunk: a record that the stages of the gated delta rule's kernels fill in.
 
-Every release of NKI from 0.2.0 on takes an `NKIObject` whose fields helpers set; AWS's own kernels hold their
-buffers so. The letters are those of `nki_kernels.chunk` and, backward, of `nki_kernels.chunk_gradients`.
+Every release of NKI from 0.2.0 on takes an `NKIObject` whose fields helpers set; AWS's own kernels
+hold their buffers so. The letters are those of `nki_kernels.chunk` and, backward, of
+`nki_kernels.chunk_gradients`.
 """
 
 from typing import Any

@@ -1,17 +1,18 @@
-"""Computes the cross-entropy of a linear readout and its gradients; the logits never leave the chip.
+"""Computes the cross-entropy of a linear readout and its gradients; the logits never leave the
+chip.
 
     z = x W^T     l = logsumexp(z) of each row     p = exp(z - l)     loss = l - z[goal]
 
     dz = p - onehot(goal), 0 in rows that do not count     dx = dz W     dW = dz^T x
 
-Layout: x [N, d], also as x_t [d, N]; W [V, d], also as w_t [d, V]; goal [N, 1] float32, negative in rows that
-do not count; l [N, 1]. The caller has z[goal], and adds the losses.
+Layout: x [N, d], also as x_t [d, N]; W [V, d], also as w_t [d, V]; goal [N, 1] float32, negative in
+rows that do not count; l [N, 1]. The caller has z[goal], and adds the losses.
 
-Up to 1,024 tokens are on chip at once. A block of 512 words (256 where d > 512) is loaded once for these in
-each of two passes: the first finds l, from the largest logit and the sum of each block; the second computes
-the logits again, which costs less than moving them. dW of a block adds up in PSUM over 1,024 tokens, and then
-in HBM over all; dx adds up in SBUF. dz is rounded to the dtype of x, which is that of the operation's
-products.
+Up to 1,024 tokens are on chip at once. A block of 512 words (256 where d > 512) is loaded once for
+these in each of two passes: the first finds l, from the largest logit and the sum of each block;
+the second computes the logits again, which costs less than moving them. dW of a block adds up in
+PSUM over 1,024 tokens, and then in HBM over all; dx adds up in SBUF. dz is rounded to the dtype of
+x, which is that of the operation's products.
 """
 
 from delta_trn.nki_kernels.language import nisa, nki, nl
@@ -52,8 +53,8 @@ def cross_entropy_bwd(x_t, x, w_t, w, goal):
     """Computes (l, dx, dW): l [N, 1] and dW float32, dx in the dtype of x.
 
     Notes:
-        The products of a tile's logits are issued before those that use the gradient of the tile before it,
-        so that the Tensor engine does not wait for exp and the one-hot.
+        The products of a tile's logits are issued before those that use the gradient of the tile
+        before it, so that the Tensor engine does not wait for exp and the one-hot.
 
     Pseudocode:
         for 1,024 tokens:
@@ -128,7 +129,9 @@ def check(x_t):
 
 
 def cut_words(V, d):
-    """Cuts the vocabulary into blocks whose dW fills at most four banks of PSUM: [(start, stop)]."""
+    """Cuts the vocabulary into blocks whose dW fills at most four banks of PSUM:
+    [(start, stop)].
+    """
     return split(V, BANK if d <= BANK else BANK // 2)
 
 
@@ -279,7 +282,9 @@ def add_dx(dx_sb, dz_t_sb, w_sb, columns, first):
 
 
 def store_dweight(dw, dw_ps, start, words, columns, first):
-    """Stores dW of a block, or adds it to what earlier tokens left there unless they are the first."""
+    """Stores dW of a block, or adds it
+    to what earlier tokens left there unless they are the first.
+    """
     parts = split(words, PARTITIONS)
     for j in range(len(parts)):
         low, high = parts[j]
@@ -302,7 +307,9 @@ def store_dweight(dw, dw_ps, start, words, columns, first):
 
 
 def example(N=1024, d=512, V=2048, dtype="bfloat16", backward=1):
-    """Returns (kernel, arguments) for the simulator's report; backward=0 for the logsumexp alone."""
+    """Returns (kernel, arguments) for the simulator's report;
+    backward=0 for the logsumexp alone.
+    """
     x, w = normals(dtype, (N, d), (V, d))
     x_t, w_t = x.T.copy(), w.T.copy()
     if not backward:

@@ -1,7 +1,8 @@
-"""Computes Deep Delta Learning's residual update, one rank-1 correction per token; forward and backward.
+"""Computes Deep Delta Learning's residual update, one rank-1 correction per token; forward and
+backward.
 
-For one token, X [D, DV], k [D], v [DV], scalar beta; y = r k with r = (k.k + k_eps^2)^-1/2, or r = 1 where
-the operation does not normalize:
+For one token, X [D, DV], k [D], v [DV], scalar beta; y = r k with r = (k.k + k_eps^2)^-1/2, or r =
+1 where the operation does not normalize:
 
     p  = X^T y                    [DV]      what the stream holds along y
     X' = X + beta y (v - p)^T     [D, DV]
@@ -12,14 +13,15 @@ Backward, from dX', with s = dX'^T y and e = v - p [DV]:
     a  = dX' e - X s          [D]
     dk = r beta a - k r^2 beta (dbeta - p . s)          (without normalization: dk = beta a)
 
-for dy = beta a, dk = r (dy - y (y . dy)) and y . dy = beta (s . e - p . s). Source: "Deep Delta Learning",
-the delta operator with a value row; the gradients are derived here. Sums are float32.
+for dy = beta a, dk = r (dy - y (y . dy)) and y . dy = beta (s . e - p . s). Source: "Deep Delta
+Learning", the delta operator with a value row; the gradients are derived here. Sums are float32.
 
-Layout: x [M, D, DV]; k [M, D]; v [M, DV]; beta [M]; M tokens, 128 at a time, one per partition. Every product
-is then between numbers of one partition. The Vector engine needs 4 D DV cycles forward (2 for X k, 2 for X +
-k w), while the Scalar engine sums over D, and 6 D DV backward. There `a` would take 4 more; the Tensor engine
-is idle, so it sums dX'_j diag(e_j) - X_j diag(s_j) over the columns j, in float32 like everything else. X
-stays on chip between the two passes over D where D DV fits; where not, it is read twice.
+Layout: x [M, D, DV]; k [M, D]; v [M, DV]; beta [M]; M tokens, 128 at a time, one per partition.
+Every product is then between numbers of one partition. The Vector engine needs 4 D DV cycles
+forward (2 for X k, 2 for X + k w), while the Scalar engine sums over D, and 6 D DV backward. There
+`a` would take 4 more; the Tensor engine is idle, so it sums dX'_j diag(e_j) - X_j diag(s_j) over
+the columns j, in float32 like everything else. X stays on chip between the two passes over D where
+D DV fits; where not, it is read twice.
 """
 
 from delta_trn.nki_kernels.language import nisa, nki, nl
@@ -203,9 +205,12 @@ def choose_block(D, DV, most):
 
 
 def add_projection(p_sb, x_sb, k_sb, d0):
-    """Adds X^T k over one block of D, which begins at d0, to p [P, DV]; the first block (d0 = 0) sets p."""
+    """Adds X^T k over one block of D, which begins at d0, to p [P, DV];
+    the first block (d0 = 0) sets p.
+    """
     count, size, DV = x_sb.shape
-    # k [count, D], its block from d0 on, seen as [count, size, DV]: the same for each column, a stride of 0
+    # k [count, D], its block from d0 on, seen as [count, size, DV]: the same for each column, a
+    # stride of 0
     repeated = k_sb.ap(pattern=[[k_sb.shape[1], count], [1, size], [0, DV]], offset=d0)
     product_sb = multiply_elements(x_sb, repeated)
     part_sb = p_sb if d0 == 0 else sbuf((count, DV))
@@ -223,7 +228,9 @@ def add_outer(out_sb, x_sb, k_sb, w_sb, d0):
 
 
 def load_float32(src):
-    """Loads src and converts it on the Scalar engine: the Tensor engine takes no bfloat16 beside float32."""
+    """Loads src and converts it on the Scalar engine:
+    the Tensor engine takes no bfloat16 beside float32.
+    """
     out_sb = load(src, src.dtype)
     if src.dtype == nl.float32:
         return out_sb

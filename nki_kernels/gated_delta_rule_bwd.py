@@ -1,9 +1,11 @@
-"""Computes the gradients of the gated delta rule: from the states that forward kept, last chunk first.
+"""Computes the gradients of the gated delta rule: from the states that forward kept, last chunk
+first.
 
-`nki_kernels.chunk` and `nki_kernels.chunk_gradients` have the equations, the letters, and the tiles in a
-chunk's dict. Forward kept the state every `every` chunks. Between two kept states lies a stretch of chunks.
-A stretch is solved again from its start, and its matrices stay on chip until the gradients, going backward,
-have used them. The first stretch starts from the call's own initial state, or 0.
+`nki_kernels.chunk` and `nki_kernels.chunk_gradients` have the equations, the letters, and the tiles
+in a chunk's dict. Forward kept the state every `every` chunks. Between two kept states lies a
+stretch of chunks. A stretch is solved again from its start, and its matrices stay on chip until the
+gradients, going backward, have used them. The first stretch starts from the call's own initial
+state, or 0.
 """
 
 from delta_trn.nki_kernels.chunk import (
@@ -144,10 +146,11 @@ FORWARD = ("apply T", "R", "U")  # of a chunk, and of its stretch the first one 
 
 
 def invert_beta(chunk):
-    """Raises beta [rows, lanes] to LEAST_STRENGTH at least; adds 1 / beta, and `share`, beta over that.
+    """Raises beta [rows, lanes] to LEAST_STRENGTH at least; adds 1 / beta, and `share`, beta over
+    that.
 
-    So U / beta is known where a token writes nothing. What `share` multiplies is of the beta that was given:
-    all but dbeta.
+    So U / beta is known where a token writes nothing. What `share` multiplies is of the beta that
+    was given: all but dbeta.
     """
     beta_sb = chunk.beta
     chunk.inverse_beta, chunk.share = sbuf(beta_sb.shape), sbuf(beta_sb.shape)
@@ -167,7 +170,9 @@ def load_again(inputs, do, bundle, start, stop, table):
 
 
 def scale_again(chunk, scales, bundle, scale):
-    """Adds gates, what they scale, and what waits for products. scales: what else multiplies dO, or ()."""
+    """Adds gates, what they scale, and what waits for products. scales:
+    what else multiplies dO, or ().
+    """
     table = chunk.table
     compute_gates(chunk, bundle, scale)
     chunk.spread = spread_decays(chunk.g, table)
@@ -182,7 +187,9 @@ def scale_again(chunk, scales, bundle, scale):
 
 
 def list_runs(chunks):
-    """Lists the chunks that are inverted at once: (first, stop). A shorter last one is inverted alone."""
+    """Lists the chunks that are inverted at once: (first, stop).
+    A shorter last one is inverted alone.
+    """
     last = len(chunks) - 1
     if chunks[0].table["rows"] != chunks[last].table["rows"]:
         return [(0, last), (last, last + 1)]
@@ -220,7 +227,8 @@ def solve_residual(chunk, S, bundle):
 def differentiate_residual(chunk, dS, bundle):
     """Computes dR from the gradient dS of the state that a chunk leaves; rounds both.
 
-    The rounded dR is multiplied by `share`: it is 0 where beta is 0, and so is all that is made of it.
+    The rounded dR is multiplied by `share`: it is 0 where beta is 0, and so is all that is made of
+    it.
     """
     products = chunk.table["products"]
     chunk.dS = dS
@@ -363,22 +371,39 @@ def run_stage(stage, share, shares, stream, stretch, call):
 
 @nki.jit
 def gated_delta_rule_bwd(
-    q, k, v, g, beta, do, dstate, initial_state, states, scale, l2norm, has_dstate, has_state, every, C,
-    lanes, width,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    g,
+    beta,
+    do,
+    dstate,
+    initial_state,
+    states,
+    scale,
+    l2norm,
+    has_dstate,
+    has_state,
+    every,
+    C,
+    lanes,
+    width,
+):
     """Computes the gradients of `gated_delta_rule_fwd`, with the same C and every.
 
     Args:
         q, k, v, g, beta    as in forward
         do                  like v
-        dstate              of the final state [N, HV, K, V] float32, read if `has_dstate`; else any tensor
+        dstate              of the final state [N, HV, K, V] float32, read if `has_dstate`; else any
+                            tensor
         initial_state       like dstate, read if `has_state`; else any tensor
         states              as forward returned them; any tensor if it returned none
         every               1 or 2; the other options as in forward
 
     Returns:
-        dq, dk              [N, T, slots, K]: one head per key head in q's dtype or, where a group of value
-                            heads is larger than `width`, float32 parts whose consecutive slots / H sum to it
+        dq, dk              [N, T, slots, K]: one head per key head in q's dtype or, where a group
+                            of value heads is larger than `width`, float32 parts whose consecutive
+                            slots / H sum to it
         dv, dg, dbeta       [N, T, HV, ...] like v, g, beta
         dinitial_state      [N, HV, K, V] float32
 
@@ -406,7 +431,9 @@ def gated_delta_rule_bwd(
 
 
 def run_backward(inputs, do, dstate, initial_state, states, options, work, channels):
-    """Allocates outputs and runs what `list_work` returns; channels says whether decays are per channel."""
+    """Allocates outputs and runs what `list_work` returns;
+    channels says whether decays are per channel.
+    """
     scale, l2norm, has_dstate, has_state, every, C, lanes, width = options
     q, v, g, beta = inputs[0], inputs[2], inputs[3], inputs[4]
     N, T, H, K = q.shape
@@ -424,12 +451,25 @@ def run_backward(inputs, do, dstate, initial_state, states, options, work, chann
     dinitial_state = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
     largest = min(C, pad_to_rows(T))
     call = {
-        "inputs": inputs, "do": do, "initial_state": initial_state, "has_state": has_state,
-        "states": states, "scale": scale, "l2norm": l2norm, "every": every, "C": C, "T": T, "V": V,
-        "parts": parts, "value_parts": split_evenly(V), "gradients": (dq, dk, dv, dg, dbeta),
-        "constants": build_gradient_constants(largest, q.dtype), "blocks": build_block_constants(largest),
-        "channels": channels, "both": True,
-    }  # fmt: skip
+        "inputs": inputs,
+        "do": do,
+        "initial_state": initial_state,
+        "has_state": has_state,
+        "states": states,
+        "scale": scale,
+        "l2norm": l2norm,
+        "every": every,
+        "C": C,
+        "T": T,
+        "V": V,
+        "parts": parts,
+        "value_parts": split_evenly(V),
+        "gradients": (dq, dk, dv, dg, dbeta),
+        "constants": build_gradient_constants(largest, q.dtype),
+        "blocks": build_block_constants(largest),
+        "channels": channels,
+        "both": True,
+    }
     if channels:
         call["levels"] = build_levels(call["constants"], True)
     stretches = (chunks + every - 1) // every

@@ -2,8 +2,9 @@
 
     S <- exp(g_t) S    u = beta_t (v_t - S^T k_t)    S <- S + k_t u^T    o_t = scale S^T q_t
 
-Source: arXiv:2412.06464. Value head j reads query and key of head j // (HV / H). `nki_kernels.chunk` has the
-equations of a chunk and the letters, `nki_kernels.chunk_tiles` its tiles.
+Source: arXiv:2412.06464. Value head j reads query and key of head j // (HV / H).
+`nki_kernels.chunk` has the equations of a chunk and the letters, `nki_kernels.chunk_tiles` its
+tiles.
 """
 
 from delta_trn.nki_kernels.chunk import (
@@ -85,7 +86,9 @@ ORDER = rank("gated_delta_rule_fwd", STAGES, ORDERS["RULE_FORWARD"])
 
 
 def load_state(states, bundle, parts, V, present):
-    """Loads a bundle's state [N, HV, K, V], or 0 unless `present`: a tile [f, lanes, V] per part of K."""
+    """Loads a bundle's state [N, HV, K, V], or 0 unless `present`:
+    a tile [f, lanes, V] per part of K.
+    """
     lanes, S = bundle["lanes"], []
     for span in parts:
         start, stop = span
@@ -129,7 +132,9 @@ def compute_output(chunk, dtype):
 
 
 def take_table(call, tokens):
-    """Returns the constants for a chunk of tokens; with a decay per channel all chunks have as many rows."""
+    """Returns the constants for a chunk of tokens;
+    with a decay per channel all chunks have as many rows.
+    """
     rows = call["constants"]["rows"] if call["channels"] else pad_to_rows(tokens)
     return take_corners(call["constants"], rows)
 
@@ -143,7 +148,9 @@ def load_forward(stream, index, call):
 
 
 def enlarge_residual(chunk, bundle):
-    """Divides what R is made of, value_scale and minus_strength_gamma, by f of k; returns f per lane."""
+    """Divides what R is made of, value_scale and minus_strength_gamma,
+    by f of k; returns f per lane.
+    """
     if len(chunk.inverse_norms) == 0:
         return ()
     rows, lanes = chunk.gamma.shape
@@ -153,7 +160,8 @@ def enlarge_residual(chunk, bundle):
     growth = growth_sb.ap(pattern=[[heads, rows], [1, heads], [0, lanes // heads]], offset=0)
     for scale_sb in (chunk.value_scale, chunk.minus_strength_gamma):
         columns = scale_sb.reshape(per_head)
-        # growth is 0, or so large a power of two that float32 rounds the 1 away: the sum is their maximum
+        # growth is 0, or so large a power of two that float32 rounds the 1 away: the sum is their
+        # maximum
         nisa.scalar_tensor_tensor(
             dst=columns, data=growth, op0=nl.add, operand0=1.0, op1=nl.multiply, operand1=columns
         )
@@ -273,12 +281,13 @@ def gated_delta_rule_fwd(
     Args:
         q, k            [N, T, H, K] float32 or bfloat16
         v               [N, T, HV, V]
-        g               [N, T, HV, 2]: what `plan.split_decays` makes of the decay's logarithm, -1e4 to 0
+        g               [N, T, HV, 2]: what `plan.split_decays` makes of the decay's logarithm, -1e4
+                        to 0
         beta            [N, T, HV]
         initial_state   [N, HV, K, V] float32, read if `has_state`; else any tensor
         scale, l2norm   of q; normalize q and k by rsqrt(sum of squares + 1e-6)
-        every           keep the state before each chunk whose number is a multiple of it, but chunk 0, whose
-                        state backward has anyway; 0 keeps none
+        every           keep the state before each chunk whose number is a multiple of it, but chunk
+                        0, whose state backward has anyway; 0 keeps none
         C               tokens per chunk, a power of two up to 128
         lanes, width    lanes per wave, and per bundle (at most 4)
 
@@ -288,8 +297,8 @@ def gated_delta_rule_fwd(
         states          [N, (chunks - 1) // every, K, HV, V] float32, only if there are any
 
     Notes:
-        A chunk's inverse is a chain of steps, each too short for the engine that runs it. So a turn issues
-        stages of seven chunks, in the order RULE_FORWARD of orders.json.
+        A chunk's inverse is a chain of steps, each too short for the engine that runs it. So a turn
+        issues stages of seven chunks, in the order RULE_FORWARD of orders.json.
 
     Pseudocode, chunk by chunk:
         for wave in waves:
@@ -310,7 +319,9 @@ def gated_delta_rule_fwd(
 
 
 def run_forward(inputs, initial_state, options, work, channels):
-    """Allocates outputs and runs what `list_work` returns; channels says whether decays are per channel."""
+    """Allocates outputs and runs what `list_work` returns;
+    channels says whether decays are per channel.
+    """
     scale, l2norm, has_state, every, C, lanes, width = options
     q, v = inputs[0], inputs[2]
     N, T, H, K = q.shape
@@ -354,7 +365,9 @@ def run_forward(inputs, initial_state, options, work, channels):
 def example(
     B=1, T=256, H=2, K=64, V=128, HV=0, dtype="float32", every=2, C=128, lanes=8, width=4
 ):  # fmt: skip
-    """Returns the kernel and arguments as in training: no initial state, l2norm; every=0: as in inference."""
+    """Returns the kernel and arguments as in training: no initial state,
+    l2norm; every=0: as in inference.
+    """
     q, k, v, g, beta, _ = rule_inputs(B, T, H, HV or H, K, V, dtype)
     return gated_delta_rule_fwd, (
         q,

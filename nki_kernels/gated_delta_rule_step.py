@@ -3,19 +3,21 @@
     r = S^T k    p = S^T q    u = beta (v - exp(g) r)                   [V]
     S' = exp(g) S + k u^T     o = scale (exp(g) p + (k . q) u)          S'^T q, without reading S' again
 
-Source: arXiv:2412.06464. The state [K, V] travels once each way, 8 K V bytes per head, and DMA bounds the
-time. With a decay per channel (Kimi Delta Attention) S is decayed first, line by line, and exp(g) above is 1.
+Source: arXiv:2412.06464. The state [K, V] travels once each way, 8 K V bytes per head, and DMA
+bounds the time. With a decay per channel (Kimi Delta Attention) S is decayed first, line by line,
+and exp(g) above is 1.
 
 On chip (b, head) is one index, "row". A group of n rows is in flight, in two arrangements:
 
-    vectors   k, q [n, K]; v, u, r, p, o [n, V], a row per partition: one instruction serves all heads
+    vectors   k, q [n, K]; v, u, r, p, o [n, V], a row per partition: one instruction serves all
+              heads
     states    S: partition (row, k // m), free (k % m, v). A partition holds m lines of S, so that a
               descriptor of DMA moves at least 512 bytes; heads with K / m <= 64 share a tile
 
-The block diagonal of k [n, n, K], k_h at [h, h], is the passage between them. Its transpose, tile by tile,
-holds each k on the partitions of its own state and zeros elsewhere; S^T k and S^T q then come from one
-product that streams 2 columns per head through S, not V columns of S. k u^T is the product of the block
-diagonal, transposed, with u, and adds k_h u_h^T alone to S_h.
+The block diagonal of k [n, n, K], k_h at [h, h], is the passage between them. Its transpose, tile
+by tile, holds each k on the partitions of its own state and zeros elsewhere; S^T k and S^T q then
+come from one product that streams 2 columns per head through S, not V columns of S. k u^T is the
+product of the block diagonal, transposed, with u, and adds k_h u_h^T alone to S_h.
 """
 
 from delta_trn.nki_kernels.language import nisa, nki, nl
@@ -38,7 +40,8 @@ from delta_trn.nki_kernels.tiles import (
     uniforms,
 )
 
-GROUP = 32  # rows: by the cost model, in order, 16 are 1% faster at K = 128 and 18% slower at 32, 8 up to 67%
+# rows: by the cost model, in order, 16 are 1% faster at K = 128 and 18% slower at 32, 8 up to 67%
+GROUP = 32
 STATE_BYTES = 48 * 1024  # of a partition's 176 KiB, for a group's states; two groups are in flight
 DESCRIPTOR = 512  # bytes: what moving fewer in one piece costs anyway
 
@@ -60,8 +63,8 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
         new_state   [B, HV, K, V] float32
 
     Notes:
-        The loop over groups is one group ahead: a group's loads and its arrangement of k and q fill the gaps
-        of the group before.
+        The loop over groups is one group ahead: a group's loads and its arrangement of k and q fill
+        the gaps of the group before.
 
     Pseudocode:
         for group in groups:
@@ -131,7 +134,8 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale, l2norm):
 def load_vectors(q, k, v, g, beta, first, last, shared, scale, l2norm, norm):
     """Loads the vectors of c rows as float32, a dict.
 
-    k, q [c, K], normalized if asked, q scaled too; v [c, V]; decay = exp(g), beta and kq = k . q [c, 1].
+    k, q [c, K], normalized if asked, q scaled too; v [c, V]; decay = exp(g), beta and kq = k . q
+    [c, 1].
     """
     k_sb = load_key_rows(k, first, last - first, shared)
     q_sb = load_key_rows(q, first, last - first, shared)
@@ -149,7 +153,9 @@ def load_vectors(q, k, v, g, beta, first, last, shared, scale, l2norm, norm):
 
 
 def decay_lines(states, g_lines, first):
-    """Decays the lines of states [P, m, V] in place, each by its own channel; g_lines is [partitions, m]."""
+    """Decays the lines of states [P, m, V] in place, each by its own channel;
+    g_lines is [partitions, m].
+    """
     for S_sb in states:
         decay_sb = load(g_lines[first : first + S_sb.shape[0], :], nl.float32)
         nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb)
@@ -177,7 +183,9 @@ def compute_output(o_sb, p_ps, u_sb, vectors):
 
 
 def multiply_states(states, columns, heads, eye_sb):
-    """Computes S^T k and S^T q [c, V] in PSUM: the states are stationary, and stream c columns, not V."""
+    """Computes S^T k and S^T q [c, V] in PSUM: the states are stationary,
+    and stream c columns, not V.
+    """
     m, V = states[0].shape[1], states[0].shape[2]
     tiles, rest = (
         len(states),
@@ -208,7 +216,9 @@ def multiply_states(states, columns, heads, eye_sb):
 
 
 def copy_sides(by_side_sb, by_tile_ps, first, tiles, count):
-    """Copies r and p of `count` heads per tile from [v, tile, (side, head)] to [v, side, (tile, head)]."""
+    """Copies r and p of `count` heads per tile from [v, tile, (side, head)]
+    to [v, side, (tile, head)].
+    """
     size, _, c = by_side_sb.shape
     all_tiles, width = by_tile_ps.shape[1], by_tile_ps.shape[2]
     heads = width // 2
@@ -225,7 +235,9 @@ def copy_sides(by_side_sb, by_tile_ps, first, tiles, count):
 
 
 def update_states(states, k_blocks_sb, u_sb, decays_sb, new_lines, first, heads):
-    """Sets S to decay S + k u^T in place, and stores it to HBM, from line `first` of new_lines on."""
+    """Sets S to decay S + k u^T in place, and stores it to HBM,
+    from line `first` of new_lines on.
+    """
     c, K = k_blocks_sb.shape[0], k_blocks_sb.shape[2]
     flat = k_blocks_sb.reshape((c, c * K))  # the columns of head h begin at h K
     for i in range(len(states)):
@@ -243,7 +255,9 @@ def update_states(states, k_blocks_sb, u_sb, decays_sb, new_lines, first, heads)
 
 
 def choose_lines(K, V):
-    """Chooses m, a divisor of K: K / m is at most 128, and m V numbers fill a descriptor, if m <= 8 can."""
+    """Chooses m, a divisor of K: K / m is at most 128, and m V numbers fill a descriptor,
+    if m <= 8 can.
+    """
     fewest = (K + PARTITIONS - 1) // PARTITIONS
     while K % fewest != 0:
         fewest += 1
@@ -270,7 +284,9 @@ def choose_group(rows, shared, bytes_per_row, parts):
 
 
 def load_key_rows(x, start, count, shared):
-    """Loads x [B, H, K] for value rows start .. start + count, `shared` of which read one row; [count, K]."""
+    """Loads x [B, H, K] for value rows start .. start + count,
+    `shared` of which read one row; [count, K].
+    """
     K = x.shape[2]
     if shared == 1:
         return load(x.reshape((x.shape[0] * x.shape[1], K))[start : start + count, :], nl.float32)
@@ -310,7 +326,9 @@ def build_block_diagonal(x_sb):
 
 
 def arrange_by_partition(states, k_blocks_sb, q_blocks_sb, heads, eye_sb):
-    """Brings k and q of each head to its state's partitions, [active, m, 2, its heads] per tile of states."""
+    """Brings k and q of each head to its state's partitions,
+    [active, m, 2, its heads] per tile of states.
+    """
     c, K = k_blocks_sb.shape[0], k_blocks_sb.shape[2]
     flat = (
         k_blocks_sb.reshape((c, c * K)),
@@ -334,7 +352,9 @@ def arrange_by_partition(states, k_blocks_sb, q_blocks_sb, heads, eye_sb):
 
 
 def build_owners(tiles, heads, parts):
-    """Builds [heads * parts, tiles, heads], 1 where a partition holds the state of a tile's i-th head."""
+    """Builds [heads * parts, tiles, heads], 1 where a partition holds the state
+    of a tile's i-th head.
+    """
     out_sb = sbuf((heads * parts, tiles, heads))
     nisa.memset(dst=out_sb, value=1.0)
     nisa.affine_select(  # i parts <= p
@@ -349,7 +369,8 @@ def build_owners(tiles, heads, parts):
 
 
 def spread_decays(g, first, last, owners_sb):
-    """Computes exp(g) of the row whose state a partition holds in each tile, [heads * parts, tiles].
+    """Computes exp(g) of the row whose state a partition holds in each tile, [heads * parts,
+    tiles].
 
     It is no product: should the Tensor engine round its operands, S would still decay exactly.
     """
@@ -358,7 +379,8 @@ def spread_decays(g, first, last, owners_sb):
     decay_sb = sbuf((P, tiles * heads))
     if tiles * heads > c:
         nisa.memset(dst=decay_sb, value=0.0)
-    # g [rows, 1], its c rows to each of P partitions; of decays per channel the first ones, which become 1
+    # g [rows, 1], its c rows to each of P partitions; of decays per channel the first ones, which
+    # become 1
     K = g.shape[1]
     nisa.dma_copy(dst=decay_sb[:, 0:c], src=g.ap(pattern=[[0, P], [K, c]], offset=first * K))
     nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb, scale=1.0 if K == 1 else 0.0)
@@ -370,7 +392,9 @@ def spread_decays(g, first, last, owners_sb):
 
 
 def example(B=1, H=6, HV=0, K=128, V=256, l2norm=1, channels=0):
-    """Returns (kernel, arguments) for the simulator's report; HV=0 means H, channels=1 a decay for each."""
+    """Returns (kernel, arguments) for the simulator's report; HV=0 means H,
+    channels=1 a decay for each.
+    """
     HV = HV or H
     q, k, v, state = normals("float32", (B, H, K), (B, H, K), (B, HV, V), (B, HV, K, V))
     g, beta = -uniforms(*(B, HV, K)[: 2 + channels]), uniforms(B, HV)

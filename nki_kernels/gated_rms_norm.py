@@ -7,10 +7,10 @@
 
 Layout: x, z, y and their gradients [..., V], M rows: tokens times heads; w [V].
 
-A partition takes several rows, side by side on its free axis, so that a descriptor of DMA moves kilobytes at
-V = 64 too. h and the gate never go to HBM: 3 M V numbers travel forward, 5 backward. A product of two tensors
-takes the Vector engine two cycles per element and the GpSimd engine one, so GpSimd has most of them; numbers
-per row are the Scalar engine's.
+A partition takes several rows, side by side on its free axis, so that a descriptor of DMA moves
+kilobytes at V = 64 too. h and the gate never go to HBM: 3 M V numbers travel forward, 5 backward. A
+product of two tensors takes the Vector engine two cycles per element and the GpSimd engine one, so
+GpSimd has most of them; numbers per row are the Scalar engine's.
 """
 
 from delta_trn.nki_kernels.language import nisa, nki, nl
@@ -39,8 +39,8 @@ def gated_rms_norm_fwd(x, z, weight, eps, gated):
     """Computes y [..., V] in x's dtype; z is read only if `gated`, and may else be any tensor.
 
     Notes:
-        The sums of a tile's squares are one tile ahead of the rest, so that an engine, which runs its
-        instructions in order, does not wait for the others.
+        The sums of a tile's squares are one tile ahead of the rest, so that an engine, which runs
+        its instructions in order, does not wait for the others.
     """
     check_eps(eps)
     out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
@@ -73,11 +73,12 @@ def gated_rms_norm_fwd(x, z, weight, eps, gated):
 
 @nki.jit
 def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
-    """Computes (dx, dz, dweight), each shaped and typed like its input; (dx, dweight) where not `gated`.
+    """Computes (dx, dz, dweight), each shaped and typed like its input; (dx, dweight) where not
+    `gated`.
 
     Notes:
-        Four tiles are on their way, each a stage behind the one before, but rows of more than 2,048 numbers
-        fill SBUF one by one.
+        Four tiles are on their way, each a stage behind the one before, but rows of more than 2,048
+        numbers fill SBUF one by one.
 
     Pseudocode:
         for tile:
@@ -159,7 +160,9 @@ def flatten(x):
 
 
 def load_inputs(x, dy, z, gated, cut, norm, x_sb, dy_sb, r, m, slope):
-    """Appends a tile's x, dy, r, SiLU(z) as m (dy without a gate) and SiLU'(z) to the lists of tiles."""
+    """Appends a tile's x, dy, r, SiLU(z) as m (dy without a gate)
+    and SiLU'(z) to the lists of tiles.
+    """
     start, P, slots = cut
     x_tile, dy_tile = load_rows(x, start, P, slots), load_rows(dy, start, P, slots)
     x_sb.append(x_tile)
@@ -186,7 +189,8 @@ def check_eps(eps):
 
 
 def cut_rows(M, V, width):
-    """Cuts the rows into whole tiles of `width` numbers per partition, the rest, and the last rows singly.
+    """Cuts the rows into whole tiles of `width` numbers per partition, the rest, and the last rows
+    singly.
 
     Returns [(first row, partitions, rows per partition)].
     """
@@ -202,7 +206,9 @@ def cut_rows(M, V, width):
 
 
 def load_rows(x, start, P, slots):
-    """Loads rows of x [M, V], from `start` on, as [P, slots, V]: `slots` consecutive rows per partition."""
+    """Loads rows of x [M, V], from `start` on, as [P, slots, V]:
+    `slots` consecutive rows per partition.
+    """
     return load(view_rows(x, start, P, slots), x.dtype)
 
 

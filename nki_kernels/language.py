@@ -1,10 +1,12 @@
 """Gives kernels the NKI language, nki, nisa and nl, from whichever runtime is installed.
 
     RUNTIME   "neuron"      the nki package: compiles for the chip, or runs under nki.simulate
-              "simulator"   nki_kernels.simulator: NumPy, for hosts without Neuron packages, and where the
-                            environment says DELTA_TRN_NKI_RUNTIME=simulator: estimates beside a chip
+              "simulator"   nki_kernels.simulator: NumPy, for hosts without Neuron packages, and
+                            where the environment says DELTA_TRN_NKI_RUNTIME=simulator: estimates
+                            beside a chip
 
-It asks find_spec and does not import in a try: a package that is installed but broken must fail loudly.
+It asks find_spec and does not import in a try: a package that is installed but broken must fail
+loudly.
 """
 
 import os

@@ -1,7 +1,8 @@
-"""Has the orders in which the kernels issue their stages: orders.json, which `tools/schedule.py` writes.
+"""Has the orders in which the kernels issue their stages: orders.json, which `tools/schedule.py`
+writes.
 
-`nki_kernels.schedule` says what an entry means. MADE has the estimates of each order in microseconds, on Trn1
-for each of the sizes that its search has.
+`nki_kernels.schedule` says what an entry means. MADE has the estimates of each order in
+microseconds, on Trn1 for each of the sizes that its search has.
 """
 
 import json

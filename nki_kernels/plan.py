@@ -1,13 +1,14 @@
 """Decides how the NKI kernels cut their work, in plain numbers; this module imports no NKI.
 
-A kernel call takes all sequences of a micro-batch, since a host records the calls of every layer one by one.
-The rule alone, decoding and the residual update are cut by `LANE_CHUNKS`, `STEP_HEADS` and `TOKENS`, as the
-kernels are unrolled. Inside a call of the gated delta rule:
+A kernel call takes all sequences of a micro-batch, since a host records the calls of every layer
+one by one. The rule alone, decoding and the residual update are cut by `LANE_CHUNKS`, `STEP_HEADS`
+and `TOKENS`, as the kernels are unrolled. Inside a call of the gated delta rule:
 
     lane      one value head of one sequence
-    bundle    up to four lanes of one sequence, whose small matrices lie side by side on the free axis, so
-              that one instruction serves them all
-    wave      the bundles whose instructions are issued in turn, so that one waits while another computes
+    bundle    up to four lanes of one sequence, whose small matrices lie side by side on the free
+              axis, so that one instruction serves them all
+    wave      the bundles whose instructions are issued in turn, so that one waits while another
+              computes
 """
 
 from dataclasses import dataclass, replace
@@ -28,16 +29,18 @@ LANES = (
 # the same with a decay per channel, K at most 128
 CHANNEL_LANES = ((128, 256, 4), (128, 512, 2))
 LAYER_LANES = 6  # of a whole layer in float32, where the convolution's tiles lie in SBUF, too
-# A wave of a whole layer takes at most LONG_LANES lanes of sequences of more than LONG tokens: more of the
-# convolution's results wait in SBUF then, and six lanes of 1,536 tokens do not fit.
+# A wave of a whole layer takes at most LONG_LANES lanes of sequences of more than LONG tokens: more
+# of the convolution's results wait in SBUF then, and six lanes of 1,536 tokens do not fit.
 LONG, LONG_LANES = 1024, 5
 BACKWARD_BUNDLES = (
     2  # of a layer per wave backward: each has a bank of PSUM for sums over all tokens
 )
 LANE_CHUNKS = 64  # of a sequence per call of the rule: 9,000 instructions backward, 4,000 forward
 STEP_HEADS = 256  # value heads per decode step: 1,500 to 2,600 instructions
-TOKENS = 8192  # per call of the residual update: 1,200 instructions forward, 4,400 backward, at four columns
-# The Scalar engine's rsqrt is right from here to 2^97. No range is published for GpSimd's, which kernels use.
+# per call of the residual update: 1,200 instructions forward, 4,400 backward, at four columns
+TOKENS = 8192
+# The Scalar engine's rsqrt is right from here to 2^97. No range is published for GpSimd's, which
+# kernels use.
 LEAST_RSQRT = 2.0**-87
 
 
@@ -52,7 +55,9 @@ class Plan:
 
 
 def choose(N: int, H: int, HV: int, K: int, V: int, most: int = 8, channels: bool = False) -> Plan:
-    """Chooses as many lanes as fit SBUF, in two bundles where there are two; tests check the peaks."""
+    """Chooses as many lanes as fit SBUF, in two bundles where there are two;
+    tests check the peaks.
+    """
     table, most_width = (CHANNEL_LANES, 2) if channels else (LANES, WIDTH)
     lanes = min(most, next(count for most_k, most_v, count in table if most_k >= K and most_v >= V))
     width = max(min(max(2, lanes // 2), -(-N * HV // 2)), min(HV // H, lanes, most_width))
@@ -60,7 +65,9 @@ def choose(N: int, H: int, HV: int, K: int, V: int, most: int = 8, channels: boo
 
 
 def choose_layer(N: int, T: int, H: int, HV: int, K: int, V: int, most: int) -> Plan:
-    """Chooses as `choose` does, for a call of a whole layer; a wave has one sequence of LONG_LANES heads."""
+    """Chooses as `choose` does, for a call of a whole layer;
+    a wave has one sequence of LONG_LANES heads.
+    """
     plan = choose(N, H, HV, K, V, most)
     return (
         replace(plan, lanes=min(plan.lanes, LONG_LANES)) if T > LONG and HV < LONG_LANES else plan
@@ -68,12 +75,15 @@ def choose_layer(N: int, T: int, H: int, HV: int, K: int, V: int, most: int) -> 
 
 
 def stretches(T: int) -> int:
-    """Returns in how many stretches backward solves T tokens; each but the first needs a kept state."""
+    """Returns in how many stretches backward solves T tokens;
+    each but the first needs a kept state.
+    """
     return -(-T // (CHUNK * EVERY))
 
 
 def choose_square_scale(eps):
-    """Chooses a power of two s for reciprocal norms, s (s^2 sum(x^2) + s^2 eps)^-1/2: no bit depends on s.
+    """Chooses a power of two s for reciprocal norms, s (s^2 sum(x^2) + s^2 eps)^-1/2: no bit
+    depends on s.
 
     With the least s, 2^-16, sums up to 2^124 are in rsqrt's range; a small eps needs a larger one.
     """
@@ -89,7 +99,8 @@ def find_largest_norm(eps):
 
 
 def split_decays(g):
-    """Returns the multiple of 2^-8 next to g, and the rest: the kernels take g so, with both on a last axis.
+    """Returns the multiple of 2^-8 next to g, and the rest: the kernels take g so, with both on a
+    last axis.
 
     Sums of the multiples are exact down to -2^16, and those of the rests are small.
     """
@@ -106,7 +117,9 @@ def split(n, size):
 
 
 def list_due(i, count):
-    """Returns [i] where it is one of `count` things, else []: what a stage does that is so far behind."""
+    """Returns [i] where it is one of `count` things, else []:
+    what a stage does that is so far behind.
+    """
     return [i] if i >= 0 and i < count else []
 
 
@@ -117,7 +130,9 @@ def split_evenly(n):
 
 
 def pad_to_rows(tokens):
-    """Returns the rows of the tile that holds `tokens` tokens: the next power of two, and at least 2."""
+    """Returns the rows of the tile that holds `tokens` tokens:
+    the next power of two, and at least 2.
+    """
     rows = 2
     while rows < tokens:
         rows = rows * 2
@@ -132,9 +147,9 @@ def list_bundles(N, H, HV, width):
     key_first, key_heads    its key heads are key_first .. key_first + key_heads
     slot                    the first head of the gradients of q and k that the bundle writes
 
-    A bundle holds whole groups of value heads that share a key head or, where a group is larger than `width`,
-    an equal part of one. Gradients of q and k are sums over a bundle's lanes; `slot` is `key_first` unless
-    groups are divided.
+    A bundle holds whole groups of value heads that share a key head or, where a group is larger
+    than `width`, an equal part of one. Gradients of q and k are sums over a bundle's lanes; `slot`
+    is `key_first` unless groups are divided.
     """
     group = HV // H
     if group <= width:
@@ -159,7 +174,8 @@ def list_bundles(N, H, HV, width):
 
 
 def list_sides(bundle, H, K, V):
-    """Lists the channels of a bundle's q, k and v in a layer, where those of all heads lie side by side.
+    """Lists the channels of a bundle's q, k and v in a layer, where those of all heads lie side by
+    side.
 
     Returns [(first channel, channels)].
     """
@@ -171,7 +187,9 @@ def list_sides(bundle, H, K, V):
 
 
 def count_slots(H, HV, width):
-    """Returns how many heads the gradients of q and k have: H, or a multiple where groups are divided."""
+    """Returns how many heads the gradients of q and k have: H,
+    or a multiple where groups are divided.
+    """
     every = list_bundles(1, H, HV, width)
     last = every[len(every) - 1]
     return last["slot"] + last["key_heads"]

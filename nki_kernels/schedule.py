@@ -1,17 +1,21 @@
-"""Orders the stages of a kernel: what a stage needs and makes, and in which order a table issues them.
+"""Orders the stages of a kernel: what a stage needs and makes, and in which order a table issues
+them.
 
-An engine runs its instructions in the order in which a kernel issues them, and waits where an operand is not
-there yet. Issued chunk by chunk, each engine would wait for the others most of the time. So a kernel works in
-turns, and a turn holds stages of several chunks and of several bundles of heads. A table has what one turn
-issues, a tuple of entries
+An engine runs its instructions in the order in which a kernel issues them, and waits where an
+operand is not there yet. Issued chunk by chunk, each engine would wait for the others most of the
+time. So a kernel works in turns, and a turn holds stages of several chunks and of several bundles
+of heads. A table has what one turn issues, a tuple of entries
 
-    (stage, bundles, late)      stage, in turn t, of chunk t - late: of every other bundle (EVEN, ODD), or ALL
+    (stage, bundles, late)      stage, in turn t, of chunk t - late: of every other bundle (EVEN,
+                                ODD), or ALL
 
-in order. A stage may have several entries for the same bundles. Then each does a share of the stage, the
-first one that comes the first share. Chunks are counted as they are computed: backward, 0 is the last one.
+in order. A stage may have several entries for the same bundles. Then each does a share of the
+stage, the first one that comes the first share. Chunks are counted as they are computed: backward,
+0 is the last one.
 
-The tables are in `nki_kernels.orders`, as texts for `read_order`; `tools/schedule.py` finds them, and writes
-that file. When a kernel's module is loaded, `rank` refuses a table that issues a stage before what it needs.
+The tables are in `nki_kernels.orders`, as texts for `read_order`; `tools/schedule.py` finds them,
+and writes that file. When a kernel's module is loaded, `rank` refuses a table that issues a stage
+before what it needs.
 """
 
 from dataclasses import dataclass
@@ -27,10 +31,12 @@ class Stage:
     """Describes a stage of a kernel's work on one chunk; what stages need and make are names.
 
     needs       what has to be complete before the first share
-    follows     the same, share by share: half of the shares need half of the shares of what they follow
+    follows     the same, share by share: half of the shares need half of the shares of what they
+                follow
     before      what the chunk before has to have made, and in this chunk the share before
     makes       what other stages need
-    in_place    its shares write where those of the chunk before did: share r comes after share r + 1 of that
+    in_place    its shares write where those of the chunk before did: share r comes after share r +
+                1 of that
     """
 
     name: str
@@ -55,7 +61,9 @@ def read_order(text: str):
 
 
 def rank(kernel: str, stages: tuple[Stage, ...], table):
-    """Checks a table, and returns it with shares: (stage, bundles, late, share from 1 on, shares)."""
+    """Checks a table, and returns it with shares:
+    (stage, bundles, late, share from 1 on, shares).
+    """
     for bundles in (EVEN, ODD):
         check_dependencies(kernel, stages, table, bundles)
     return tuple(
@@ -74,7 +82,8 @@ def find_share(table, at: int) -> tuple[int, int]:
 
 
 def list_waits(stages: tuple[Stage, ...], counts: dict[str, int]):
-    """Lists what each share of each stage waits for: (stage, share, item, maker, its share, chunks back).
+    """Lists what each share of each stage waits for: (stage, share, item, maker, its share, chunks
+    back).
 
     counts is how many shares each stage has.
     """
@@ -101,7 +110,9 @@ def list_waits(stages: tuple[Stage, ...], counts: dict[str, int]):
 
 
 def check_dependencies(kernel: str, stages: tuple[Stage, ...], table, bundles: int) -> None:
-    """Raises ValueError if a stage of EVEN or ODD bundles is missing, or comes before what it needs."""
+    """Raises ValueError if a stage of EVEN or ODD bundles is missing,
+    or comes before what it needs.
+    """
     times: dict[str, list[int]] = {stage.name: [] for stage in stages}
     for at, (name, own, late) in enumerate(table):
         if name not in times:
@@ -118,9 +129,10 @@ def check_dependencies(kernel: str, stages: tuple[Stage, ...], table, bundles: i
     for name, share, item, maker, part, back in list_waits(stages, counts):
         if times[name][share - 1] <= times[maker][part - 1] - back * len(table):
             raise ValueError(
-                f"{kernel}: the order issues {name!r} (share {share}) of {BUNDLES[bundles]} bundles before "
-                f"it has {item!r}{' of the chunk before' if back else ''}, made by {maker!r} (share {part}); "
-                "move one of them, or remake the order with tools/schedule.py"
+                f"{kernel}: the order issues {name!r} (share {share}) of {BUNDLES[bundles]} "
+                f"bundles before it has {item!r}{' of the chunk before' if back else ''}, made by "
+                f"{maker!r} (share {part}); move one of them, or remake the order with "
+                "tools/schedule.py"
             )
 
 

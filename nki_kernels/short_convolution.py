@@ -4,22 +4,22 @@
 
     dz = dy SiLU'(z)     dx_t = sum_j w_j dz_{t + W - 1 - j}     dw_j = sum_t dz_t x_{t - W + 1 + j}
 
-Layout: x, y, dy, dx [B, T, C]; weight, dweight [C, W]; position [T], of each token in its packed sequence
-(B is 1 then): tap j reads from its own sequence where position >= W - 1 - j. Before a sequence there are
-zeros or, where a call continues what an earlier one began, prefix [B, W - 1, C], the inputs before x. The
-gradient of the prefix is dx at the times before 0.
+Layout: x, y, dy, dx [B, T, C]; weight, dweight [C, W]; position [T], of each token in its packed
+sequence (B is 1 then): tap j reads from its own sequence where position >= W - 1 - j. Before a
+sequence there are zeros or, where a call continues what an earlier one began, prefix [B, W - 1, C],
+the inputs before x. The gradient of the prefix is dx at the times before 0.
 
-Time is the partition axis of x in HBM, and nothing shifts along partitions. So a cell, 128 channels of up to
-512 tokens, is transposed, which makes a tap a slice of the free axis. Most taps are products of diag(w_j)
-with a slice, which add up in PSUM; the Vector engine adds the last one, so that no engine is busy alone. The
-sum is rounded to the dtype of x and transposed back. A cell continues the one before it: the last W - 1
-columns of x and of dz are copied from there. So dx lags W - 1 tokens behind dz. Backward computes z again, as
-forward leaves nothing but y.
+Time is the partition axis of x in HBM, and nothing shifts along partitions. So a cell, 128 channels
+of up to 512 tokens, is transposed, which makes a tap a slice of the free axis. Most taps are
+products of diag(w_j) with a slice, which add up in PSUM; the Vector engine adds the last one, so
+that no engine is busy alone. The sum is rounded to the dtype of x and transposed back. A cell
+continues the one before it: the last W - 1 columns of x and of dz are copied from there. So dx lags
+W - 1 tokens behind dz. Backward computes z again, as forward leaves nothing but y.
 
-A float32 product takes four passes of the Tensor engine, a bfloat16 one takes one. For bfloat16 inputs w is
-therefore a sum of bfloat16 numbers, and each of them costs a pass: two for y, which is rounded to bfloat16
-anyway, and three, which hold all digits, for the z of backward. For dx, dz is a sum of two such numbers, too,
-as terms of dx may cancel. dweight is as exact as in float32.
+A float32 product takes four passes of the Tensor engine, a bfloat16 one takes one. For bfloat16
+inputs w is therefore a sum of bfloat16 numbers, and each of them costs a pass: two for y, which is
+rounded to bfloat16 anyway, and three, which hold all digits, for the z of backward. For dx, dz is a
+sum of two such numbers, too, as terms of dx may cancel. dweight is as exact as in float32.
 """
 
 from delta_trn.nki_kernels.language import nisa, nki, nl
@@ -65,8 +65,8 @@ def short_convolution_fwd(x, weight, position, packed, prefix, continued):
         prefix          in x's dtype, read if `continued`, else any tensor
 
     Notes:
-        A cell passes four stages, and four cells are on their way, each a stage behind the one before: an
-        engine that runs its instructions in order then waits for none of the others.
+        A cell passes four stages, and four cells are on their way, each a stage behind the one
+        before: an engine that runs its instructions in order then waits for none of the others.
 
     Pseudocode:
         for cell:
@@ -117,7 +117,8 @@ def short_convolution_fwd(x, weight, position, packed, prefix, continued):
 
 @nki.jit
 def short_convolution_bwd(dy, x, weight, position, packed, prefix, continued):
-    """Computes dx [B, T, C], dweight [C, W] and, if `continued`, dprefix [B, W - 1, C]; dtypes of inputs.
+    """Computes dx [B, T, C], dweight [C, W] and, if `continued`, dprefix [B, W - 1, C]; dtypes of
+    inputs.
 
     Notes:
         Eight cells are on their way, each a stage behind the one before.
@@ -229,8 +230,8 @@ def load_taps(weight, cell, parts, count, eye):
     """Loads the w of a cell's channels, and builds what products with its first `count` taps need.
 
     w           [channels, W] float32
-    diagonals   [channels, count, channels]: diag(w_j) in float32 or, for bfloat16 inputs, `parts` of it in
-                bfloat16: the first is w rounded, each further one the rounded rest
+    diagonals   [channels, count, channels]: diag(w_j) in float32 or, for bfloat16 inputs, `parts`
+                of it in bfloat16: the first is w rounded, each further one the rounded rest
     """
     C, W = cell["a1"] - cell["a0"], weight.shape[1]
     start = cell["c0"] + cell["a0"]
@@ -258,7 +259,9 @@ def load_taps(weight, cell, parts, count, eye):
 
 
 def build_masks(position, packed, t0, t1, W):
-    """Builds masks [128, t1 - t0] for the taps 0 to W - 2: 1 where a tap stays in the token's sequence."""
+    """Builds masks [128, t1 - t0] for the taps 0 to W - 2:
+    1 where a tap stays in the token's sequence.
+    """
     masks = []
     if not packed:
         return masks
@@ -318,10 +321,11 @@ def slice_window(window_sb, masks, W):
 
 
 def collect_returns(dz_sb, masks, cell, returns, W, dtype):
-    """Returns dz as each tap sees it, with that of the W - 1 tokens before: [part][tap][C, W - 1 + tokens].
+    """Returns dz as each tap sees it, with that of the W - 1 tokens before: [part][tap][C, W - 1 +
+    tokens].
 
-    In bfloat16 it has two parts: dz rounded, and the rounded rest. Before a row dz is 0 and, in W - 1 columns
-    more, behind it.
+    In bfloat16 it has two parts: dz rounded, and the rounded rest. Before a row dz is 0 and, in W -
+    1 columns more, behind it.
     """
     C, count = dz_sb.shape
     columns = 2 * (W - 1) + count if cell["final"] else W - 1 + count
@@ -359,7 +363,8 @@ def collect_returns(dz_sb, masks, cell, returns, W, dtype):
 
 
 def slice_returns(returns, offset, count):
-    """Returns the dz that each tap gives back to `count` tokens, the first one `offset` behind the cell's.
+    """Returns the dz that each tap gives back to `count` tokens, the first one `offset` behind the
+    cell's.
 
     Tap j gives the dz of token t to token t - (W - 1) + j.
     """
@@ -375,11 +380,12 @@ def slice_returns(returns, offset, count):
 
 
 def sum_taps(dst, slices, taps, on_vector, parts):
-    """Sets dst [C, tokens] to the sum over taps of w_j slices_j, in float32 before the last rounding.
+    """Sets dst [C, tokens] to the sum over taps of w_j slices_j, in float32 before the last
+    rounding.
 
-    slices, [part][tap], and w have parts for bfloat16 inputs, each 2^-8 of the one before; the products of
-    parts whose numbers add up to less than `parts` count. The Vector engine takes the last `on_vector` taps,
-    but never all.
+    slices, [part][tap], and w have parts for bfloat16 inputs, each 2^-8 of the one before; the
+    products of parts whose numbers add up to less than `parts` count. The Vector engine takes the
+    last `on_vector` taps, but never all.
     """
     W = len(slices[0])
     on_tensor = max(1, W - on_vector)
@@ -415,7 +421,9 @@ def sum_products(products):
 
 
 def add_total(dweight, total_sb, sum_sb, cell):
-    """Adds a cell's dw [channels, W] to that of its channels, and stores that after their last cell."""
+    """Adds a cell's dw [channels, W] to that of its channels,
+    and stores that after their last cell.
+    """
     nisa.tensor_tensor(dst=total_sb, data1=total_sb, data2=sum_sb, op=nl.add)
     if cell["latest"]:
         start = cell["c0"] + cell["a0"]

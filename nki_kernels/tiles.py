@@ -1,8 +1,9 @@
-"""Holds what the kernels share on chip: tiles, loads, identities and triangles, transpositions, sums of rows.
+"""Holds what the kernels share on chip: tiles, loads, identities and triangles, transpositions,
+sums of rows.
 
-These are plain functions that a kernel inlines. Products that add up in PSUM always name the same view of it:
-whether a matmul adds or overwrites, NKI decides by the view. At the end stand seeded arguments, for the
-`example` of each kernel in `delta-trn simulator report`.
+These are plain functions that a kernel inlines. Products that add up in PSUM always name the same
+view of it: whether a matmul adds or overwrites, NKI decides by the view. At the end stand seeded
+arguments, for the `example` of each kernel in `delta-trn simulator report`.
 """
 
 from typing import Any
@@ -14,8 +15,9 @@ from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, choose_square_scale, split, split_decays
 
 L2NORM_EPS = 1e-6
-# rsqrt takes norms up to 2^62, which `choose_factors` brings to 2^-22 to 2^27. Below LONG, decays of e^-80
-# times a shortened q would underflow, and values of 1e-30 times two reciprocal norms do not yet
+# rsqrt takes norms up to 2^62, which `choose_factors` brings to 2^-22 to 2^27. Below LONG, decays
+# of e^-80 times a shortened q would underflow, and values of 1e-30 times two reciprocal norms do
+# not yet
 LONG = 2.0**13
 SHORTENING = 2.0**-35
 
@@ -38,7 +40,9 @@ def load(src, dtype):
 
 
 def load_padded(src, rows, dtype=nl.float32):
-    """Loads HBM [tokens, a] or [tokens, a, b] into a tile [rows, ...]; rows past the tokens are 0."""
+    """Loads HBM [tokens, a] or [tokens, a, b] into a tile [rows, ...];
+    rows past the tokens are 0.
+    """
     tokens = src.shape[0]
     shape = (rows, src.shape[1]) if len(src.shape) == 2 else (rows, src.shape[1], src.shape[2])
     out_sb = sbuf(shape, dtype)
@@ -49,7 +53,9 @@ def load_padded(src, rows, dtype=nl.float32):
 
 
 def copy_scaled(dst, src, factor: Any = 1.0):
-    """Sets dst = factor src on the Scalar engine, the least busy one; factor is a number or a tile [P, 1]."""
+    """Sets dst = factor src on the Scalar engine, the least busy one;
+    factor is a number or a tile [P, 1].
+    """
     nisa.activation(dst=dst, op=nl.copy, data=src, scale=factor)
 
 
@@ -81,17 +87,23 @@ def add_product(dst, x, y):
 
 
 def add_selected(dst, ones, y):
-    """Adds ones^T y, as `add_product`; ones holds only 0 and 1, which halves the price in float32."""
+    """Adds ones^T y, as `add_product`; ones holds only 0 and 1,
+    which halves the price in float32.
+    """
     nisa.nc_matmul(dst=dst, stationary=ones, moving=y, is_stationary_onezero=True)
 
 
 def add_transposed(dst, x, ones):
-    """Adds x^T ones, of 0 and 1: where that is an identity, half the price of nc_transpose in float32."""
+    """Adds x^T ones, of 0 and 1: where that is an identity,
+    half the price of nc_transpose in float32.
+    """
     nisa.nc_matmul(dst=dst, stationary=x, moving=ones, is_moving_onezero=True)
 
 
 def select_affine(dst, src, step, pattern, compare, offset=0):
-    """Sets dst = src where compare(n, 0) holds, else 0; n = offset + step row + what the pattern counts."""
+    """Sets dst = src where compare(n, 0) holds, else 0;
+    n = offset + step row + what the pattern counts.
+    """
     nisa.affine_select(
         dst=dst, pattern=pattern, offset=offset, channel_multiplier=step, on_true_tile=src,
         on_false_value=0.0, cmp_op=compare,
@@ -107,7 +119,9 @@ def build_identity(n, dtype):
 
 
 def select_triangle(ones_sb, sign, least, compare=nl.greater_equal, dtype=nl.float32):
-    """Builds a matrix like ones_sb: 1 where sign (row - column) >= least, or as `compare` says, else 0."""
+    """Builds a matrix like ones_sb: 1 where sign (row - column) >= least,
+    or as `compare` says, else 0.
+    """
     n = ones_sb.shape[0]
     out_sb = sbuf((n, n), dtype)
     select_affine(out_sb, ones_sb, sign, [[-sign, n]], compare, -least)
@@ -115,8 +129,8 @@ def select_triangle(ones_sb, sign, least, compare=nl.greater_equal, dtype=nl.flo
 
 
 def build_constants(C, products=nl.float32):
-    """Builds the matrices that a call of the gated delta rule needs, once per call; all are float32 in SBUF,
-    but those that are said to be something else.
+    """Builds the matrices that a call of the gated delta rule needs, once per call; all are float32
+    in SBUF, but those that are said to be something else.
 
     rows                            C, a number
     products                        the dtype of what plain products multiply: that of q, k and v
@@ -140,14 +154,24 @@ def build_constants(C, products=nl.float32):
     lower_sb = select_triangle(corner, 1, 0)
     strict_upper_sb = select_triangle(corner, -1, 1)
     return {
-        "rows": C, "products": products, "ones": ones_sb, "eye": eye_sb, "identity": identity_sb,
-        "rounded_identity": rounded_identity_sb, "upper": upper_sb, "lower": lower_sb,
-        "strict_upper": strict_upper_sb, "strict_lower": strict_lower_sb, "norm": build_norm(L2NORM_EPS),
-    }  # fmt: skip
+        "rows": C,
+        "products": products,
+        "ones": ones_sb,
+        "eye": eye_sb,
+        "identity": identity_sb,
+        "rounded_identity": rounded_identity_sb,
+        "upper": upper_sb,
+        "lower": lower_sb,
+        "strict_upper": strict_upper_sb,
+        "strict_lower": strict_lower_sb,
+        "norm": build_norm(L2NORM_EPS),
+    }
 
 
 def take_corners(table, C):
-    """Returns the constants for a chunk of C rows: corners of the full ones, and these as `whole`."""
+    """Returns the constants for a chunk of C rows: corners of the full ones,
+    and these as `whole`.
+    """
     corners = {"rows": C, "whole": table}
     for name in ("products", "ones", "eye", "norm"):
         corners[name] = table[name]
@@ -157,7 +181,9 @@ def take_corners(table, C):
 
 
 def repeat_over_lanes(table, name, lanes):
-    """Views a constant [rows, rows] as [rows, lanes, rows]: the same for each lane, by a stride of 0."""
+    """Views a constant [rows, rows] as [rows, lanes, rows]:
+    the same for each lane, by a stride of 0.
+    """
     whole_sb = table["whole"][name]
     return whole_sb.ap(
         pattern=[[whole_sb.shape[1], table["rows"]], [0, lanes], [1, table["rows"]]], offset=0
@@ -165,7 +191,9 @@ def repeat_over_lanes(table, name, lanes):
 
 
 def transpose(x_sb, parts, table):
-    """Transposes [rows, lanes, free], float32 or `products`: a tile [f, lanes, rows] per part of free."""
+    """Transposes [rows, lanes, free], float32 or `products`:
+    a tile [f, lanes, rows] per part of free.
+    """
     rows, lanes = x_sb.shape[0], x_sb.shape[1]
     identity_sb, tiles = table["identity" if x_sb.dtype == nl.float32 else "rounded_identity"], []
     for span in parts:
@@ -180,7 +208,9 @@ def transpose(x_sb, parts, table):
 
 
 def sum_rows(dst, data, op):
-    """Sets dst [P, 1] = the sums of op(data) [P, free] along the free axis, on the Scalar engine."""
+    """Sets dst [P, 1] = the sums of op(data) [P, free] along the free axis,
+    on the Scalar engine.
+    """
     passed_sb = sbuf(data.shape)
     nisa.activation(
         dst=passed_sb, op=op, data=data, reduce_op=nl.add, reduce_res=dst,
@@ -189,7 +219,9 @@ def sum_rows(dst, data, op):
 
 
 def keep_triangle(x_sb, sign, least):
-    """Sets x [rows, lanes, columns] to 0 unless sign (column - row) >= least, on the GpSimd engine."""
+    """Sets x [rows, lanes, columns] to 0 unless sign (column - row)
+    >= least, on the GpSimd engine.
+    """
     _, lanes, columns = x_sb.shape
     select_affine(x_sb, x_sb, -sign, [[0, lanes], [sign, columns]], nl.greater_equal, -least)
 
@@ -209,7 +241,9 @@ def multiply_rows(x, y):
 
 
 def build_norm(eps):
-    """Returns what inverting norms takes: the scale s of `plan.choose_square_scale`, and s^2 eps."""
+    """Returns what inverting norms takes: the scale s of `plan.choose_square_scale`,
+    and s^2 eps.
+    """
     s = choose_square_scale(eps)
     return {"scale": s, "epsilon": s * s * eps}
 
@@ -217,8 +251,8 @@ def build_norm(eps):
 def invert_sums(dst, sums_sb, norm, factor=1.0):
     """Sets dst = (factor sums + eps)^-1/2 / s, for any number of sums per partition.
 
-    The root is GpSimd's, which is more exact there. On the Scalar engine it would evict the table of the
-    function before it, and that one has to be loaded again afterwards.
+    The root is GpSimd's, which is more exact there. On the Scalar engine it would evict the table
+    of the function before it, and that one has to be loaded again afterwards.
     """
     s = norm["scale"]
     nisa.tensor_scalar(
@@ -231,13 +265,15 @@ def invert_sums(dst, sums_sb, norm, factor=1.0):
 def choose_factors(inverse_norms):
     """Returns f [rows, free] for reciprocal norms, and 1 / f where that is not 1, else 0.
 
-    The gated delta rule multiplies raw q and k, and values by reciprocal norms. With norms of 1e13 and values
-    of 1e-30, beta r_k v is 1e-43, and dO r_q times U r_k 1e-56: float32 has neither. So each vector that is
-    longer than LONG has a factor f = SHORTENING, and the others f = 1; to multiply by it rounds nothing.
+    The gated delta rule multiplies raw q and k, and values by reciprocal norms. With norms of 1e13
+    and values of 1e-30, beta r_k v is 1e-43, and dO r_q times U r_k 1e-56: float32 has neither. So
+    each vector that is longer than LONG has a factor f = SHORTENING, and the others f = 1; to
+    multiply by it rounds nothing.
 
-        forward     takes R / f; W and PT_t, which sum it over tokens, are multiplied by f of k per row, which
-                    costs nothing where they are copied anyway
-        backward    takes f q and f k, whose norms are r / f, and multiplies dq and dk by f at the end
+        forward     takes R / f; W and PT_t, which sum it over tokens, are multiplied by f of k per
+                    row, which costs nothing where they are copied anyway
+        backward    takes f q and f k, whose norms are r / f, and multiplies dq and dk by f at the
+                    end
     """
     factors_sb, growth_sb = sbuf(inverse_norms.shape), sbuf(inverse_norms.shape)
     nisa.tensor_scalar(
@@ -266,9 +302,9 @@ def invert_norms(x, norm):
     return out_sb
 
 
-# Cells cut a sequence [B, T, C] into up to 128 channels and 512 tokens. A cell's tokens come from HBM with
-# time on the partition axis and up to 512 channels; a transposition brings the channels of a cell there.
-# Results go the other way.
+# Cells cut a sequence [B, T, C] into up to 128 channels and 512 tokens. A cell's tokens come from
+# HBM with time on the partition axis and up to 512 channels; a transposition brings the channels of
+# a cell there. Results go the other way.
 
 
 def cut_cells(B, T, C, W):
@@ -298,19 +334,29 @@ def cut_cells(B, T, C, W):
                 a0, a1 = parts[part]
                 cells.append(
                     {
-                        "b": row // len(stretches), "t0": t0, "t1": t1, "final": t1 == T,
-                        "c0": c0, "c1": c1, "unit": bank * B * len(stretches) + row, "part": part, "a0": a0,
-                        "a1": a1, "parts": len(parts), "latest": row == B * len(stretches) - 1,
+                        "b": row // len(stretches),
+                        "t0": t0,
+                        "t1": t1,
+                        "final": t1 == T,
+                        "c0": c0,
+                        "c1": c1,
+                        "unit": bank * B * len(stretches) + row,
+                        "part": part,
+                        "a0": a0,
+                        "a1": a1,
+                        "parts": len(parts),
+                        "latest": row == B * len(stretches) - 1,
                         "group": bank * (width // PARTITIONS) + part,
                     }
-                )  # fmt: skip
+                )
     return cells
 
 
 def cut_returns(cell, W, continued):
     """Cuts the tokens whose dx a cell completes: [(first token, count)], at most 512 at a time.
 
-    They end W - 1 tokens before the cell does, or with the row; those before the row are the prefix's.
+    They end W - 1 tokens before the cell does, or with the row; those before the row are the
+    prefix's.
     """
     start = cell["t0"] - (W - 1)
     if cell["t0"] == 0:
@@ -374,7 +420,9 @@ def store_tokens(dst, x_sb, cell, t0, count):
 
 
 def store_returns(dx, dprefix, dx_sb, cell, u0, count):
-    """Stores dx [128, blocks, channels] of `count` tokens from u0 on; those below 0 go to dprefix."""
+    """Stores dx [128, blocks, channels] of `count` tokens from u0 on;
+    those below 0 go to dprefix.
+    """
     if u0 >= 0:
         store_tokens(dx, dx_sb, cell, u0, count)
         return
@@ -441,7 +489,8 @@ def uniforms(*shape):
 
 
 def rule_inputs(B, T, H, HV, K, V, dtype):
-    """Returns q, k, v, g, beta, do of a layer at initialization: decays of .43 to 1, beta in [0, 1).
+    """Returns q, k, v, g, beta, do of a layer at initialization: decays of .43 to 1, beta in [0,
+    1).
 
     g is [B, T, HV, 2], as the rule's kernels take it.
     """

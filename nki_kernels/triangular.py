@@ -1,35 +1,38 @@
-"""Inverts I + L for strictly lower L, for all lanes of a wave at once: blocks of 16, then pairs of blocks.
+"""Inverts I + L for strictly lower L, for all lanes of a wave at once: blocks of 16, then pairs of
+blocks.
 
-A block of 16 rows is solved by substitution, column by column of L, in all blocks and lanes at once. Each
-partition p holds a column of its block's inverse, x, as a row of 16 numbers, and computes
+A block of 16 rows is solved by substitution, column by column of L, in all blocks and lanes at
+once. Each partition p holds a column of its block's inverse, x, as a row of 16 numbers, and
+computes
 
     x = e_p;   for a = 0 .. 14:   x_c -= L_ca x_a   for c > a
 
-For that it needs its whole block of L, 15 columns of 16 numbers. One product spreads them: ones where two
-partitions share a block, times the columns, each on the partition of its own number.
+For that it needs its whole block of L, 15 columns of 16 numbers. One product spreads them: ones
+where two partitions share a block, times the columns, each on the partition of its own number.
 
 Then blocks of size s are merged to blocks of size 2 s, because
 
     [ A  0 ]^-1   [ A^-1             0    ]
     [ M  B ]    = [ -B^-1 M A^-1     B^-1 ]
 
-is T - T M T, where T holds the inverted blocks on its diagonal and M the lower left corners, cut out of L.
-All of this is forward substitution, so nothing grows that the result does not hold. With keys correlated
-.999 a power series over the chunk loses every digit, this method none.
+is T - T M T, where T holds the inverted blocks on its diagonal and M the lower left corners, cut
+out of L. All of this is forward substitution, so nothing grows that the result does not hold. With
+keys correlated .999 a power series over the chunk loses every digit, this method none.
 
-Yet what a merge rounds is relative to T's largest numbers. Substitution rounds each number of T by itself,
-and where keys are equal and beta is 1.6, T falls off as 0.6^(i - j). There T is off by eighty times as
-much as by substitution of all rows. Where products are float32, `refine` takes that away: it adds
-T (I - (I + L) T).
+Yet what a merge rounds is relative to T's largest numbers. Substitution rounds each number of T by
+itself, and where keys are equal and beta is 1.6, T falls off as 0.6^(i - j). There T is off by
+eighty times as much as by substitution of all rows. Where products are float32, `refine` takes that
+away: it adds T (I - (I + L) T).
 
-Why both: a merge has three products of lanes that share nothing, and costs the Tensor engine the same at
-s = 1 as at s = 64. Substitution costs it a third of one merge, and the Vector engine 15 short steps.
+Why both: a merge has three products of lanes that share nothing, and costs the Tensor engine the
+same at s = 1 as at s = 64. Substitution costs it a third of one merge, and the Vector engine 15
+short steps.
 
-The transpose T_t is kept. A merge needs the even block columns of T, which are a product of T_t with columns
-of the identity, cheaper than to keep T up to date. Only the odd block columns of (T M T)^T are not 0. So
-products and updates are C/2 wide, half of what masked C x C products cost. L needs no mask before: rows that
-do not belong to the pair are dropped where products leave PSUM. The kernels hold -L transposed, so that
-corners are added.
+The transpose T_t is kept. A merge needs the even block columns of T, which are a product of T_t
+with columns of the identity, cheaper than to keep T up to date. Only the odd block columns of (T M
+T)^T are not 0. So products and updates are C/2 wide, half of what masked C x C products cost. L
+needs no mask before: rows that do not belong to the pair are dropped where products leave PSUM. The
+kernels hold -L transposed, so that corners are added.
 
 The kernels run this in three stages, of chunks side by side (`invert_chunks`).
 """
@@ -64,7 +67,9 @@ LEVELS = 3  # merges of blocks of 16 to 128 rows
 
 
 def select_range(ones_sb, low, high, pattern):
-    """Builds a matrix like ones_sb: 1 where low <= row - n < high, else 0; n is what the pattern counts."""
+    """Builds a matrix like ones_sb: 1 where low <= row - n < high, else 0;
+    n is what the pattern counts.
+    """
     out_sb = sbuf(ones_sb.shape)
     above, below = [], []
     for span in pattern:
@@ -81,7 +86,8 @@ def build_block_constants(C):
     shared          [C, C], 1 where two tokens share a block of 16
     place           [C, 16], 1 at each token's place in its block
     even, odd       [C, 1], 1 for the tokens of even and of odd blocks
-    corners         per level [C, C/2]: 1 where a row is in the odd block of the (even) column's pair
+    corners         per level [C, C/2]: 1 where a row is in the odd block of the (even) column's
+                    pair
     even_columns    per level [C, C/2]: the even block columns of the identity
     """
     n = min(BLOCK, C)
@@ -99,9 +105,11 @@ def build_block_constants(C):
         axis=2,
     )
     nisa.tensor_reduce(
-        dst=even_sb, op=nl.add, data=shared_sb.ap(pattern=[[C, C], [2 * n, (blocks + 1) // 2]], offset=0),
+        dst=even_sb,
+        op=nl.add,
+        data=shared_sb.ap(pattern=[[C, C], [2 * n, (blocks + 1) // 2]], offset=0),
         axis=1,
-    )  # fmt: skip
+    )
     nisa.tensor_scalar(
         dst=odd_sb, data=even_sb, op0=nl.multiply, operand0=-1.0, op1=nl.add, operand1=1.0
     )
@@ -117,7 +125,9 @@ def build_block_constants(C):
 
 
 def list_sizes(C):
-    """Lists the sizes of the blocks that merge to C rows, one per level: 16, 32 .. C / 2; none up to 16."""
+    """Lists the sizes of the blocks that merge to C rows, one per level:
+    16, 32 .. C / 2; none up to 16.
+    """
     sizes = []
     s = BLOCK
     while s < C:
@@ -127,7 +137,9 @@ def list_sizes(C):
 
 
 def allocate_workspace(C, lanes):
-    """Allocates a tile [C, lanes, C] per level for M T; its odd blocks of columns are 0 and stay 0."""
+    """Allocates a tile [C, lanes, C] per level for M T;
+    its odd blocks of columns are 0 and stay 0.
+    """
     tiles = []
     for _ in list_sizes(C):
         tile_sb = sbuf((C, lanes, C))
@@ -139,7 +151,8 @@ def allocate_workspace(C, lanes):
 def gather_blocks(minus_L_t, blocks):
     """Returns the diagonal blocks of -L transposed [C, lanes, C] side by side, [C, lanes, 16].
 
-    Instructions start at every 32nd partition only. So pairs of blocks are copied, then one of each is kept.
+    Instructions start at every 32nd partition only. So pairs of blocks are copied, then one of each
+    is kept.
     """
     C, lanes = minus_L_t.shape[0], minus_L_t.shape[1]
     if C <= BLOCK:
@@ -157,9 +170,11 @@ def gather_blocks(minus_L_t, blocks):
 
 
 def list_block_columns(minus_L_t, blocks):
-    """Returns the columns of each block of -L, each number on its own partition, [C, n - 1, lanes, n].
+    """Returns the columns of each block of -L, each number on its own partition, [C, n - 1, lanes,
+    n].
 
-    n is 16, or C where that is less. At [p, a, lane, c] stands number c of row p if p is column a, else 0.
+    n is 16, or C where that is less. At [p, a, lane, c] stands number c of row p if p is column a,
+    else 0.
     """
     blocks_sb = gather_blocks(minus_L_t, blocks)
     C, lanes, n = blocks_sb.shape
@@ -176,8 +191,8 @@ def list_block_columns(minus_L_t, blocks):
 def spread_blocks(chunk, blocks):
     """Puts each partition's whole block on it, column a of -L at [C, a, lanes, n].
 
-    The columns leave PSUM at once: Vector and Scalar engine take turns there, and substitution is long.
-    `columns` are tiles [C, columns, lanes, n], all but the last with as many columns.
+    The columns leave PSUM at once: Vector and Scalar engine take turns there, and substitution is
+    long. `columns` are tiles [C, columns, lanes, n], all but the last with as many columns.
     """
     C, columns, lanes, n = chunk.block_columns.shape
     width = lanes * n
@@ -213,7 +228,9 @@ def substitute(chunks, start, stop):
 
 
 def place_blocks(chunk, blocks):
-    """Puts the inverted blocks on the diagonal of T_t; makes T where C <= 16, else the last merge does."""
+    """Puts the inverted blocks on the diagonal of T_t; makes T where C <= 16,
+    else the last merge does.
+    """
     shared_sb, x_sb = blocks["shared"], chunk.solution
     C, lanes, n = x_sb.shape
     chunk.T_t = x_sb
@@ -231,7 +248,9 @@ def place_blocks(chunk, blocks):
 
 
 def transpose_columns(x_sb, columns):
-    """Computes x^T columns of each lane, with columns of the identity [C, free]; x is [C, lanes, C]."""
+    """Computes x^T columns of each lane, with columns of the identity [C, free];
+    x is [C, lanes, C].
+    """
     C, lanes, free = x_sb.shape[0], x_sb.shape[1], columns.shape[1]
     out_ps = psum((C, lanes, free))
     for lane in range(lanes):
@@ -244,7 +263,8 @@ def transpose_columns(x_sb, columns):
 def list_odd_columns(x_sb, s):
     """Lists per lane the odd blocks of s columns of x [C, lanes, C], [C, C / 2].
 
-    A product takes operands of two dimensions only, so blocks that no step reaches are copied side by side.
+    A product takes operands of two dimensions only, so blocks that no step reaches are copied side
+    by side.
     """
     C, lanes = x_sb.shape[0], x_sb.shape[1]
     views = []
@@ -269,12 +289,16 @@ def is_refined(table):
 
 
 def keeps_transpose(last, table, both):
-    """Returns whether a merge brings T_t up to date: at the last level, only for `refine` or if `both`."""
+    """Returns whether a merge brings T_t up to date: at the last level,
+    only for `refine` or if `both`.
+    """
     return both or not last or is_refined(table)
 
 
 def transpose_blocks(chunks, blocks, level, both):
-    """Makes the even columns of T, and all of them at the last level: the first third of a merge."""
+    """Makes the even columns of T, and all of them at the last level:
+    the first third of a merge.
+    """
     table = chunks[0].table
     C = table["rows"]
     s = list_sizes(C)[level]
@@ -325,10 +349,11 @@ def update_blocks(chunk, space_sb, level, both):
 
 
 def refine(chunks, both):
-    """Adds T E to the complete T, and its transpose to T_t if `both`; E = I - (I + L) T is what T lacks.
+    """Adds T E to the complete T, and its transpose to T_t if `both`; E = I - (I + L) T is what T
+    lacks.
 
-    E is made of -L T - T, whose diagonal and what is above it are cut off: T has ones there and zeros. The
-    diagonal of `minus_L_t`, and what is below it, become 0 before.
+    E is made of -L T - T, whose diagonal and what is above it are cut off: T has ones there and
+    zeros. The diagonal of `minus_L_t`, and what is below it, become 0 before.
     """
     residuals = []
     for chunk in chunks:
@@ -376,7 +401,9 @@ def invert_chunks(stage, share, shares, chunks, spaces, both, blocks):
 
 
 def substitute_columns(step, chunks, blocks):
-    """Solves a third of the columns of all blocks; the last third puts the inverted blocks on a diagonal."""
+    """Solves a third of the columns of all blocks;
+    the last third puts the inverted blocks on a diagonal.
+    """
     C, place_sb = chunks[0].table["rows"], blocks["place"]
     n = min(BLOCK, C)
     if step == 0:  # x = e_p on every partition, a tile [C, lanes, n]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-# Triton asks when it is first imported, which what follows may do. Workers of xdist get the environment.
+# Triton asks when it is first imported, which what follows may do. Workers of xdist get the
+# environment.
 if "--emulate" in sys.argv:
     os.environ["DELTA_TRN_EMULATE"] = "1"
 if not torch.cuda.is_available() and "DELTA_TRN_EMULATE" not in os.environ:
@@ -82,8 +83,8 @@ def pytest_report_header(config):
 def no_switches_of_a_run():
     """Restores the default backend and exact products, which a run in the test's own process sets.
 
-    Fails a test after which PyTorch has another number of threads: what later tests compute in this process
-    and in others would differ by rounding.
+    Fails a test after which PyTorch has another number of threads: what later tests compute in this
+    process and in others would differ by rounding.
     """
     threads = torch.get_num_threads()
     with default_backend():

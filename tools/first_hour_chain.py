@@ -40,7 +40,9 @@ def doubled_through_scratch(x):
 
 @nki.jit
 def gathered(x, y):
-    """Returns both inputs [128, 64] float32 and their sum, [3, 128, 64], by a tile that integers index."""
+    """Returns both inputs [128, 64] float32 and their sum, [3, 128, 64],
+    by a tile that integers index.
+    """
     P, n, F = SHAPE
     out = nl.ndarray((n, P, F), dtype=nl.float32, buffer=nl.shared_hbm)
     all_sb = sbuf((P, n, F))
@@ -74,34 +76,47 @@ def _gather(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([out[0], out[1] - 1, (out[2] - 1) / 2])
 
 
-# each form: what computes it, by what its result is a multiple of x, and what follows where it fails
+# each form: what computes it, by what its result is a multiple of x, and what follows where it
+# fails
 FORMS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int, str]] = {
     "one kernel": (
-        lambda x: run(doubled, x), 2,
+        lambda x: run(doubled, x),
+        2,
         "no kernel runs: compare the versions that `make neuron` printed with docs/trainium.md",
     ),
     "two kernels in one graph": (
-        lambda x: run(doubled, run(doubled, x)), 4,
-        "aws-neuron-sdk 1311 is in this release, and a layer has 4 kernels: take SDK 2.31 (nki 0.5.0)",
+        lambda x: run(doubled, run(doubled, x)),
+        4,
+        "aws-neuron-sdk 1311 is in this release, and a layer has 4 kernels: take SDK 2.31 (nki "
+        "0.5.0)",
     ),
     "32 kernels in one graph": (
-        lambda x: _repeat(doubled, x, 32), 2**32,
-        "fewer kernels fit in one graph than training needs: lower model.layers until stage `layer` runs",
+        lambda x: _repeat(doubled, x, 32),
+        2**32,
+        "fewer kernels fit in one graph than training needs: lower model.layers until stage "
+        "`layer` runs",
     ),
     "two kernels with HBM of their own": (
-        lambda x: run(doubled_through_scratch, run(doubled_through_scratch, x)), 4,
+        lambda x: run(doubled_through_scratch, run(doubled_through_scratch, x)),
+        4,
         "kernels must keep no HBM of their own: ours do not, so go on",
     ),
     "an integer index into a tile of three dimensions": (
-        _gather, 1, "aws-neuron-sdk 1281 is in this release: our copies use slices, so go on",
+        _gather,
+        1,
+        "aws-neuron-sdk 1281 is in this release: our copies use slices, so go on",
     ),
     "a dict that is filled, and an assert": (
-        lambda x: run(named, x), 2, "this parser does not take our kernels: take SDK 2.28.1 (nki 0.2.0)",
+        lambda x: run(named, x),
+        2,
+        "this parser does not take our kernels: take SDK 2.28.1 (nki 0.2.0)",
     ),
     "one tensor passed twice": (
-        lambda x: run(summed, x, x), 4, "a kernel needs two tensors: where ours take a dummy, give it a copy",
+        lambda x: run(summed, x, x),
+        4,
+        "a kernel needs two tensors: where ours take a dummy, give it a copy",
     ),
-}  # fmt: skip
+}
 
 
 def _repeat(kernel: Any, x: torch.Tensor, times: int) -> torch.Tensor:
@@ -111,10 +126,11 @@ def _repeat(kernel: Any, x: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def try_forms(device: torch.device) -> dict[str, str]:
-    """Computes every form on a device and returns what each decides: "right", or what went wrong and follows.
+    """Computes every form on a device and returns what each decides: "right", or what went wrong
+    and follows.
 
-    The name of a form is printed before it runs, so that one which ends the process is known. Where not even
-    one kernel runs, the others would say nothing, and are left out.
+    The name of a form is printed before it runs, so that one which ends the process is known. Where
+    not even one kernel runs, the others would say nothing, and are left out.
     """
     x = np.random.default_rng(0).integers(-8, 8, (SHAPE[0], SHAPE[2])).astype(np.float32)
     found = {}

@@ -2,16 +2,18 @@
 
     python -m tools.first_hour_trn1 [STAGE ...] [--dry] [--json FILE]
 
-    chain       small kernels in one graph, form by form: which one a graph of a whole layer would fail by
+    chain       small kernels in one graph, form by form: which one a graph of a whole layer would
+                fail by
     precision   how exact float32 products are: whether float32 parity can be green at all
     rate        cycles of a product of N = 64 to 512 columns: which reading of the cost model holds
     tables      what loading a table of the Scalar engine costs: whether changes of function matter
     kernel      forward and backward of one sequence: how far the model is from our own kernels
-    layer       forward, backward, update of models of 1 and 3 layers: half of the difference is a layer
+    layer       forward, backward, update of models of 1 and 3 layers: half of the difference is a
+                layer
     step        the whole model on 15 sequences, as on each of 32 cores
 
-With --dry no chip is needed: the simulator runs the kernels, its cost model stands for the clock, and the
-recipe `tiny` runs on the CPU.
+With --dry no chip is needed: the simulator runs the kernels, its cost model stands for the clock,
+and the recipe `tiny` runs on the CPU.
 """
 
 import argparse
@@ -61,14 +63,18 @@ def give(tile_sb):
 
 
 def operands():
-    """Returns what `products` takes for the same product `SUMS` times: their sum is as exact as each."""
+    """Returns what `products` takes for the same product `SUMS` times:
+    their sum is as exact as each.
+    """
     rng = np.random.default_rng(0)
     a_t, b = ((1 + rng.integers(0, 16, (128, 128)) * 2.0**-12).astype(np.float32) for _ in range(2))
     return np.tile(a_t, (1, SUMS)), b, SUMS
 
 
 def verdict(result):
-    """Names the precision of a result of `products` of `operands`, and returns its worst relative error."""
+    """Names the precision of a result of `products` of `operands`,
+    and returns its worst relative error.
+    """
     stationary, b, _ = operands()
     exact = SUMS * stationary[:, :128].T.astype(np.float64) @ b.astype(np.float64)
     error = float((np.abs(result - exact) / exact).max())
@@ -77,11 +83,13 @@ def verdict(result):
 
 @nki.jit
 def products(stationary, moving, count):
-    """Returns the sum of `count` products of stationary [128, 512] and moving [128, N], [128, N] float32.
+    """Returns the sum of `count` products of stationary [128, 512] and moving [128, N], [128, N]
+    float32.
 
         product i = stationary[:, 128 (i mod 4) : 128 (i mod 4 + 1)].T @ moving
 
-    Successive products have other stationary sides, as in our kernels, so that each loads its weights.
+    Successive products have other stationary sides, as in our kernels, so that each loads its
+    weights.
     """
     stationary_sb, moving_sb = load(stationary, stationary.dtype), load(moving, moving.dtype)
     sums_ps = []
@@ -103,10 +111,11 @@ def products(stationary, moving, count):
 
 @nki.jit
 def functions(x, count, in_turns):
-    """Applies exp(-y) and SiLU(y) `count` times each to x [128, N] float32, in turns or all of one first.
+    """Applies exp(-y) and SiLU(y) `count` times each to x [128, N] float32, in turns or all of one
+    first.
 
-    Each takes the result of the one before, so that nothing changes their order. In turns, 2 count - 2 more
-    tables are loaded than otherwise.
+    Each takes the result of the one before, so that nothing changes their order. In turns, 2 count
+    - 2 more tables are loaded than otherwise.
     """
     y_sb = load(x, nl.float32)
     for i in range(2 * count):
@@ -126,7 +135,9 @@ def on_chip(arguments: Sequence[Any]) -> list[Any]:
 
 
 def wall_clock(kernel: Any, *arguments: Any) -> float:
-    """Returns the median of microseconds from launch to result, without the first call, which compiles."""
+    """Returns the median of microseconds from launch to result,
+    without the first call, which compiles.
+    """
     device, given, times = machine.pick("xla"), on_chip(arguments), []
     for _ in range(21):
         machine.synchronize(device)
@@ -145,7 +156,9 @@ def model_clock(kernel: Any, *arguments: Any) -> float:
 
 
 def chain(clock: Clock, dry: bool) -> dict[str, Any]:
-    """Computes the forms of tools/first_hour_chain.py, each of which says what follows where it fails."""
+    """Computes the forms of tools/first_hour_chain.py,
+    each of which says what follows where it fails.
+    """
     found = try_forms(torch.device("cpu") if dry else machine.pick("xla"))
     bad = [name for name, what in found.items() if what != "right"]
     return {
@@ -163,12 +176,17 @@ def precision(clock: Clock, dry: bool) -> dict[str, Any]:
     name, error = verdict(result)
     decides = "float32 parity can be green: run delta-trn parity --backend nki"
     if name != "float32":
-        decides = "float32 parity cannot be green: set --auto-cast=none in NEURON_CC_FLAGS and measure again"
+        decides = (
+            "float32 parity cannot be green: set --auto-cast=none in NEURON_CC_FLAGS and measure "
+            "again"
+        )
     return {"products": name, "error": error, "decides": decides}
 
 
 def rate(clock: Clock, dry: bool) -> dict[str, Any]:
-    """Measures the cycles of a pass, and names the reading of the cost model that is nearer to them."""
+    """Measures the cycles of a pass, and names the reading of the cost model
+    that is nearer to them.
+    """
     cycles: dict[str, dict[int, float]] = {}
     few, many = (8, 40) if dry else COUNTS
     for name, (dtype, passes) in PASSES.items():
@@ -187,12 +205,14 @@ def rate(clock: Clock, dry: bool) -> dict[str, Any]:
         "fit": f"{slope:.2f} cycles per column and {offset:.0f} per pass",
         "reading": nearer,
         "decides": f"the cost model's reading is `{nearer}`: keep it alone in READINGS (simulator/cost.py), "
-        "with the fitted numbers; by `issue`, fewer and wider products pay, by `rate`, fewer columns do",
+        "with the fitted numbers; by `issue`, fewer and wider products pay, by `rate`, fewer "
+        "columns do",
     }
 
 
 def tables(clock: Clock, dry: bool) -> dict[str, Any]:
-    """Compares functions in turns with the same functions grouped: the difference is loads of tables.
+    """Compares functions in turns with the same functions grouped: the difference is loads of
+    tables.
 
     Each function waits for the one before, by the model for 0.14 us, which a load hides.
     """
@@ -204,7 +224,10 @@ def tables(clock: Clock, dry: bool) -> dict[str, Any]:
         verdict = (
             "loads hardly count: roots may go back to the Scalar engine (invert_sums in tiles.py)"
         )
-    decides = f"LOAD_US is {load:.3f} to {load + 0.2:.3f} (simulator/core/tables.py has {LOAD_US}); {verdict}"
+    decides = (
+        f"LOAD_US is {load:.3f} to {load + 0.2:.3f} (simulator/core/tables.py has {LOAD_US}); "
+        f"{verdict}"
+    )
     return {"load_us": load, "decides": decides}
 
 
@@ -228,7 +251,9 @@ def kernel(clock: Clock, dry: bool) -> dict[str, Any]:
 
 
 def measure_step(dry: bool, sequences: int, **changes: str) -> float:
-    """Returns the median of seconds of a training step; the first two, which compile, are not timed."""
+    """Returns the median of seconds of a training step; the first two,
+    which compile, are not timed.
+    """
     own = {"device": "cpu"} if dry else {"device": "xla", "model.width": "512"}
     own |= {"batch.sequences": str(sequences), "batch.micro": "1", **changes}
     work = Workload(apply(announce("tiny" if dry else "gdn_mup_adamw"), own))

@@ -1,15 +1,16 @@
-"""Times what the host of a Trn1 does for a micro-batch: it records the graph of forward and backward.
+"""Times what the host of a Trn1 does for a micro-batch: it records the graph of forward and
+backward.
 
     python -m tools.host_time gdn_mup_adamw model.width=512 --micro 1 3 5
 
-Runs on torch_xla's CPU device (`make .venv-xla/.ready` makes an environment that has it). The NKI kernels are
-stubs, which return tensors of the right shapes at once: what NKI itself does for a call comes on top. For
-each size of a micro-batch a line says:
+Runs on torch_xla's CPU device (`make .venv-xla/.ready` makes an environment that has it). The NKI
+kernels are stubs, which return tensors of the right shapes at once: what NKI itself does for a call
+comes on top. For each size of a micro-batch a line says:
 
-    ms, ms per sequence     CPU time of recording, the median of `--repeat` times, and the least, of which a
-                            busy machine takes the least; nothing is compiled or run
-    step_ms                 the same of a step of one micro-batch, which besides casts the weights of products
-                            and cuts the sums of their gradients, once a step
+    ms, ms per sequence     CPU time of recording, the median of `--repeat` times, and the least, of
+                            which a busy machine takes the least; nothing is compiled or run
+    step_ms                 the same of a step of one micro-batch, which besides casts the weights
+                            of products and cuts the sums of their gradients, once a step
     ATen operations         that autograd and the model call, and how many of these are views
     NKI calls               of the kernels
 """
@@ -136,7 +137,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(config: Any, device: torch.device, micro: int, repeat: int) -> dict[str, Any]:
-    """Returns what one micro-batch takes to record, after a first one that loads what is loaded once."""
+    """Returns what one micro-batch takes to record,
+    after a first one that loads what is loaded once.
+    """
     model = make_model(model_config(config, rows=vocabulary(config)), seed=0, device=device).train()
     tokens = torch.zeros((micro, config.batch.length), dtype=torch.int64).to(device)
     loss = loss_function(model, config, device)

@@ -1,7 +1,8 @@
 """Times a kernel's instructions in another order than the one in which they were recorded.
 
-A kernel is recorded once, with what each instruction waits for and which tiles it touches. For another order
-its instructions are only sorted; tools/instruction_times.cpp times them as the simulator's cost model does.
+A kernel is recorded once, with what each instruction waits for and which tiles it touches. For
+another order its instructions are only sorted; tools/instruction_times.cpp times them as the
+simulator's cost model does.
 """
 
 import ctypes
@@ -37,10 +38,11 @@ BANK_BYTES = 2048  # of PSUM, per partition
 
 
 class Trace:
-    """A kernel's instructions by what issued them, to be timed in another order of the same entries.
+    """A kernel's instructions by what issued them, to be timed in another order of the same
+    entries.
 
-    They are recorded in `order`, (stage, bundles, late, share, shares) each. All bundles have to be of one
-    wave. `options` are the example's, and may name a target.
+    They are recorded in `order`, (stage, bundles, late, share, shares) each. All bundles have to be
+    of one wave. `options` are the example's, and may name a target.
     """
 
     def __init__(self, module: ModuleType, options: dict[str, Any], order: Any) -> None:
@@ -107,7 +109,9 @@ class Trace:
     def time_packed(
         self, entries: np.ndarray, timer: Any, peaks: bool = True
     ) -> tuple[float, int, int]:
-        """Does what `time` does, of entries (number, late, `find_kind`, share, shares); peaks cost time."""
+        """Does what `time` does, of entries (number, late, `find_kind`, share, shares);
+        peaks cost time.
+        """
         found = np.zeros(2, np.int64)
         time = timer(
             len(entries), entries.ctypes.data, found.ctypes.data if peaks else None, *self.given
@@ -173,7 +177,24 @@ def build_timer() -> Any:
     pointer, number = ctypes.c_void_p, ctypes.c_int
     timer.restype = ctypes.c_double
     timer.argtypes = [
-        number, pointer, pointer, number, pointer, pointer, number, number, pointer, pointer, number, number,
-        number, *[pointer] * 5, ctypes.c_double, number, *[pointer] * 5, number, *[pointer] * 2,
-    ]  # fmt: skip
+        number,
+        pointer,
+        pointer,
+        number,
+        pointer,
+        pointer,
+        number,
+        number,
+        pointer,
+        pointer,
+        number,
+        number,
+        number,
+        *[pointer] * 5,
+        ctypes.c_double,
+        number,
+        *[pointer] * 5,
+        number,
+        *[pointer] * 2,
+    ]
     return timer

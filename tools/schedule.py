@@ -1,13 +1,15 @@
 """Finds the orders of the NKI kernels' stages, and writes them to nki_kernels/orders.json.
 
-    python -m tools.schedule                    remakes all orders: minutes, and the same on every machine
+    python -m tools.schedule                    remakes all orders: minutes, and the same on every
+                                                machine
     python -m tools.schedule RULE_FORWARD       remakes one
 
-It starts from a rule: stages stand as soon as what they need stands, evenly spread over a few turns, and
-those of odd bundles half a turn later. From there it anneals: it moves one entry to another time, keeps what
-the cost model finds faster, and for a while some of what it finds slower. An order may take no more of SBUF,
-PSUM and time than tests allow, in the largest sizes of each kernel and on trn2. Neither the orders that stand
-in the file nor the machine matter: all chance comes from one seed.
+It starts from a rule: stages stand as soon as what they need stands, evenly spread over a few
+turns, and those of odd bundles half a turn later. From there it anneals: it moves one entry to
+another time, keeps what the cost model finds faster, and for a while some of what it finds slower.
+An order may take no more of SBUF, PSUM and time than tests allow, in the largest sizes of each
+kernel and on trn2. Neither the orders that stand in the file nor the machine matter: all chance
+comes from one seed.
 """
 
 import argparse
@@ -76,26 +78,48 @@ CHANNEL_BOUNDS = (Bound(CHANNEL_SIZES[0]), Bound(CHANNEL_SIZES[0] | RULE | {"V":
 LONG = {"T": 1536, "K": 128, "V": 256, "lanes": 6, "width": 3}
 SEARCHES = {
     "RULE_FORWARD": Search(
-        gated_delta_rule_fwd, {"every": 0}, 5.0, 100_000,
-        (WIDE, NARROW, Bound(SIZES[2] | {"every": 0, "target": "trn2"}, time=158.0),
-         Bound({"T": 1024, "H": 1, "K": 128, "V": 128, "width": 1, "every": 0}, time=95.0)),
+        gated_delta_rule_fwd,
+        {"every": 0},
+        5.0,
+        100_000,
+        (
+            WIDE,
+            NARROW,
+            Bound(SIZES[2] | {"every": 0, "target": "trn2"}, time=158.0),
+            Bound({"T": 1024, "H": 1, "K": 128, "V": 128, "width": 1, "every": 0}, time=95.0),
+        ),
     ),
     "RULE_BACKWARD": Search(  # of more than 512 tokens, which do not hold all that waits for later chunks
-        gated_delta_rule_bwd, {"every": 2}, 1.25, 100_000,
-        (*(Bound(bound.options | {"T": 1024}) for bound in (WIDE, NARROW)), Bound(SIZES[0] | {"every": 2})),
+        gated_delta_rule_bwd,
+        {"every": 2},
+        1.25,
+        100_000,
+        (
+            *(Bound(bound.options | {"T": 1024}) for bound in (WIDE, NARROW)),
+            Bound(SIZES[0] | {"every": 2}),
+        ),
     ),
     "LAYER_FORWARD": Search(
-        fwd, {"save": 1}, 4.0, 100_000,
-        (Bound(LONG | {"H": 5, "save": 1}),
-         Bound(LONG | {"H": 5, "K": 64, "V": 128, "dtype": "float32", "save": 1}),
-         Bound(SIZES[1] | {"packed": True, "save": 1})),
+        fwd,
+        {"save": 1},
+        4.0,
+        100_000,
+        (
+            Bound(LONG | {"H": 5, "save": 1}),
+            Bound(LONG | {"H": 5, "K": 64, "V": 128, "dtype": "float32", "save": 1}),
+            Bound(SIZES[1] | {"packed": True, "save": 1}),
+        ),
     ),
     "LAYER_BACKWARD": Search(
         bwd, {}, 2.5, 100_000, (Bound(SIZES[0], psum=7), Bound(LONG | {"H": 5}, psum=7))
     ),
-    "CHANNELS_FORWARD": Search(channels_fwd, {"every": 2}, 3.0, 20_000, CHANNEL_BOUNDS, CHANNEL_SIZES),
-    "CHANNELS_BACKWARD": Search(channels_bwd, {"every": 2}, 1.25, 60_000, CHANNEL_BOUNDS, CHANNEL_SIZES),
-}  # fmt: skip
+    "CHANNELS_FORWARD": Search(
+        channels_fwd, {"every": 2}, 3.0, 20_000, CHANNEL_BOUNDS, CHANNEL_SIZES
+    ),
+    "CHANNELS_BACKWARD": Search(
+        channels_bwd, {"every": 2}, 1.25, 60_000, CHANNEL_BOUNDS, CHANNEL_SIZES
+    ),
+}
 
 
 class Plan:
@@ -140,7 +164,9 @@ class Plan:
             self.of[wait[1]].append(wait)
 
     def move(self, times: list[float], rng: random.Random) -> list[float] | None:
-        """Returns times of which one, or a run of one bundle's, is another, or None if a wait forbids it."""
+        """Returns times of which one, or a run of one bundle's, is another,
+        or None if a wait forbids it.
+        """
         at, by = rng.randrange(len(times)), rng.gauss(0.0, rng.choice((0.01, 0.05, 0.3)))
         own = [at]
         if rng.random() < RUNS and at not in self.steps:
@@ -235,7 +261,9 @@ class Judge:
 
 
 def anneal(name: str, timer: Any, seed: int = 0) -> tuple[Any, list[float], list[float]]:
-    """Returns the best order that is found, and the times of the rule and of that order, per example."""
+    """Returns the best order that is found, and the times of the rule and of that order,
+    per example.
+    """
     search = SEARCHES[name]
     plan, rng = Plan(search), random.Random(seed)
     times = plan.apply_rule(search.turns)

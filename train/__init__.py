@@ -1,1 +1,3 @@
-"""Training: configuration, data, loop, checkpoints and the command line. Nothing is imported here."""
+"""Training: configuration, data, loop, checkpoints and the command line.
+Nothing is imported here.
+"""

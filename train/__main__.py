@@ -11,10 +11,11 @@ from importlib.metadata import version
 
 from delta_trn.train.settings.errors import TrainError
 
-# The first torch whose writer of Hugging Face checkpoints lets each process write its parts as tested here.
+# The first torch whose writer of Hugging Face checkpoints lets each process write its parts as
+# tested here.
 OLDEST_TORCH = (2, 9)
-# Usage, and what it does in one line. The module is the one of that name in train/commands, unless a third
-# entry names another.
+# Usage, and what it does in one line. The module is the one of that name in train/commands, unless
+# a third entry names another.
 Command = tuple[str, ...]
 COMMANDS: dict[str, Command] = {
     "run": ("RECIPE [key=value ...]", "train from the start"),
@@ -49,15 +50,18 @@ COMMANDS: dict[str, Command] = {
     "data": ("prepare SOURCE | info DIR", "text to token shards"),
 }
 
-# How often a thread of OpenMP that waits looks before it sleeps: 1,000 times, for some 20 us, as long as many
-# waits inside of a step. libgomp's 300,000 looks are milliseconds, which another process would have used.
+# How often a thread of OpenMP that waits looks before it sleeps: 1,000 times, for some 20 us, as
+# long as many waits inside of a step. libgomp's 300,000 looks are milliseconds, which another
+# process would have used.
 WAITING = {"GOMP_SPINCOUNT": "1000"}
 # What training on one's own text takes. `--help` lists these, `--help-all` the others, too.
 USUAL = ("run", "resume", "generate", "export", "plot", "convert", "data", "backends")
 
 
 def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> int:
-    """Runs one command. Returns 0: done; 2: refused, and stderr says why; 128 + n: stopped by signal n."""
+    """Runs one command. Returns 0: done; 2: refused, and stderr says why;
+    128 + n: stopped by signal n.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
@@ -80,7 +84,8 @@ def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command]
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # the reader of our output has gone, as with `| head`; Python would complain once more on exit
+        # the reader of our output has gone, as with `| head`; Python would complain once more on
+        # exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
@@ -92,19 +97,23 @@ def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command]
 
 
 def set_waiting(environment: MutableMapping[str, str]) -> None:
-    """Sets how idle threads wait, unless the user does, or torch is loaded already and has read it."""
+    """Sets how idle threads wait, unless the user does,
+    or torch is loaded already and has read it.
+    """
     if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in environment:
         for name, value in WAITING.items():
             environment.setdefault(name, value)
 
 
 def _require_torch() -> None:
-    """TrainError unless torch is one that checkpoints of several processes were tested with, or newer."""
+    """TrainError unless torch is one that checkpoints
+    of several processes were tested with, or newer.
+    """
     installed = version("torch")
     if tuple(int(number) for number in re.findall(r"\d+", installed)[:2]) < OLDEST_TORCH:
         raise TrainError(
-            f"torch {installed} is too old: training is tested with 2.9 and 2.13, and needs 2.9 or newer; "
-            "install torch>=2.9"
+            f"torch {installed} is too old: training is tested with 2.9 and 2.13, and needs 2.9 or "
+            "newer; install torch>=2.9"
         )
 
 
@@ -132,7 +141,8 @@ def _overview(commands: Mapping[str, Command], *, every: bool) -> str:
     lines += [f"  {name:{width}}  {summary(name)}" for name in RECIPES]
     lines += [
         "",
-        "`delta-trn run RECIPE --keys` prints the usual key=value, `--all-keys` all; `COMMAND --help` more",
+        "`delta-trn run RECIPE --keys` prints the usual key=value, `--all-keys` all; `COMMAND "
+        "--help` more",
     ]
     return "\n".join(lines)
 

@@ -14,7 +14,10 @@ from filelock import FileLock, Timeout
 from delta_trn.train.settings.errors import DiskFull
 
 HOLDER = ".lock.pid"  # the process that holds a folder
-ADVICE = "what is there is whole: free some space or choose another folder, and run the same command again"
+ADVICE = (
+    "what is there is whole: free some space or choose another folder, and run the same command "
+    "again"
+)
 
 FORBIDDEN = "may not write"
 # EFBIG is what a file-size limit (ulimit -f, some network mounts) says instead of ENOSPC.
@@ -87,9 +90,11 @@ def write_file(path: Path, content: bytes | str, advice: str = ADVICE) -> None:
 
 @contextmanager
 def hold_folder(folder: Path, refuse: Callable[[str], Exception] | None = None) -> Iterator[None]:
-    """Makes a folder and holds it against other processes. The kernel releases it when the holder dies.
+    """Makes a folder and holds it against other processes. The kernel releases it when the holder
+    dies.
 
-    If another process holds it, raises what `refuse` returns for that process's id; without `refuse`, waits.
+    If another process holds it, raises what `refuse` returns for that process's id; without
+    `refuse`, waits.
     """
     is_new = not folder.exists()
     lock, holder = FileLock(folder / ".lock"), folder / HOLDER

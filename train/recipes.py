@@ -23,7 +23,9 @@ from delta_trn.train.settings.schema import (
 
 
 def quickstart() -> RunConfig:
-    """minutes on two CPU cores: a small muP Gated DeltaNet on the text of Python's own standard library"""
+    """minutes on two CPU cores: a small muP Gated DeltaNet on the text
+    of Python's own standard library
+    """
     return RunConfig(
         name="quickstart",
         steps=1800,
@@ -81,26 +83,33 @@ def gdn_mup_adamw() -> RunConfig:
 
 
 def gdn_mup_sgd() -> RunConfig:
-    """the paper's SGD run: the same with Nesterov momentum 0.98, learning rate 0.4, no weight decay"""
+    """the paper's SGD run: the same with Nesterov momentum 0.98,
+    learning rate 0.4, no weight decay
+    """
     optimizer = OptimizerSection(name="sgd", lr=0.4, momentum=0.98, weight_decay=0.0, clip=1.0)
     run = gdn_mup_adamw().model_copy(update={"optimizer": optimizer})
     return change(run, {"name": "gdn_mup_sgd", "batch.micro": "30"})
 
 
 def gdn_adamw() -> RunConfig:
-    """ours: gdn_mup_adamw with mixers from 0, decay independent of the width, and a faster embedding"""
+    """ours: gdn_mup_adamw with mixers from 0, decay independent of the width,
+    and a faster embedding
+    """
     tuned = {"optimizer.independent_weight_decay": "true", "optimizer.embedding_lr": "4"}
     return change(gdn_mup_adamw(), {"name": "gdn_adamw", "model.mixer_output_init": "0", **tuned})
 
 
 def tiny() -> RunConfig:
-    """seconds: a model of 42 thousand parameters on bytes, for tests and for looking at a run's folder"""
+    """seconds: a model of 42 thousand parameters on bytes,
+    for tests and for looking at a run's folder
+    """
     return RunConfig(
         name="tiny",
         steps=20,
         precision="float32",
         model=ModelSection(width=32, base_width=16, layers=2, heads=2, intermediate_multiple=32),
-        # high, so that it knows after 8 steps which bytes are frequent, and what it writes can be read
+        # high, so that it knows after 8 steps which bytes are frequent, and what it writes can be
+        # read
         optimizer=OptimizerSection(lr=0.1),
         schedule=ScheduleSection(warmup=4, min_lr=1e-3),
         batch=BatchSection(sequences=4, length=32),
@@ -114,12 +123,15 @@ def tiny() -> RunConfig:
 
 
 def transfer() -> RunConfig:
-    """half a minute on one CPU core at width 128: the subject of learning-rate sweeps on Python's library"""
+    """half a minute on one CPU core at width 128:
+    the subject of learning-rate sweeps on Python's library
+    """
     return RunConfig(
         name="transfer",
         steps=300,
         precision="float32",
-        # multiples of 16: at 256, as elsewhere, the narrow models' SwiGLU would be wider than the wide ones'
+        # multiples of 16: at 256, as elsewhere, the narrow models' SwiGLU would be wider than the
+        # wide ones'
         model=ModelSection(
             width=64,
             base_width=64,
@@ -143,9 +155,18 @@ def transfer() -> RunConfig:
 def ddl_residuals() -> RunConfig:
     """a minute on two CPU cores: attention over time, a residual stream to compare over depth"""
     model = ModelSection(
-        width=96, base_width=96, layers=4, heads=3, head_dim_k=32, expand_v=1.0, intermediate_multiple=16,
-        attention_layers=(0, 1, 2, 3), use_qk_rmsnorm=True, rms_norm_eps=1e-5, initializer_range=0.05,
-    )  # fmt: skip
+        width=96,
+        base_width=96,
+        layers=4,
+        heads=3,
+        head_dim_k=32,
+        expand_v=1.0,
+        intermediate_multiple=16,
+        attention_layers=(0, 1, 2, 3),
+        use_qk_rmsnorm=True,
+        rms_norm_eps=1e-5,
+        initializer_range=0.05,
+    )
     run = transfer().model_copy(update={"model": model})
     return change(
         run, {"name": "ddl_residuals", "optimizer.lr": "2**-8", "checkpoint.every": "300"}
@@ -153,17 +174,31 @@ def ddl_residuals() -> RunConfig:
 
 
 def ddl_small() -> RunConfig:
-    """Deep Delta Learning's small model (DDL-CC, 124M) on FineWeb-Edu: 100,000 steps of 480 x 1024 tokens"""
+    """Deep Delta Learning's small model (DDL-CC, 124M) on FineWeb-Edu:
+    100,000 steps of 480 x 1024 tokens
+    """
     return RunConfig(
         name="ddl_small",
         steps=100_000,
         precision="bf16",
         parametrization="sp",
         model=ModelSection(
-            width=768, base_width=768, layers=12, heads=6, head_dim_k=128, expand_v=1.0,
-            intermediate_multiple=1, attention_layers=tuple(range(12)), use_qk_rmsnorm=True,
-            rms_norm_eps=1e-5, initializer_range=0.5 * 768**-0.5, residual="ddl", ddl_value_channels=4,
-            ddl_compressor="channel", input_embed_shortconv_kernel_size=4, depth_scaled_init=True,
+            width=768,
+            base_width=768,
+            layers=12,
+            heads=6,
+            head_dim_k=128,
+            expand_v=1.0,
+            intermediate_multiple=1,
+            attention_layers=tuple(range(12)),
+            use_qk_rmsnorm=True,
+            rms_norm_eps=1e-5,
+            initializer_range=0.5 * 768**-0.5,
+            residual="ddl",
+            ddl_value_channels=4,
+            ddl_compressor="channel",
+            input_embed_shortconv_kernel_size=4,
+            depth_scaled_init=True,
         ),
         optimizer=OptimizerSection(lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, clip=1.0),
         schedule=ScheduleSection(warmup=2000),
@@ -172,7 +207,7 @@ def ddl_small() -> RunConfig:
         evaluation=EvaluationSection(every=1000, sequences=1200, batch=30),
         sample=SampleSection(prompt="The"),
         checkpoint=CheckpointSection(every=1000),
-    )  # fmt: skip
+    )
 
 
 def ddl_medium() -> RunConfig:
@@ -185,7 +220,9 @@ def ddl_medium() -> RunConfig:
 
 
 def ddl_lm_tinystories() -> RunConfig:
-    """Deep Delta Learning LM, 35M, on TinyStories or a text or parquet file; also set by environment"""
+    """Deep Delta Learning LM, 35M, on TinyStories or a text or parquet file;
+    also set by environment
+    """
     run = RunConfig(
         name="ddl_lm_tinystories",
         steps=172_000,  # 3 epochs of 4.7e8 tokens
@@ -214,10 +251,18 @@ def ddl_lm_tinystories() -> RunConfig:
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     recipe.__name__: recipe
     for recipe in (
-        quickstart, gdn_adamw, gdn_mup_adamw, gdn_mup_sgd, ddl_lm_tinystories, ddl_small, ddl_medium,
-        ddl_residuals, transfer, tiny,
+        quickstart,
+        gdn_adamw,
+        gdn_mup_adamw,
+        gdn_mup_sgd,
+        ddl_lm_tinystories,
+        ddl_small,
+        ddl_medium,
+        ddl_residuals,
+        transfer,
+        tiny,
     )
-}  # fmt: skip
+}
 
 
 def recipe(name: str) -> RunConfig:
@@ -230,7 +275,9 @@ def recipe(name: str) -> RunConfig:
 
 
 def announce(name: str) -> RunConfig:
-    """Returns a recipe as `recipe` does, and prints on stderr which environment variables have changed it."""
+    """Returns a recipe as `recipe` does, and prints on stderr
+    which environment variables have changed it.
+    """
     config = recipe(name)
     if names := variables(name):
         print(f"variables  {' '.join(names)} from the environment", file=sys.stderr)

@@ -1,18 +1,21 @@
 """Compiles every kernel in every configuration without a GPU and reports what the chip would need.
 
-    python -m triton_kernels.compile_only [--quick] [--kernel NAME] [--dtype NAME] [--jobs N] [--json FILE]
+    python -m triton_kernels.compile_only [--quick] [--kernel NAME] [--dtype NAME] [--jobs N]
+    [--json FILE]
         [--architecture N ...]     90 unless it says others; 100 needs Triton 3.9; 942 is AMD's gfx942
 
-A row of the report: kernel, its two sizes, element type, options; registers and stack bytes per thread (a
-stack is spilled registers), shared memory per program, matrix instructions (HGMMA), those that may read
-shared memory without a fence, reads that no barrier orders, the architecture (90 is sm_90) and its columns of
-tensor memory. The exit status is 1 if a row exceeds a bound.
+A row of the report: kernel, its two sizes, element type, options; registers and stack bytes per
+thread (a stack is spilled registers), shared memory per program, matrix instructions (HGMMA), those
+that may read shared memory without a fence, reads that no barrier orders, the architecture (90 is
+sm_90) and its columns of tensor memory. The exit status is 1 if a row exceeds a bound.
 
-The bounds: SHARED is what an architecture gives one program. STACK_BYTES is what a thread may park in L1
-between uses: little up to K = 128; up to 480 in the scans at K = 192 and 256, whose state alone fills the
-registers; and more in float32, whose products run on the ordinary cores, and on other GPUs than Hopper, where
-those of 16 bits have their operands in registers, too. Triton 3.4 to 3.7.0
-leaves out fences between copies and products: it is refused on Hopper, and its rows are errors here.
+The bounds: SHARED is what an architecture gives one program. STACK_BYTES is what a thread may park
+in L1 between uses: little up to K = 128; up to 480 in the scans at K = 192 and 256, whose state
+alone fills the registers; and more in float32, whose products run on the ordinary cores, and on
+other GPUs than Hopper, where those of 16 bits have their operands in registers, too. Triton 3.4 to
+3.7.0
+leaves out fences between copies and products: it is refused on Hopper, and its rows are errors
+here.
 
 What is compiled stands beside each kernel: `variants` says how.
 """
@@ -55,7 +58,8 @@ from delta_trn.triton_kernels.sass import count_unfenced, disassemble, parse
 from delta_trn.triton_kernels.variants import Variant
 
 HOPPER = GPUTarget("cuda", 90, 32)
-AMD = 942  # an MI300X, on which dispatch refuses these kernels: nothing was executed, with an A100's launches
+# an MI300X, on which dispatch refuses these kernels: nothing was executed, with an A100's launches
+AMD = 942
 KIBIBYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, AMD: 64}
 SHARED = {
     architecture: 1024 * size for architecture, size in KIBIBYTES.items()
@@ -99,7 +103,8 @@ OTHERS_SIZES = [(128, 128), (256, 256)]
 class Row:
     """What the compiler allotted to a variant.
 
-    stack is in bytes per thread; unfenced and unordered must be 0; tensor is columns of tensor memory.
+    stack is in bytes per thread; unfenced and unordered must be 0; tensor is columns of tensor
+    memory.
     """
 
     kernel: str
@@ -119,7 +124,9 @@ class Row:
     tensor: int = 0
 
     def broken(self) -> list[tuple[str, bool]]:
-        """Returns the bounds that this row exceeds, in words, and whether that is an error of ours."""
+        """Returns the bounds that this row exceeds, in words,
+        and whether that is an error of ours.
+        """
         most, hopper = SHARED[self.architecture], self.architecture == 90
         stack = (STACK_BYTES if hopper else OTHERS_STACK_BYTES)[self.dtype]
         bounded = triton.__version__.startswith(BOUNDED)
@@ -200,23 +207,36 @@ def compile_variant(K: int, V: int, dtype: str, variant: Variant, architecture: 
     cubin = compiled.asm["cubin"]
     registers, stack = resources(cubin)
     return Row(
-        variant.kernel, K, V, dtype, variant.options, tile.warps, tile.stages, registers, stack,
-        compiled.metadata.shared, len(re.findall(r"wgmma\.mma_async", compiled.asm["ptx"])),
-        # only Hopper's products need fences; upright tiles are operands that the kernel itself stored
+        variant.kernel,
+        K,
+        V,
+        dtype,
+        variant.options,
+        tile.warps,
+        tile.stages,
+        registers,
+        stack,
+        compiled.metadata.shared,
+        len(re.findall(r"wgmma\.mma_async", compiled.asm["ptx"])),
+        # only Hopper's products need fences; upright tiles are operands that the kernel itself
+        # stored
         count_unfenced(parse(disassemble(cubin)), stores=variant.values.get("UPRIGHT", False))
         if architecture == 90
         else 0,
-        count_unordered(compiled.asm["ptx"]), architecture, getattr(compiled.metadata, "tmem_size", 0),
-    )  # fmt: skip
+        count_unordered(compiled.asm["ptx"]),
+        architecture,
+        getattr(compiled.metadata, "tmem_size", 0),
+    )
 
 
 def count_unordered(ptx: str) -> int:
-    """Counts the reads of an argument's memory that no barrier separates from writes to it elsewhere.
+    """Counts the reads of an argument's memory that no barrier separates from writes to it
+    elsewhere.
 
-    A thread may write over what it has read itself, at the same address. A read at another address may be of
-    what a second warp writes: between the two stands a barrier, or the read's value depends on which warp is
-    first. The order of instructions in the text stands for the order in time, so a loop's second turn is not
-    looked at.
+    A thread may write over what it has read itself, at the same address. A read at another address
+    may be of what a second warp writes: between the two stands a barrier, or the read's value
+    depends on which warp is first. The order of instructions in the text stands for the order in
+    time, so a loop's second turn is not looked at.
     """
     arguments: dict[str, set[str]] = {}  # by the register that holds an address
     for line in ptx.splitlines() * 2:  # twice, for registers of a loop
@@ -251,7 +271,9 @@ def table(rows: list[Row]) -> str:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Returns registers and stack bytes per thread, as cuobjdump reads them from the machine code."""
+    """Returns registers and stack bytes per thread,
+    as cuobjdump reads them from the machine code.
+    """
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -266,7 +288,9 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def _compile_at(place: tuple[int, bool, int]) -> Row:
-    """Compiles the variant at a position of `variants`, since a kernel cannot travel between processes."""
+    """Compiles the variant at a position of `variants`,
+    since a kernel cannot travel between processes.
+    """
     architecture, quick, i = place
     return compile_variant(
         *next(islice(variants(quick=quick, architecture=architecture), i, None)), architecture

@@ -6,16 +6,17 @@ For one row z [V]; both results are 0 for rows that do not count:
     dz   = softmax(z) - onehot(goal)         [V]
 
 A program passes over a row twice: the first pass keeps a running maximum and sum in every lane
-(arXiv:1805.02867); the second, which finds a small vocabulary in cache, writes dz over z. The products around
-it are left to the vendor's library, a thousand tokens at a time, so no more logits than theirs are ever
-stored: the scheme of Liger Kernel (arXiv:2410.10989), which would be a dependency for this one kernel, needs
-CUDA to be imported, and has no multiplier of the logits.
+(arXiv:1805.02867); the second, which finds a small vocabulary in cache, writes dz over z. The
+products around it are left to the vendor's library, a thousand tokens at a time, so no more logits
+than theirs are ever stored: the scheme of Liger Kernel (arXiv:2410.10989), which would be a
+dependency for this one kernel, needs CUDA to be imported, and has no multiplier of the logits.
 
 Layout: z [M, V] contiguous; goal, keep, loss [M].
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
-# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+# (Triton's decorator adds the launch arguments and gives its own functions their types at compile
+# time)
 import triton
 import triton.language as tl
 
@@ -53,7 +54,8 @@ def softmax_kernel(
     )
     tl.store(loss + i_m, (total - b_goal) * counts)
     if GRADIENT:
-        # z[goal] is read by every warp and written by one: without a barrier, the loss could be made of dz
+        # z[goal] is read by every warp and written by one: without a barrier, the loss could be
+        # made of dz
         tl.debug_barrier()
         for i_v in range(0, V, BV):
             o_v = i_v + tl.arange(0, BV)

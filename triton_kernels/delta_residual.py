@@ -18,14 +18,15 @@ With dX' [D, DV] given:
     y . dy = beta (s . e - p . s)
     dk = r (dy - y (y . dy))                 [D]
 
-Source: "Deep Delta Learning", the delta operator with a value row; the gradients are derived here. Sums are
-float32. A program passes over D twice: first to sum, then, with X in cache, to write.
+Source: "Deep Delta Learning", the delta operator with a value row; the gradients are derived here.
+Sums are float32. A program passes over D twice: first to sum, then, with X in cache, to write.
 
 Layout: x, dx [M, D, DV]; k, dk [M, D]; v, dv [M, DV]; beta, dbeta [M]; M tokens, contiguous.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
-# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+# (Triton's decorator adds the launch arguments and gives its own functions their types at compile
+# time)
 import triton
 import triton.language as tl
 

@@ -1,6 +1,8 @@
-"""Gated delta rule, backward, chunkwise: after the reverse scan over the chunks, every chunk in parallel.
+"""Gated delta rule, backward, chunkwise: after the reverse scan over the chunks, every chunk in
+parallel.
 
-In the symbols of gated_delta_rule_fwd; dO is given, dS' [K, V] is the gradient of the state at a chunk's end:
+In the symbols of gated_delta_rule_fwd; dO is given, dS' [K, V] is the gradient of the state at a
+chunk's end:
 
     dU  = P^T dO + diag(lam) K dS'                            [C, V]
     dY  = T^T dU                                              [C, V]   and dV = diag(beta) dY
@@ -11,46 +13,50 @@ In the symbols of gated_delta_rule_fwd; dO is given, dS' [K, V] is the gradient 
     dQK = scale * lower(dO U^T) . D                           [C, C]   gradient of Q K^T
     dQ  = scale diag(gam) dO S^T + dQK K                      [C, K]
     dK  = diag(lam) U dS'^T - diag(gam beta) dY S^T + dQK^T Q + dKK K + dKK^T K
-    dbeta_i = <dY_i, U_i> / beta_i = <dY_i, V_i> - gam_i <(dY S^T)_i, K_i> + sum_j (dL . D . K K^T)_ij
+    dbeta_i = <dY_i, U_i> / beta_i = <dY_i, V_i> - gam_i <(dY S^T)_i, K_i> + sum_j (dL . D . K
+    K^T)_ij
 
-The inverse needs no product of C x C matrices: (I + L) U = Y gives dL = -(T^T dU) U^T. The log-decay gradient
-avoids the difference of two large sums that appears when it is taken from rows of dQ and dK (3.5% off in bf16
-at g = -16 softplus, against 0.14% here). reads, writes [C] are sums over rows, E is [C, C]:
+The inverse needs no product of C x C matrices: (I + L) U = Y gives dL = -(T^T dU) U^T. The
+log-decay gradient avoids the difference of two large sums that appears when it is taken from rows
+of dQ and dK (3.5% off in bf16 at g = -16 softplus, against 0.14% here). reads, writes [C] are sums
+over rows, E is [C, C]:
 
     reads  = <Q, scale diag(gam) dO S^T> - <K, diag(gam beta) dY S^T>
     writes = <K, diag(lam) U dS'^T>
     E      = dKK . K K^T + strict_lower(dQK . Q K^T)
     dg_t   = sum_{i >= t > j} E_ij + sum_{i >= t} reads_i + sum_{j < t} writes_j + gam_C <dS', S>
 
-dbeta is divided by a beta of LEAST_DIVISOR or more. Its other form, a difference of large sums where keys are
-alike, was 3.7 times as far off in bfloat16 as parity allows. dg's first sum adds only the pairs that the
-decay of t lies between. Row sums minus column sums, summed from the end, are the same on paper; what cancels
-leaves 1e-7 of its size, where a decay of -100 leaves nothing, and dA_log multiplies that by g: 19 times the
-error allowed.
+dbeta is divided by a beta of LEAST_DIVISOR or more. Its other form, a difference of large sums
+where keys are alike, was 3.7 times as far off in bfloat16 as parity allows. dg's first sum adds
+only the pairs that the decay of t lies between. Row sums minus column sums, summed from the end,
+are the same on paper; what cancels leaves 1e-7 of its size, where a decay of -100 leaves nothing,
+and dA_log multiplies that by g: 19 times the error allowed.
 
 Where g and beta came as a and z, with s = a + dt_bias:
 
     da = -exp(A_log) sigmoid(s) dg      ddt_bias = sum_t da      dA_log = sum_t g dg
     dz = beta_max sigmoid(z) sigmoid(-z) dbeta
 
-Source: arXiv:2412.06464 for the forward equations; the gradients are derived here. Normalized q and k enter
-by their row factors, as in forward; q and k are q_scaled and k_scaled where `prepare` wrote those. No
-atomics: equal inputs, equal bits.
+Source: arXiv:2412.06464 for the forward equations; the gradients are derived here. Normalized q and
+k enter by their row factors, as in forward; q and k are q_scaled and k_scaled where `prepare` wrote
+those. No atomics: equal inputs, equal bits.
 
 Layout, beyond that of forward:
 
     dY [NC, HV, C, V]         dS [NC, HV, K, V]: dS' of each chunk
-    writes [NC, HV, TILES, C] in float32, <diag(lam) K dS', U> of one of the reverse scan's tiles of V
-    carry [NC, HV, TILES]     what rounding took from <dS', S> at the first chunk of a sequence that has an
-                              initial state, one for each of the reverse scan's tiles of V; else 0
+    writes [NC, HV, TILES, C] in float32, <diag(lam) K dS', U> of one of the reverse scan's tiles of
+    V
+    carry [NC, HV, TILES]     what rounding took from <dS', S> at the first chunk of a sequence that
+                              has an initial state, one for each of the reverse scan's tiles of V;
+                              else 0
     dq, dk [B, tokens, HV, K] per value head
-    dv, dg, dbeta             as v, g, beta. QR, ..., and DQR, DKR, DVR, DGR, DBR of the gradients, are the
-                              elements from a token to the next, as in gated_delta_rule_fwd
+    dv, dg, dbeta             as v, g, beta. QR, ..., and DQR, DKR, DVR, DGR, DBR of the gradients,
+                              are the elements from a token to the next, as in gated_delta_rule_fwd
     dgates [NC, HV, 2]        a chunk's part of dA_log and of ddt_bias
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false (Triton's
+# decorator adds the launch arguments and gives its own functions their types at compile time)
 import triton
 import triton.language as tl
 
@@ -126,20 +132,64 @@ def store_gates(
 
 @triton.jit(do_not_specialize=["tokens", "NT"])
 def gradients_kernel(
-    q, k, v, do, g, beta, A_log, dt_bias, rows, units, S, U, dY, dS, writes, carry, dq, dk, dv, dg, dbeta,
-    dgates, chunk_start, chunk_length, scale, beta_max, tokens, NT,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, QR: tl.constexpr, KR: tl.constexpr, VR: tl.constexpr, GR: tl.constexpr, BR: tl.constexpr,
-    DQR: tl.constexpr, DKR: tl.constexpr, DVR: tl.constexpr, DGR: tl.constexpr, DBR: tl.constexpr,
-    TILES: tl.constexpr, L2NORM: tl.constexpr, SCALED: tl.constexpr, PIPELINED: tl.constexpr,
+    q,
+    k,
+    v,
+    do,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    rows,
+    units,
+    S,
+    U,
+    dY,
+    dS,
+    writes,
+    carry,
+    dq,
+    dk,
+    dv,
+    dg,
+    dbeta,
+    dgates,
+    chunk_start,
+    chunk_length,
+    scale,
+    beta_max,
+    tokens,
+    NT,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    QR: tl.constexpr,
+    KR: tl.constexpr,
+    VR: tl.constexpr,
+    GR: tl.constexpr,
+    BR: tl.constexpr,
+    DQR: tl.constexpr,
+    DKR: tl.constexpr,
+    DVR: tl.constexpr,
+    DGR: tl.constexpr,
+    DBR: tl.constexpr,
+    TILES: tl.constexpr,
+    L2NORM: tl.constexpr,
+    SCALED: tl.constexpr,
+    PIPELINED: tl.constexpr,
     DOT: tl.constexpr,
-):  # fmt: skip
-    """Computes dq, dk, dv, dg, dbeta and dgates; one program per (chunk, value head). SCALED: q and k are.
+):
+    """Computes dq, dk, dv, dg, dbeta and dgates; one program per (chunk, value head). SCALED: q and
+    k are.
 
     PIPELINED: loads of later turns of a loop run ahead; see tiles.accumulate_in_turn.
 
-    Passes over V: the C x C products, dbeta and dv; dq's state part, in the same pass where K is small; dk's
-    two state parts. So at most two [C, K] accumulators live at once.
+    Passes over V: the C x C products, dbeta and dv; dq's state part, in the same pass where K is
+    small; dk's two state parts. So at most two [C, K] accumulators live at once.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     APART: tl.constexpr = KP > 64  # dq's registers, beside those of the C x C matrices, would spill
@@ -180,7 +230,8 @@ def gradients_kernel(
         b_fq, b_fk = split_power(b_rq)[1], split_power(b_rk)[1]
     b_strength, b_read = b_beta, b_fq
     if units is not None:
-        # dq is computed in the first, what dY and dS are a part of in both; they are multiplied in last
+        # dq is computed in the first, what dY and dS are a part of in both; they are multiplied in
+        # last
         state_unit = tl.load(units + tile * 2)
         gradient_unit = tl.load(units + tile * 2 + 1)
         both_units = state_unit * gradient_unit
@@ -224,7 +275,8 @@ def gradients_kernel(
     b_k = tl.load(p_k + o_c[:, None] * KR + o_k[None, :], mask=m_ck, other=0.0)
     b_D = (b_b[:, None] - b_b[None, :]) + (b_b_low[:, None] - b_b_low[None, :])
     b_D = tl.exp2(tl.where(lower, b_D, float("-inf")))
-    # factors that are the same along a row wait for its sum, and those of a column are multiplied in once
+    # factors that are the same along a row wait for its sum, and those of a column are multiplied
+    # in once
     b_dQK = b_OU * b_D
     # the left operands of the last products are rounded at once: so they wait in half the registers
     b_dQKT = tl.trans(round_to(b_dQK * (scale * b_read)[:, None], dtype, DOT))
@@ -242,8 +294,8 @@ def gradients_kernel(
     b_E += b_dLDKK * (b_beta * b_fk)[:, None]
     b_dKK = b_dLD * b_beta[:, None]
     b_dKK = round_to(b_dKK, dtype, DOT)
-    # E summed from row t on: a product with ones. E enters as two words of bfloat16, good to 2^-16, since
-    # float16 would overflow
+    # E summed from row t on: a product with ones. E enters as two words of bfloat16, good to 2^-16,
+    # since float16 would overflow
     if dtype == tl.float32:
         b_from = tl.where(o_c[:, None] <= o_c[None, :], 1.0, 0.0)
         b_cum = multiply(b_from, b_E, DOT)
@@ -327,7 +379,8 @@ def gradients_kernel(
         dk + (start * DKR + i_h * K) + o_dk, round_to(b_dk, dk.dtype.element_ty, DOT), mask=m_ck
     )
 
-    # a sum of the earlier writes, not cumsum - writes: at g = -20 that difference is 1e-9 of its terms
+    # a sum of the earlier writes, not cumsum - writes: at g = -20 that difference is 1e-9 of its
+    # terms
     b_dg += tl.sum(tl.where(strict, b_writes[None, :], 0.0), axis=1)
     b_dg += tl.cumsum(b_reads, axis=0, reverse=True)
     b_dg += tl.exp2(b_last) * b_carry
@@ -342,12 +395,22 @@ def gradients_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def sum_heads_kernel(
-    x, dy, dx, tokens, QR: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    BT: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+    x,
+    dy,
+    dx,
+    tokens,
+    QR: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    BT: tl.constexpr,
+    DOT: tl.constexpr,
+):
     """Sums float32 dy [tokens, HV, K] over a key head's value heads into dx [tokens, H, K].
 
-    With x [tokens, H, K], dy are gradients of y = r x with r = 1 / sqrt(<x, x> + 1e-6), and dx that of x:
+    With x [tokens, H, K], dy are gradients of y = r x with r = 1 / sqrt(<x, x> + 1e-6), and dx that
+    of x:
 
         dx = r (sum dy - y <y, sum dy>)
     """
@@ -373,7 +436,9 @@ def sum_heads_kernel(
 
 @take_turns
 def sum_heads(x, dy, *, dx, config: Config):
-    """Launches `sum_heads_kernel`: fills dx [B, tokens, H, K] with sums of dy [B, tokens, HV, K]."""
+    """Launches `sum_heads_kernel`: fills dx [B, tokens, H, K] with sums
+    of dy [B, tokens, HV, K].
+    """
     B, tokens, H, K = dx.shape
     launch = tile("sum_heads", K)
     sum_heads_kernel[(-(-B * tokens // launch.rows) * H,)](
@@ -384,9 +449,36 @@ def sum_heads(x, dy, *, dx, config: Config):
 
 @take_turns
 def gradients(
-    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, writes, carry, *, dq, dk, dv, dg, dbeta, dgates,
-    units=None, scale, l2norm, scaled, beta_max, chunks: Chunks, config: Config,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    do,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    rows,
+    S,
+    U,
+    dY,
+    dS,
+    writes,
+    carry,
+    *,
+    dq,
+    dk,
+    dv,
+    dg,
+    dbeta,
+    dgates,
+    units=None,
+    scale,
+    l2norm,
+    scaled,
+    beta_max,
+    chunks: Chunks,
+    config: Config,
+):
     """Launches `gradients_kernel`: fills dq, dk, dv, dg, dbeta, and with A_log dgates."""
     H, K = q.shape[2:]
     HV, V = do.shape[2:]
@@ -405,12 +497,49 @@ def gradients(
         "DBR": dbeta,
     }
     gradients_kernel[(chunks.count * HV,)](
-        q, k, v, do, g, beta, A_log, dt_bias, rows, units, S, U, dY, dS, writes, carry, dq, dk, dv, dg, dbeta,
-        dgates, chunks.start, chunks.length, scale, beta_max or None, chunks.tokens, chunks.per_sequence, H=H,
-        HV=HV, K=K, KP=power_of_two(K), V=V, BV=launch.columns, C=chunks.size,
-        **{name: row_stride(x) for name, x in strides.items()}, TILES=tiles, L2NORM=l2norm, SCALED=scaled,
-        PIPELINED=launch.stages > 1, DOT=config.dot, **launch.options(),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        do,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        rows,
+        units,
+        S,
+        U,
+        dY,
+        dS,
+        writes,
+        carry,
+        dq,
+        dk,
+        dv,
+        dg,
+        dbeta,
+        dgates,
+        chunks.start,
+        chunks.length,
+        scale,
+        beta_max or None,
+        chunks.tokens,
+        chunks.per_sequence,
+        H=H,
+        HV=HV,
+        K=K,
+        KP=power_of_two(K),
+        V=V,
+        BV=launch.columns,
+        C=chunks.size,
+        **{name: row_stride(x) for name, x in strides.items()},
+        TILES=tiles,
+        L2NORM=l2norm,
+        SCALED=scaled,
+        PIPELINED=launch.stages > 1,
+        DOT=config.dot,
+        **launch.options(),
+    )
 
 
 def variants(K: int, V: int, itemsize: int, quick: bool):

@@ -1,4 +1,5 @@
-"""Gated delta rule, forward, chunkwise: a parallel preparation of every chunk, then a scan over the chunks.
+"""Gated delta rule, forward, chunkwise: a parallel preparation of every chunk, then a scan over the
+chunks.
 
 For one chunk of C tokens and one value head, S the state [K, V] at the chunk's start:
 
@@ -13,32 +14,32 @@ For one chunk of C tokens and one value head, S the state [K, V] at the chunk's 
     O  = scale * diag(gam) Q S + P U                    [C, V]
     S' = gam_C S + K^T diag(lam) U                      [K, V]
 
-Source: arXiv:2412.06464. D is always formed as exp of a masked difference, never as a quotient, which
-overflows. See tiles.invert_unit_lower for the inverse.
+Source: arXiv:2412.06464. D is always formed as exp of a masked difference, never as a quotient,
+which overflows. See tiles.invert_unit_lower for the inverse.
 
-Normalized queries and keys are never written: their factors r_q, r_k scale rows, so they fold into gam, lam
-and the C x C matrices, and the products read q and k as they came. In float16 r_k, 1000 at a zero key and
-1e-6 at a huge one, would take U out of the range: there `prepare` writes q and k times the powers of two in
-r_q and r_k, which is exact, and only the factors f_q, f_k in [1/2, 1) that are left of them fold.
-There, too, P and o are computed in `unit`, a power of two below 1 where scale is below 1 / sqrt(K): float16
-has few digits for a P of 1e-4. States and their gradients are float32 and may be out of its range: where a
-call has any, `units` has two powers of two for each chunk and head. S and U are in the first, dY and dS in
-the second.
+Normalized queries and keys are never written: their factors r_q, r_k scale rows, so they fold into
+gam, lam and the C x C matrices, and the products read q and k as they came. In float16 r_k, 1000 at
+a zero key and 1e-6 at a huge one, would take U out of the range: there `prepare` writes q and k
+times the powers of two in r_q and r_k, which is exact, and only the factors f_q, f_k in [1/2, 1)
+that are left of them fold. There, too, P and o are computed in `unit`, a power of two below 1 where
+scale is below 1 / sqrt(K): float16 has few digits for a P of 1e-4. States and their gradients are
+float32 and may be out of its range: where a call has any, `units` has two powers of two for each
+chunk and head. S and U are in the first, dY and dS in the second.
 
-Every g <= 0 is right, -inf included: see tiles.RESET. g and beta are never written where the call gives a
-and z instead, which a layer projects, both [B, tokens, HV]:
+Every g <= 0 is right, -inf included: see tiles.RESET. g and beta are never written where the call
+gives a and z instead, which a layer projects, both [B, tokens, HV]:
 
     g = -exp(A_log) softplus(a + dt_bias)         beta = beta_max sigmoid(z)
 
-Up to K = 128 the scan holds its tiles transposed, the state as S^T [BV, K]. Every product on the serial chain
-then has the running value on its left, which Hopper's tensor cores read from registers, and a tile from
-memory on its right. V^T comes from a product, too, with the identity, which is exact: as an operand, V goes
-from memory to shared memory like the others, ahead of its use, and the tensor cores transpose it. Three
-stages of 128 columns fill shared memory to 206 of 227 KB, because S is stored as [K, V]: transposed back, its
-tile passes through 4 KB and not 32. Wider states fill the registers of eight warps with 64 columns, and S^T
-of 64 rows is divided among them along K, so that each would first fetch all of it from the others. There the
-tiles stand upright, as in the equations, and the running value is the right operand, which is read from
-shared memory.
+Up to K = 128 the scan holds its tiles transposed, the state as S^T [BV, K]. Every product on the
+serial chain then has the running value on its left, which Hopper's tensor cores read from
+registers, and a tile from memory on its right. V^T comes from a product, too, with the identity,
+which is exact: as an operand, V goes from memory to shared memory like the others, ahead of its
+use, and the tensor cores transpose it. Three stages of 128 columns fill shared memory to 206 of 227
+KB, because S is stored as [K, V]: transposed back, its tile passes through 4 KB and not 32. Wider
+states fill the registers of eight warps with 64 columns, and S^T of 64 rows is divided among them
+along K, so that each would first fetch all of it from the others. There the tiles stand upright, as
+in the equations, and the running value is the right operand, which is read from shared memory.
 
 Layout, with NC the number of chunks of all sequences, and B = 1 where N sequences are packed:
 
@@ -48,17 +49,20 @@ Layout, with NC the number of chunks of all sequences, and B = 1 where N sequenc
     S [NC, HV, K, V]               U [NC, HV, C, V]              initial_state, final_state [N, HV, K, V]
     A_log, dt_bias [HV]            transition [N, HV, K, K]      units [NC, HV, 2], the same in a sequence
 
-q, k, v, g, beta may be parts of a wider tensor: QR, KR, VR, GR, BR are the elements from a token of theirs to
-the next. A token's own elements lie together. They are known at compile time, like the heads, on which they
-depend and not on a length: so addresses cost what they do where nothing lies between.
+q, k, v, g, beta may be parts of a wider tensor: QR, KR, VR, GR, BR are the elements from a token of
+theirs to the next. A token's own elements lie together. They are known at compile time, like the
+heads, on which they depend and not on a length: so addresses cost what they do where nothing lies
+between.
 
-S holds the states at chunk starts. T is rounded like every operand of a product, though its rows reach
-absolute sums of 2 C where keys are alike and beta is 2. A second word, what rounding cut off, would make
-these five times as exact as the plain implementation that parity compares with, and the scans a tenth longer.
+S holds the states at chunk starts. T is rounded like every operand of a product, though its rows
+reach absolute sums of 2 C where keys are alike and beta is 2. A second word, what rounding cut off,
+would make these five times as exact as the plain implementation that parity compares with, and the
+scans a tenth longer.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false,
+# reportIndexIssue=false (Triton's decorator adds the launch arguments and gives its own functions
+# their types at compile time)
 from dataclasses import replace
 from math import frexp
 
@@ -114,12 +118,37 @@ TYPES = {
 
 @triton.jit(do_not_specialize=["tokens", "NT"])
 def prepare_kernel(
-    q, k, g, beta, A_log, dt_bias, q_scaled, k_scaled, T, P, rows, chunk_start, chunk_length, scale, beta_max,
-    tokens, NT,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, QR: tl.constexpr,
-    KR: tl.constexpr, GR: tl.constexpr, BR: tl.constexpr, L2NORM: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Computes T, P and the rows; one program per (chunk, value head). KP is K up to a power of two.
+    q,
+    k,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    q_scaled,
+    k_scaled,
+    T,
+    P,
+    rows,
+    chunk_start,
+    chunk_length,
+    scale,
+    beta_max,
+    tokens,
+    NT,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    C: tl.constexpr,
+    QR: tl.constexpr,
+    KR: tl.constexpr,
+    GR: tl.constexpr,
+    BR: tl.constexpr,
+    L2NORM: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Computes T, P and the rows; one program per (chunk, value head). KP is K up to a power of
+    two.
 
     With A_log, g holds a. With beta_max, beta holds z.
     """
@@ -148,7 +177,8 @@ def prepare_kernel(
 
     b_g = tl.where(b_g < RESET, RESET, b_g)
 
-    # the running sum in two words: its differences keep their digits where strong and weak decays meet
+    # the running sum in two words: its differences keep their digits where strong and weak decays
+    # meet
     b_sum = tl.cumsum(b_g.to(tl.float64), axis=0) * LOG2E
     b_b = b_sum.to(tl.float32)
     b_b_low = (b_sum - b_b).to(tl.float32)
@@ -206,19 +236,51 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
 def scan_kernel(
-    q, k, v, T, P, rows, units, kl, last, initial_state, o, final_state, transition, S, U, cu_seqlens,
-    chunk_offsets, scale, unit, tokens, NT, NS, span,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, QR: tl.constexpr, KR: tl.constexpr, VR: tl.constexpr, STAGES: tl.constexpr,
-    UPRIGHT: tl.constexpr, ALONE: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    T,
+    P,
+    rows,
+    units,
+    kl,
+    last,
+    initial_state,
+    o,
+    final_state,
+    transition,
+    S,
+    U,
+    cu_seqlens,
+    chunk_offsets,
+    scale,
+    unit,
+    tokens,
+    NT,
+    NS,
+    span,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    QR: tl.constexpr,
+    KR: tl.constexpr,
+    VR: tl.constexpr,
+    STAGES: tl.constexpr,
+    UPRIGHT: tl.constexpr,
+    ALONE: tl.constexpr,
+    DOT: tl.constexpr,
+):
     """Walks over the chunks in order; one program per (sequence, value head, BV columns of V).
 
-    Writes what is not None. Backward reads S and U; where forward did not keep them, backward launches this
-    kernel for them alone. With `transition`, K more columns follow those of V: they start as the identity,
-    see v = 0 and end as `transition` (see `segments`). kl and last: None, or kimi_delta_attention's.
-    scale is in `unit`. Tiles are as in the equations if UPRIGHT, else transposed; ALONE: see
-    tiles.accumulate_alone.
+    Writes what is not None. Backward reads S and U; where forward did not keep them, backward
+    launches this kernel for them alone. With `transition`, K more columns follow those of V: they
+    start as the identity, see v = 0 and end as `transition` (see `segments`). kl and last: None, or
+    kimi_delta_attention's. scale is in `unit`. Tiles are as in the equations if UPRIGHT, else
+    transposed; ALONE: see tiles.accumulate_alone.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     NX: tl.constexpr = NV + ((K + BV - 1) // BV if transition is not None else 0)
@@ -305,7 +367,8 @@ def scan_kernel(
                 kl + t * KR + i_hk * K + o_c[:, None] * KR + o_k[None, :], mask=m_ck, other=0.0
             )
         if dtype != tl.float16:
-            # tiny values times r_k of huge keys would underflow: a power of two that all r_k share comes last
+            # tiny values times r_k of huge keys would underflow: a power of two that all r_k share
+            # comes last
             power, _ = split_power(tl.min(tl.load(p_rows + 3 * C + o_c), axis=0))
             inverse = invert_power(power)
             b_to_end *= inverse
@@ -331,7 +394,8 @@ def scan_kernel(
 
 
 def unit_of(scale: float, K: int) -> float:
-    """Returns the power of two in which float16 stores P: at most 1, and then P <= 1 / sqrt(K) |q| |k|.
+    """Returns the power of two in which float16 stores P: at most 1, and then P <= 1 / sqrt(K) |q|
+    |k|.
 
     So P of keys of norm 1 stays in range whatever q is.
 
@@ -349,15 +413,31 @@ def _plain(tile: Tile) -> Tile:
 
 @take_turns
 def prepare(
-    q, k, g, beta, A_log, dt_bias, *, q_scaled, k_scaled, T, P, rows, scale, l2norm, beta_max, chunks: Chunks,
+    q,
+    k,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    *,
+    q_scaled,
+    k_scaled,
+    T,
+    P,
+    rows,
+    scale,
+    l2norm,
+    beta_max,
+    chunks: Chunks,
     config: Config,
-):  # fmt: skip
-    """Launches a `prepare_kernel`, this or `hopper`'s: fills T, P and rows. Tensors as in the layout above.
+):
+    """Launches a `prepare_kernel`, this or `hopper`'s: fills T, P and rows. Tensors as in the
+    layout above.
 
     scale is that of P, in its `unit`.
 
-    A_log None: g is given as it is. dt_bias None: no bias. beta_max 0: beta is given as it is. q_scaled and
-    k_scaled, if not None, are filled and take the place of q and k from here on.
+    A_log None: g is given as it is. dt_bias None: no bias. beta_max 0: beta is given as it is.
+    q_scaled and k_scaled, if not None, are filled and take the place of q and k from here on.
     """
     H, K, HV = q.shape[2], q.shape[3], g.shape[2]
     tile, grid = config.prepare, chunks.count * HV
@@ -372,17 +452,48 @@ def prepare(
         )  # fmt: skip
         return
     prepare_kernel[(grid,)](
-        q, k, g, beta, A_log, dt_bias, q_scaled, k_scaled, *places, chunks.per_sequence, DOT=config.dot,
-        **sizes, **_plain(tile).options(),
-    )  # fmt: skip
+        q,
+        k,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        q_scaled,
+        k_scaled,
+        *places,
+        chunks.per_sequence,
+        DOT=config.dot,
+        **sizes,
+        **_plain(tile).options(),
+    )
 
 
 @take_turns
 def scan(
-    q, k, v, T, P, rows, initial_state, *, o, final_state, S, U, transition=None, scale, unit, units=None,
-    kl=None, last=None, chunks: Chunks, config: Config,
-):  # fmt: skip
-    """Launches `scan_kernel`: fills whichever of o, final_state, transition, S and U are not None."""
+    q,
+    k,
+    v,
+    T,
+    P,
+    rows,
+    initial_state,
+    *,
+    o,
+    final_state,
+    S,
+    U,
+    transition=None,
+    scale,
+    unit,
+    units=None,
+    kl=None,
+    last=None,
+    chunks: Chunks,
+    config: Config,
+):
+    """Launches `scan_kernel`: fills whichever of o, final_state,
+    transition, S and U are not None.
+    """
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     tile = config.scan
@@ -404,7 +515,8 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         ("units", "kl", "last")
     )
     kernel = hopper.prepare_kernel if row.prepare.gluon else prepare_kernel
-    # what each use of the scan does not write; dense sequences have no initial and no final state here
+    # what each use of the scan does not write; dense sequences have no initial and no final state
+    # here
     uses = {"train": ("transition",)}
     if not quick:
         uses |= {"infer": ("transition", "S", "U"), "recompute": ("transition", "o")}

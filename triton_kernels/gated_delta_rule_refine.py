@@ -1,27 +1,29 @@
-"""Gated delta rule, backward in 16 bits: dY of chunks whose keys are alike is refined before the gradients.
+"""Gated delta rule, backward in 16 bits: dY of chunks whose keys are alike is refined before the
+gradients.
 
-In the symbols of gated_delta_rule_bwd. The reverse scan has dY = M^T dU, where M is T rounded to 16 bits,
-and the gradients take it for the solution of (I + L)^T dY = dU. Where keys are alike and beta is near 2, T
-changes its sign from token to token and hardly decays. The sum of beta_i K_i dY_i over the tokens from t on,
-which dg_t multiplies with the state, then cancels, and the roundings of M do not: dg was up to 4.6 times as
-far off as parity allows. With the residual X of M
+In the symbols of gated_delta_rule_bwd. The reverse scan has dY = M^T dU, where M is T rounded to 16
+bits, and the gradients take it for the solution of (I + L)^T dY = dU. Where keys are alike and beta
+is near 2, T changes its sign from token to token and hardly decays. The sum of beta_i K_i dY_i over
+the tokens from t on, which dg_t multiplies with the state, then cancels, and the roundings of M do
+not: dg was up to 4.6 times as far off as parity allows. With the residual X of M
 
     X  = (I + L) M - I                                      [C, C]   strictly lower, 0 if M were exact
     dY = M^T dU = (I + X)^T T^T dU                          [C, V]
 
-the solution T^T dU is that of a system that has 1 on the diagonal and little beside it, by fixed-point
-iteration, which is exact after C turns and needs few:
+the solution T^T dU is that of a system that has 1 on the diagonal and little beside it, by
+fixed-point iteration, which is exact after C turns and needs few:
 
     dY' <- dY - X^T dY'                                     [C, V]
 
-Only chunks take part where a row of L has absolute sums above ALIKE: random keys have 5, equal ones 64 beta.
-A program of other chunks reads those sums and ends. Where an X is large, the recurrence itself diverges
-(beta |k|^2 > 2), no digit is left, and dY stays as it is. The state's
+Only chunks take part where a row of L has absolute sums above ALIKE: random keys have 5, equal ones
+64 beta. A program of other chunks reads those sums and ends. Where an X is large, the recurrence
+itself diverges (beta |k|^2 > 2), no digit is left, and dY stays as it is. The state's
 gradient keeps the unrefined dY, because a second word of T would cost the scan a tenth of its time.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false,
+# reportIndexIssue=false (Triton's decorator adds the launch arguments and gives its own functions
+# their types at compile time)
 import triton
 import triton.language as tl
 
@@ -50,10 +52,26 @@ TYPES = {"*x": "k T dY", "*fp32": "rows", "*i64": "chunk_start chunk_length", "i
 
 @triton.jit(do_not_specialize=["tokens", "NT"])
 def refine_kernel(
-    k, T, rows, dY, chunk_start, chunk_length, tokens, NT,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, KR: tl.constexpr, HEADS: tl.constexpr, SCALED: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+    k,
+    T,
+    rows,
+    dY,
+    chunk_start,
+    chunk_length,
+    tokens,
+    NT,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    KR: tl.constexpr,
+    HEADS: tl.constexpr,
+    SCALED: tl.constexpr,
+    DOT: tl.constexpr,
+):
     """Refines dY in place; one program per (chunk, HEADS value heads)."""
     GROUPS: tl.constexpr = (HV + HEADS - 1) // HEADS
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -90,7 +108,8 @@ def refine_kernel(
             b_beta = tl.load(p_rows + 7 * C)
             b_D = (b_b[None, :] - b_b[:, None]) + (b_b_low[None, :] - b_b_low[:, None])
             b_D = tl.exp2(tl.where(upper, b_D, float("-inf")))
-            # L^T, since K K^T is symmetric; in two words, because 1 is subtracted from what it leaves of M
+            # L^T, since K K^T is symmetric; in two words, because 1 is subtracted from what it
+            # leaves of M
             b_L = multiply(b_k, tl.trans(b_k), DOT) * b_rk[:, None] * (b_beta * b_rk)[None, :] * b_D
             b_high = round_to(b_L, dtype, DOT)
             b_low = round_to(b_L - b_high.to(tl.float32), dtype, DOT)
@@ -120,10 +139,27 @@ def refine(k, T, rows, *, dY, scaled: bool, chunks: Chunks, config: Config):
     launch = config.refine
     heads = min(HEADS, power_of_two(HV, 1))
     refine_kernel[(chunks.count * -(-HV // heads),)](
-        k, T, rows, dY, chunks.start, chunks.length, chunks.tokens, chunks.per_sequence,
-        H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=launch.columns, C=chunks.size, KR=row_stride(k),
-        HEADS=heads, SCALED=scaled, DOT=config.dot, **launch.options(),
-    )  # fmt: skip
+        k,
+        T,
+        rows,
+        dY,
+        chunks.start,
+        chunks.length,
+        chunks.tokens,
+        chunks.per_sequence,
+        H=H,
+        HV=HV,
+        K=K,
+        KP=power_of_two(K),
+        V=V,
+        BV=launch.columns,
+        C=chunks.size,
+        KR=row_stride(k),
+        HEADS=heads,
+        SCALED=scaled,
+        DOT=config.dot,
+        **launch.options(),
+    )
 
 
 def variants(K: int, V: int, itemsize: int, quick: bool):

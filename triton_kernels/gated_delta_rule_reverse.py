@@ -1,14 +1,17 @@
-"""Gated delta rule, backward, the reverse scan over the chunks: dU, dY and dS of gated_delta_rule_bwd.
+"""Gated delta rule, backward, the reverse scan over the chunks: dU, dY and dS of
+gated_delta_rule_bwd.
 
-Symbols, equations and layout are those of that file. The scan is serial, so it reads and writes as little as
-it can: sums over one chunk, <dY, V> and <dS', S> among them, are left to the gradients, although dY and dS'
-are rounded there. In float32 it sums `writes`, of the very K dS' that went into dU: where equal keys leave
-nothing of K dS' but its rounding, what that does to `writes` and to E cancels, as roundings of rows of
-U dS'^T would not. In bfloat16, `gated_delta_rule_refine` comes between.
+Symbols, equations and layout are those of that file. The scan is serial, so it reads and writes as
+little as it can: sums over one chunk, <dY, V> and <dS', S> among them, are left to the gradients,
+although dY and dS' are rounded there. In float32 it sums `writes`, of the very K dS' that went into
+dU: where equal keys leave nothing of K dS' but its rounding, what that does to `writes` and to E
+cancels, as roundings of rows of U dS'^T would not. In bfloat16, `gated_delta_rule_refine` comes
+between.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false,
+# reportIndexIssue=false (Triton's decorator adds the launch arguments and gives its own functions
+# their types at compile time)
 from math import frexp
 
 import triton
@@ -40,18 +43,53 @@ TYPES = {
 
 @triton.jit(do_not_specialize=["tokens", "NT", "NS", "span"])
 def reverse_scan_kernel(
-    q, k, do, T, P, rows, units, kl, last, S, U, initial_state, dstate, dY, dS, writes, carry, dinitial_state,
-    cu_seqlens, chunk_offsets, scale, power, unit, tokens, NT, NS, span,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, QR: tl.constexpr, KR: tl.constexpr, UPRIGHT: tl.constexpr, ALONE: tl.constexpr,
+    q,
+    k,
+    do,
+    T,
+    P,
+    rows,
+    units,
+    kl,
+    last,
+    S,
+    U,
+    initial_state,
+    dstate,
+    dY,
+    dS,
+    writes,
+    carry,
+    dinitial_state,
+    cu_seqlens,
+    chunk_offsets,
+    scale,
+    power,
+    unit,
+    tokens,
+    NT,
+    NS,
+    span,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    QR: tl.constexpr,
+    KR: tl.constexpr,
+    UPRIGHT: tl.constexpr,
+    ALONE: tl.constexpr,
     DOT: tl.constexpr,
-):  # fmt: skip
-    """Walks over the chunks from last to first; one program per (sequence, value head, BV columns of V).
+):
+    """Walks over the chunks from last to first; one program per (sequence, value head, BV columns
+    of V).
 
-    Writes dY and dS unless dY is None, writes unless that is None, carry at first chunks unless initial_state
-    is None, and dinitial_state unless that is None. power is a power of two, as large as scale;
-    unit is that of P. kl and last: None, or kimi_delta_attention's. Tiles are as in the equations if
-    UPRIGHT, else transposed; ALONE: see tiles.accumulate_alone.
+    Writes dY and dS unless dY is None, writes unless that is None, carry at first chunks unless
+    initial_state is None, and dinitial_state unless that is None. power is a power of two, as large
+    as scale; unit is that of P. kl and last: None, or kimi_delta_attention's. Tiles are as in the
+    equations if UPRIGHT, else transposed; ALONE: see tiles.accumulate_alone.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
@@ -100,10 +138,12 @@ def reverse_scan_kernel(
         b_dSd = round_to(b_dS, dtype, DOT)
         if dS is not None:
             tl.store(dS + tile * (V * K) + o_state, b_dSd, mask=m_state)
-        # not one condition: the first is decided when the kernel is compiled, the second when it runs
+        # not one condition: the first is decided when the kernel is compiled, the second when it
+        # runs
         if initial_state is not None and dinitial_state is not None:  # noqa: SIM102
             if i == 0:
-                # what rounding took, in 16 bits: all of 32 would pass through more shared memory than is left
+                # what rounding took, in 16 bits: all of 32 would pass through more shared memory
+                # than is left
                 b_low = round_to(b_dS - b_dSd.to(tl.float32), tl.bfloat16, DOT).to(tl.float32)
                 tl.store(dinitial_state + (i_n * HV + i_h) * (K * V) + o_state, b_low, mask=m_state)
 
@@ -142,8 +182,9 @@ def reverse_scan_kernel(
         b_dO = b_do.to(tl.float32) * by_row(tl.load(p_rows + 5 * C + o_c), UPRIGHT)
         b_dY *= by_row(tl.load(p_rows + 4 * C + o_c), UPRIGHT)
         if dtype == tl.float16:
-            # scale dO may leave float16's range at either end, and what the first token's decay leaves of it
-            # and of dY at the lower. In this order the product adds b_dS, or registers spill
+            # scale dO may leave float16's range at either end, and what the first token's decay
+            # leaves of it and of dY at the lower. In this order the product adds b_dS, or registers
+            # spill
             most, _ = split_power(tl.exp2(tl.maximum(tl.load(p_rows), -87.0)))
             inverse = invert_power(most)
             b_dO *= inverse * (scale / power)
@@ -163,7 +204,8 @@ def reverse_scan_kernel(
 
     if initial_state is not None:  # noqa: SIM102
         if chunks > 0:
-            # the first state is known unrounded, and dinitial_state holds what its gradient lost so far
+            # the first state is known unrounded, and dinitial_state holds what its gradient lost so
+            # far
             tl.debug_barrier()
             tile = first * HV + i_h
             o_first = (i_n * HV + i_h) * (K * V) + o_state
@@ -189,9 +231,30 @@ def reverse_scan_kernel(
 
 @take_turns
 def reverse_scan(
-    q, k, do, T, P, rows, S, U, initial_state, dstate, *, dY, dS, writes, carry, dinitial_state, scale,
-    unit, units=None, kl=None, last=None, chunks: Chunks, config: Config,
-):  # fmt: skip
+    q,
+    k,
+    do,
+    T,
+    P,
+    rows,
+    S,
+    U,
+    initial_state,
+    dstate,
+    *,
+    dY,
+    dS,
+    writes,
+    carry,
+    dinitial_state,
+    scale,
+    unit,
+    units=None,
+    kl=None,
+    last=None,
+    chunks: Chunks,
+    config: Config,
+):
     """Launches `reverse_scan_kernel`, which says what it fills."""
     H, K = q.shape[2:]
     HV, V = do.shape[2:]

@@ -4,25 +4,28 @@
     S' = exp(g) S + k u^T                          [K, V]
     o  = scale * S'^T q                            [V]
 
-g and beta are given as they are, or computed here from what a layer projects, by gated_delta_rule_fwd's
-formulas.
+g and beta are given as they are, or computed here from what a layer projects, by
+gated_delta_rule_fwd's formulas.
 
-Source: arXiv:2412.06464. The state is read once and written once, 8 K V bytes per head, which bounds the
-time; a program holds K x BV of it in registers and sums over K itself.
+Source: arXiv:2412.06464. The state is read once and written once, 8 K V bytes per head, which
+bounds the time; a program holds K x BV of it in registers and sums over K itself.
 
-Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V]; A_log, dt_bias [HV]. QR, KR,
-VR, GR, BR are the elements from a sequence of q, k, v, g, beta to the next: these may be parts of wider rows.
-CHANNELS: Kimi Delta Attention, a decay for each row of the state, g [B, HV, K] and dt_bias [HV, K].
+Layout: q, k [B, H, K]; v, o [B, HV, V]; g, beta [B, HV]; state [B, HV, K, V]; A_log, dt_bias [HV].
+QR, KR, VR, GR, BR are the elements from a sequence of q, k, v, g, beta to the next: these may be
+parts of wider rows. CHANNELS: Kimi Delta Attention, a decay for each row of the state, g [B, HV, K]
+and dt_bias [HV, K].
 
-With `indices` [B, T] state is a pool [N, HV, K, V] whose slots lie SR elements apart, and their rows and
-columns SK and SV. Each sequence has T tokens, one behind the other in q, k, v, g, beta, o. It starts from the
-slot of its token accepted - 1, of its first one without `accepted` [B], and each token's state goes to the
-token's slot. The state stays in registers, in float32, from token to token. A token whose slot is negative is
-skipped, and so are all of a sequence that would start from one.
+With `indices` [B, T] state is a pool [N, HV, K, V] whose slots lie SR elements apart, and their
+rows and columns SK and SV. Each sequence has T tokens, one behind the other in q, k, v, g, beta, o.
+It starts from the slot of its token accepted - 1, of its first one without `accepted` [B], and each
+token's state goes to the token's slot. The state stays in registers, in float32, from token to
+token. A token whose slot is negative is skipped, and so are all of a sequence that would start from
+one.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
-# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+# (Triton's decorator adds the launch arguments and gives its own functions their types at compile
+# time)
 import triton
 import triton.language as tl
 
@@ -41,11 +44,40 @@ TYPES = {
 
 @triton.jit(do_not_specialize=["T"])
 def step_kernel(
-    q, k, v, g, beta, A_log, dt_bias, state, o, new_state, indices, accepted, scale, beta_max, lower_bound,
-    QR, KR, VR, GR, BR, SR, T,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    SK: tl.constexpr, SV: tl.constexpr, L2NORM: tl.constexpr, CHANNELS: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    state,
+    o,
+    new_state,
+    indices,
+    accepted,
+    scale,
+    beta_max,
+    lower_bound,
+    QR,
+    KR,
+    VR,
+    GR,
+    BR,
+    SR,
+    T,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    SK: tl.constexpr,
+    SV: tl.constexpr,
+    L2NORM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    DOT: tl.constexpr,
+):
     """Computes o and new_state; one program per (sequence, value head, BV columns of V).
 
     state None: it is zero. new_state None: it is not written.
@@ -95,7 +127,8 @@ def step_kernel(
             b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
         if state is not None:
             b_S = b_S * tl.where(there, exp(b_g), 1.0)
-        # the first of a sum's products, fused or not, has the same bits: those of a pool are those without
+        # the first of a sum's products, fused or not, has the same bits: those of a pool are those
+        # without
         b_u = b_beta * (b_v - tl.sum(tl.fma(b_S, b_k[:, None], 0.0), axis=0))
         b_S = tl.fma(b_k[:, None], b_u[None, :], b_S)
         b_o = scale * tl.sum(tl.fma(b_S, b_q[:, None], 0.0), axis=0)
@@ -118,10 +151,26 @@ def find_first(indices, accepted, i_n, T):
 
 @take_turns
 def step(
-    q, k, v, g, beta, A_log, dt_bias, state, o, new_state, *, scale, l2norm, beta_max, lower_bound=None,
-    indices=None, accepted=None,
-):  # fmt: skip
-    """Launches `step_kernel`: fills o and new_state, which may be state itself. beta_max 0: beta is given.
+    q,
+    k,
+    v,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    state,
+    o,
+    new_state,
+    *,
+    scale,
+    l2norm,
+    beta_max,
+    lower_bound=None,
+    indices=None,
+    accepted=None,
+):
+    """Launches `step_kernel`: fills o and new_state, which may be state itself. beta_max 0: beta is
+    given.
 
     state None: it is zero. new_state None: it is not filled.
     """
@@ -133,11 +182,37 @@ def step(
     if indices is not None:
         N, pool, inner = len(indices), (state.stride(0), indices.shape[1]), state.stride()[2:]
     step_kernel[(N * HV * -(-V // row.columns),)](
-        q, k, v, g, beta, A_log, dt_bias, state, o, new_state, indices, accepted, scale, beta_max or None,
-        lower_bound, *strides, *pool, H=H, HV=HV, K=K, KP=power_of_two(K), V=V, BV=row.columns, SK=inner[0],
-        SV=inner[1], L2NORM=l2norm, CHANNELS=g.dim() == 3, DOT=arithmetic(), num_warps=row.warps,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        state,
+        o,
+        new_state,
+        indices,
+        accepted,
+        scale,
+        beta_max or None,
+        lower_bound,
+        *strides,
+        *pool,
+        H=H,
+        HV=HV,
+        K=K,
+        KP=power_of_two(K),
+        V=V,
+        BV=row.columns,
+        SK=inner[0],
+        SV=inner[1],
+        L2NORM=l2norm,
+        CHANNELS=g.dim() == 3,
+        DOT=arithmetic(),
+        num_warps=row.warps,
         num_stages=row.stages,
-    )  # fmt: skip
+    )
 
 
 def variants(K: int, V: int, itemsize: int, quick: bool):

@@ -1,9 +1,9 @@
 """How every kernel is launched: tile extents, warps and pipeline stages, as one table.
 
-No GPU was at hand, so nothing was timed. In 16 bits, the kernels of the gated delta rule have the launches
-that `python -m tools.estimate --launches KERNEL` puts first, among those within the bounds of
-`compile_only`; the other rows were chosen from registers, stack and shared memory alone. Nothing is tuned at
-run time, so equal inputs take equal code paths and give equal bits.
+No GPU was at hand, so nothing was timed. In 16 bits, the kernels of the gated delta rule have the
+launches that `python -m tools.estimate --launches KERNEL` puts first, among those within the bounds
+of `compile_only`; the other rows were chosen from registers, stack and shared memory alone. Nothing
+is tuned at run time, so equal inputs take equal code paths and give equal bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,14 +21,16 @@ from delta_trn.triton_kernels.chunks import PROCESSORS
 ANY = inf
 Arguments = ParamSpec("Arguments")
 
-# most programs in backward of rms_norm, and spans of time in short_convolution; each writes its part of the
-# weight's gradient
+# most programs in backward of rms_norm, and spans of time in short_convolution; each writes its
+# part of the weight's gradient
 PROGRAMS = 1024
 
 
 @dataclass(frozen=True)
 class Card:
-    """What launches depend on of a GPU: the major number of its compute capability, and its processors."""
+    """What launches depend on of a GPU: the major number of its compute capability,
+    and its processors.
+    """
 
     major: int = 9
     processors: int = PROCESSORS
@@ -40,14 +42,17 @@ WARPS = (8, 12)
 
 @dataclass(frozen=True)
 class Row:
-    """One row of TABLE. A kernel is launched by the first row that names it and whose conditions hold.
+    """One row of TABLE. A kernel is launched by the first row that names it and whose conditions
+    hold.
 
-    itemsize, height, width     the conditions: bytes of an element, height and width of `tile`, at most
+    itemsize, height, width     the conditions: bytes of an element, height and width of `tile`, at
+                                most
     majors                      the row is of GPUs of these compute capabilities; empty: of all
-    columns                     least and most columns of the tile; between them, power_of_two(width) / turns
+    columns                     least and most columns of the tile; between them,
+                                power_of_two(width) / turns
     turns                       least turns that the kernel's loops over the width should take
-    few                         the row holds only where scans of so many columns all run at once, see
-                                `config`; 0: everywhere
+    few                         the row holds only where scans of so many columns all run at once,
+                                see `config`; 0: everywhere
     elements                    of the tile: its rows are elements / columns; 0 where it has no rows
     rows                        least rows of the tile; all that it has where elements is 1
     registers                   most per thread; None: as many as the compiler takes
@@ -132,7 +137,8 @@ TABLE = (
     # small models decode with a handful of heads, so only V / 32 makes programs
     Row("step",                 ANY,  ANY,  ANY,     4,     1,  (16, 32)),
 
-    # decays per channel: tiles stand upright; prepare's columns are channels, which the gradients take, too
+    # decays per channel: tiles stand upright; prepare's columns are channels, which the gradients
+    # take, too
     Row("kimi_prepare",           2,  128,  ANY,     4,     1,  (16, 32), gluon=True, majors=(9,)),
     Row("kimi_prepare",           2,  ANY,  ANY,     4,     1,  (16, 32)),
     Row("kimi_scan kimi_reverse", 2,  128,  ANY,     4,     1,  (16, 32), upright=True, majors=WARPS),
@@ -141,7 +147,8 @@ TABLE = (
     Row("kimi_gradients",         2,  ANY,  ANY,     8,     1,  (16, 32), majors=WARPS),
     Row("kimi_gradients",         2,  ANY,  ANY,     4,     1,  (16, 32)),
     Row("kimi_prepare kimi_gradients", 4, ANY, ANY,  4,     1,  (16, 16)),
-    Row("products kimi_products", 2,  ANY,  ANY,     8,     2,  (16, 32)),  # launched by Kimi's rule only
+    # launched by Kimi's rule only
+    Row("products kimi_products", 2,  ANY,  ANY,     8,     2,  (16, 32)),
     Row("products kimi_products", 4,  ANY,  ANY,     4,     1,  (16, 16)),
     Row("kimi_scan kimi_reverse", 4,  128,  ANY,     4,     1,  (16, 16), upright=True),
     Row("kimi_scan kimi_reverse", 4,  ANY,  ANY,     8,     1,  (16, 16), upright=True),
@@ -164,8 +171,8 @@ TABLE = (
     Row("cross_entropy",        ANY,  ANY,  ANY,     8,     1,  (256, 4096)),
 )
 
-# itemsize and K at most, and GPUs, as in TABLE -> tokens in a chunk, and Triton's input_precision, which only
-# float32 operands heed
+# itemsize and K at most, and GPUs, as in TABLE -> tokens in a chunk, and Triton's input_precision,
+# which only float32 operands heed
 CHUNKS = (
     (2, 128,    (), 64, "tf32"),
     (2, ANY, WARPS, 32, "tf32"),  # the gradients of 64 would take 104 KB
@@ -181,7 +188,8 @@ class Tile:
     """One launch: the extents that a program works on at once, its warps and its pipeline stages.
 
     columns     along the last axis: V, DV, C or N; 0 where the kernel does not cut it
-    rows        along the axis before: K, D, tokens, or rows of a norm; 0 where the kernel does not cut it
+    rows        along the axis before: K, D, tokens, or rows of a norm; 0 where the kernel does not
+                cut it
     registers   most per thread; None: as many as the compiler takes
     upright     the scans' tiles stand as in the equations, not transposed
     gluon       the kernel is the one in Gluon where it takes the call
@@ -219,12 +227,16 @@ class Config:
 
 
 def power_of_two(size: int, least: int = 16) -> int:
-    """Returns the tile extent that holds `size`: a power of two, by default at least a product's 16."""
+    """Returns the tile extent that holds `size`: a power of two,
+    by default at least a product's 16.
+    """
     return max(least, 1 << (size - 1).bit_length())
 
 
 def row_stride(x) -> int:
-    """Returns the elements from a token of x [B, T, ...] to the next; of one token, those of its row."""
+    """Returns the elements from a token of x [B, T, ...] to the next;
+    of one token, those of its row.
+    """
     return x.stride(1) if x.shape[1] > 1 else x.shape[2:].numel()
 
 
@@ -238,7 +250,8 @@ def tile(
     few: int = 0,
     major: int = 9,
 ) -> Tile:
-    """Returns the launch of `kernel` on data whose last axis has length `width` and the one before `height`.
+    """Returns the launch of `kernel` on data whose last axis has length `width` and the one before
+    `height`.
 
     >>> tile("step", 128)
     Tile(columns=32, warps=4, stages=1, rows=0, registers=None, upright=False, gluon=False)
@@ -263,7 +276,9 @@ def tile(
 
 
 def arithmetic(dot: str = "ieee") -> str:
-    """Returns the kernels' DOT: `dot`, or "interpreted" where Triton's interpreter will run them."""
+    """Returns the kernels' DOT: `dot`, or "interpreted"
+    where Triton's interpreter will run them.
+    """
     return "interpreted" if knobs.runtime.interpret else dot
 
 
@@ -271,11 +286,12 @@ _interpreter = Lock()
 
 
 def take_turns(launch: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """Decorates a function that launches a kernel: under Triton's interpreter, one thread at a time.
+    """Decorates a function that launches a kernel: under Triton's interpreter, one thread at a
+    time.
 
-    The interpreter replaces functions of `triton.language` while a kernel runs and keeps the program's number
-    in a global. Like `triton.jit` it asks once, on import, whether kernels are interpreted: a compiled launch
-    is the function itself.
+    The interpreter replaces functions of `triton.language` while a kernel runs and keeps the
+    program's number in a global. Like `triton.jit` it asks once, on import, whether kernels are
+    interpreted: a compiled launch is the function itself.
     """
     if not knobs.runtime.interpret:
         return launch
@@ -288,13 +304,16 @@ def take_turns(launch: Callable[Arguments, None]) -> Callable[Arguments, None]:
     return launch_alone
 
 
-# global, not a context variable: autograd runs backward on CUDA in a thread with a context of its own
+# global, not a context variable: autograd runs backward on CUDA in a thread with a context of its
+# own
 _change: Callable[[Config], Config] | None = None
 
 
 @contextmanager
 def adjust(change: Callable[[Config], Config]) -> Iterator[None]:
-    """Within `with`, applies `change` to every Config: for tuning, and for tests of other layouts."""
+    """Within `with`, applies `change` to every Config: for tuning,
+    and for tests of other layouts.
+    """
     global _change
     outer, _change = _change, change
     try:
@@ -309,7 +328,9 @@ _card = Card()
 
 @contextmanager
 def assume(card: Card) -> Iterator[None]:
-    """Within `with`, launches are those of `card` where no GPU is: to compile for it, or to emulate it."""
+    """Within `with`, launches are those of `card` where no GPU is:
+    to compile for it, or to emulate it.
+    """
     global _card
     outer, _card = _card, card
     try:
@@ -321,13 +342,15 @@ def assume(card: Card) -> Iterator[None]:
 def config(
     K: int, V: int, *, itemsize: int, heads: float = ANY, card: Card | None = None, rule: str = ""
 ) -> Config:
-    """Returns the launches for head sizes K and V and elements of `itemsize` bytes. card None: none is here.
+    """Returns the launches for head sizes K and V and elements of `itemsize` bytes. card None: none
+    is here.
 
     rule is what the names of the kernels begin with in TABLE.
 
-    heads counts the value heads of all sequences. They are few where a GPU runs all programs of a scan of 64
-    columns at once, one per processor, and fewer where that holds for 32 columns. But those whose scans of 32
-    columns leave half the processors idle have sequences that may be cut, see `segments`, and 64 columns.
+    heads counts the value heads of all sequences. They are few where a GPU runs all programs of a
+    scan of 64 columns at once, one per processor, and fewer where that holds for 32 columns. But
+    those whose scans of 32 columns leave half the processors idle have sequences that may be cut,
+    see `segments`, and 64 columns.
     """
     K, V = int(K), int(V)  # symbols under torch.compile, which no cache takes
     card = card or _card

@@ -6,8 +6,8 @@ For one row x [N] with gain w [N] and gate z [N]; without a gate, SiLU(z) is 1:
     h = r x                                                       [N]
     y = h w SiLU(z)                                               [N]
 
-With a residual, x is the sum of two, rounded to its dtype as it is stored: total = residual + a. With dy [N]
-given:
+With a residual, x is the sum of two, rounded to its dtype as it is stored: total = residual + a.
+With dy [N] given:
 
     m  = dy SiLU(z)                                               [N]
     n  = m w                                                      [N]
@@ -15,15 +15,17 @@ given:
     dz = dy h w SiLU'(z)                                          [N]
     dx = r (n - h mean(n h)), plus dtotal with a residual         [N]   the gradient of both terms of the sum
 
-Source: RMSNorm (arXiv:1910.07467), the gate as in arXiv:2412.06464; gradients are derived here. A program
-holds whole rows in registers, so backward computes r again: nothing is kept. In backward a program walks over
-several tiles of rows and keeps its part of dw; the caller adds up the P parts, in one order: no atomics.
+Source: RMSNorm (arXiv:1910.07467), the gate as in arXiv:2412.06464; gradients are derived here. A
+program holds whole rows in registers, so backward computes r again: nothing is kept. In backward a
+program walks over several tiles of rows and keeps its part of dw; the caller adds up the P parts,
+in one order: no atomics.
 
 Layout: x, z, a, residual, y, total and gradients [M, N], contiguous; weight [N]; dweight [P, N].
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
-# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+# (Triton's decorator adds the launch arguments and gives its own functions their types at compile
+# time)
 import triton
 import triton.language as tl
 
@@ -110,25 +112,56 @@ def parts(M, N):
 
 @take_turns
 def forward(x, gate, residual, weight, y, total, *, eps):
-    """Launches `forward_kernel`: fills y, and with a residual total. gate, residual: a tensor or None."""
+    """Launches `forward_kernel`: fills y, and with a residual total. gate,
+    residual: a tensor or None.
+    """
     M, N = x.shape
     row = tile("rms_norm", N)
     forward_kernel[(-(-M // row.rows),)](
-        x, gate, residual, weight, y, total, M, eps,
-        N=N, BN=row.columns, BM=row.rows, DOT=arithmetic(), num_warps=row.warps, num_stages=row.stages,
-    )  # fmt: skip
+        x,
+        gate,
+        residual,
+        weight,
+        y,
+        total,
+        M,
+        eps,
+        N=N,
+        BN=row.columns,
+        BM=row.rows,
+        DOT=arithmetic(),
+        num_warps=row.warps,
+        num_stages=row.stages,
+    )
 
 
 @take_turns
 def backward(dy, dtotal, x, gate, weight, *, dx, dgate, dweight, eps):
-    """Launches `backward_kernel`: fills dx, dgate and dweight [P, N], P from `parts`. dtotal None: no sum."""
+    """Launches `backward_kernel`: fills dx, dgate and dweight [P, N],
+    P from `parts`. dtotal None: no sum.
+    """
     M, N = x.shape
     row = tile("rms_norm", N)
     P, tiles = parts(M, N)
     backward_kernel[(P,)](
-        dy, dtotal, x, gate, weight, dx, dgate, dweight, M, eps, tiles,
-        N=N, BN=row.columns, BM=row.rows, DOT=arithmetic(), num_warps=row.warps, num_stages=row.stages,
-    )  # fmt: skip
+        dy,
+        dtotal,
+        x,
+        gate,
+        weight,
+        dx,
+        dgate,
+        dweight,
+        M,
+        eps,
+        tiles,
+        N=N,
+        BN=row.columns,
+        BM=row.rows,
+        DOT=arithmetic(),
+        num_warps=row.warps,
+        num_stages=row.stages,
+    )
 
 
 def variants(N: int, _: int, itemsize: int, quick: bool):

@@ -1,7 +1,7 @@
 """Reads Hopper's machine code: instructions with their control codes, branches, loops and fences.
 
-nvdisasm, which comes in Triton's wheel, prints two 64-bit words per instruction. The upper 23 bits of the
-second word are the control code that ptxas wrote, from bit 41 up:
+nvdisasm, which comes in Triton's wheel, prints two 64-bit words per instruction. The upper 23 bits
+of the second word are the control code that ptxas wrote, from bit 41 up:
 
     4 bits   stall     cycles before the warp's next instruction may issue
     1        yield     a hint to the scheduler, not read here
@@ -9,8 +9,8 @@ second word are the control code that ptxas wrote, from bit 41 up:
     3        read      scoreboard that is released when the operands have been read; 7: none
     6        wait      a bit for each scoreboard that must be free before this instruction issues
 
-Source: Z. Jia et al., Dissecting the NVIDIA Volta GPU architecture via microbenchmarking (arXiv:1804.06826),
-section 2; the places of the bits are unchanged on Hopper.
+Source: Z. Jia et al., Dissecting the NVIDIA Volta GPU architecture via microbenchmarking
+(arXiv:1804.06826), section 2; the places of the bits are unchanged on Hopper.
 """
 
 import re
@@ -119,10 +119,11 @@ def loops(instructions: tuple[Instruction, ...]) -> list[tuple[int, int]]:
 def count_unfenced(instructions: tuple[Instruction, ...], *, stores: bool = False) -> int:
     """Counts matrix products (HGMMA) that may read shared memory before it is visible to them.
 
-    They read it by another path than stores write it, so a fence must lie between, on every way through the
-    kernel. In a kernel that copies to shared memory asynchronously (LDGSTS), what counts as a write is the
-    wait for copies: its other stores move a tensor to another layout, and no product reads them, unless
-    `stores` says so. In any other kernel every store to shared memory counts.
+    They read it by another path than stores write it, so a fence must lie between, on every way
+    through the kernel. In a kernel that copies to shared memory asynchronously (LDGSTS), what
+    counts as a write is the wait for copies: its other stores move a tensor to another layout, and
+    no product reads them, unless `stores` says so. In any other kernel every store to shared memory
+    counts.
 
     Source: NVIDIA, PTX ISA 8.8, sections "Async proxy" and "wgmma.fence".
     """
@@ -157,9 +158,9 @@ def count_unfenced(instructions: tuple[Instruction, ...], *, stores: bool = Fals
 def is_followed(instructions: tuple[Instruction, ...], i: int) -> bool:
     """Returns whether the branch forward at position i is taken by a program with work to do.
 
-    Without a predicate it is. With one, it skips an early return, or leaves the kernel early: the longer way
-    to an exit is the one with work. Or it skips a jump over a loop, which runs. Any other condition guards a
-    part of the kernel, which is run.
+    Without a predicate it is. With one, it skips an early return, or leaves the kernel early: the
+    longer way to an exit is the one with work. Or it skips a jump over a loop, which runs. Any
+    other condition guards a part of the kernel, which is run.
     """
     branch = instructions[i]
     assert branch.target is not None

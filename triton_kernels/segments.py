@@ -1,14 +1,14 @@
 """Gated delta rule, few heads and long sequences: segments of chunks, scanned side by side.
 
-A scan is serial in time: a sequence of 512 chunks and 8 heads keeps 16 programs busy on a GPU with 132
-processors. But a chunk's last state is affine in its first one, and so is that of a segment, a run of chunks.
-In the symbols of gated_delta_rule_fwd:
+A scan is serial in time: a sequence of 512 chunks and 8 heads keeps 16 programs busy on a GPU with
+132 processors. But a chunk's last state is affine in its first one, and so is that of a segment, a
+run of chunks. In the symbols of gated_delta_rule_fwd:
 
     S' = A_c S + B_c,   A_c = gam_C I - K^T diag(lam) T diag(beta gam) K        one chunk
     S_{s+1} = A_s S_s + B_s,   A_s the product of its chunks' A_c               segment s
 
-Here A, A_c [K, K] are transitions and B, B_c [K, V] what a state of zero becomes. So forward has three steps,
-exact in real numbers, of which only the second is serial over a whole sequence:
+Here A, A_c [K, K] are transitions and B, B_c [K, V] what a state of zero becomes. So forward has
+three steps, exact in real numbers, of which only the second is serial over a whole sequence:
 
     1.  scan every segment from zero, which gives B_s, and from the identity with v = 0, which gives A_s
     2.  compute S_s for all s, one after the other: this file's kernel
@@ -18,17 +18,18 @@ Backward has the same steps, with the A_s of forward:
 
     dS_s = A_s^T dS_{s+1} + dB_s,   dB_s what the reverse scan of segment s gives from zero
 
-A decay of -20 per token makes A_s zero, and keys of norm 1 keep its norm below 1 (for beta <= 2), so nothing
-grows that does not grow in the scan itself. Steps 1 and 3 are `scan_kernel` and `reverse_scan_kernel` on
-segments in place of sequences.
+A decay of -20 per token makes A_s zero, and keys of norm 1 keep its norm below 1 (for beta <= 2),
+so nothing grows that does not grow in the scan itself. Steps 1 and 3 are `scan_kernel` and
+`reverse_scan_kernel` on segments in place of sequences.
 
 Source: derived here from the chunkwise equations of gated_delta_rule_fwd.
 
-Layout, all float32, with NS segments in all sequences: A [NS, HV, K, K]; B, S, dB, dS [NS, HV, K, V].
+Layout, all float32, with NS segments in all sequences: A [NS, HV, K, K]; B, S, dB, dS [NS, HV, K,
+V].
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false (Triton's
+# decorator adds the launch arguments and gives its own functions their types at compile time)
 import triton
 import triton.language as tl
 
@@ -42,13 +43,26 @@ TYPES = {"*fp32": "A B initial states final", "*i64": "offsets", "i32": "NS"}
 
 @triton.jit(do_not_specialize=["NS"])
 def chain_kernel(
-    A, B, initial, states, final, offsets, NS,
-    HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    REVERSE: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+    A,
+    B,
+    initial,
+    states,
+    final,
+    offsets,
+    NS,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    BK: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    REVERSE: tl.constexpr,
+    DOT: tl.constexpr,
+):
     """Walks over a sequence's segments; one program per (sequence, value head, BV columns of V).
 
-    Stores in states[s] what segment s starts from. REVERSE: from the last segment to the first, with A^T.
+    Stores in states[s] what segment s starts from. REVERSE: from the last segment to the first,
+    with A^T.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)
@@ -100,16 +114,30 @@ def chain_kernel(
 def chain(A, B, initial, *, states, final, segments: Segments, reverse: bool):
     """Launches `chain_kernel`: fills states, and final unless it is None.
 
-    With `reverse`, initial is the gradient of a sequence's last state, B holds dB, and final becomes the
-    gradient of its first state.
+    With `reverse`, initial is the gradient of a sequence's last state, B holds dB, and final
+    becomes the gradient of its first state.
     """
     HV, K, V = B.shape[1:]
     row = tile("chain", V, K)
     chain_kernel[(segments.sequences * HV * -(-V // row.columns),)](
-        A, B, initial, states, final, segments.offsets, segments.chunks.segments,
-        HV=HV, K=K, KP=power_of_two(K), BK=row.rows, V=V, BV=row.columns, REVERSE=reverse, DOT=arithmetic(),
-        num_warps=row.warps, num_stages=row.stages,
-    )  # fmt: skip
+        A,
+        B,
+        initial,
+        states,
+        final,
+        segments.offsets,
+        segments.chunks.segments,
+        HV=HV,
+        K=K,
+        KP=power_of_two(K),
+        BK=row.rows,
+        V=V,
+        BV=row.columns,
+        REVERSE=reverse,
+        DOT=arithmetic(),
+        num_warps=row.warps,
+        num_stages=row.stages,
+    )
 
 
 def variants(K: int, V: int, itemsize: int, quick: bool):

@@ -9,19 +9,19 @@ For one channel with W taps w; x, y, z and their gradients [T]:
     dx_t = sum_j w_j dz_{t + W - 1 - j}
     dw_j = sum_t dz_t x_{t - W + 1 + j}
 
-Each thread has channels of its own and all tokens of a span of time, which it walks tile by tile. A token is
-a tile [BC] by itself, and a tuple holds the tokens at hand: a tap is another entry of it, no load and no
-exchange between threads. Forward keeps the last W - 1 of x for the next tile. Backward walks from the end of
-the span, keeps dz of the W - 1 tokens behind, and computes z again: only the inputs are saved. A program
-keeps its part of dw in registers; the caller adds up the P parts, in one order: no atomics, so the same bits
-every time.
+Each thread has channels of its own and all tokens of a span of time, which it walks tile by tile. A
+token is a tile [BC] by itself, and a tuple holds the tokens at hand: a tap is another entry of it,
+no load and no exchange between threads. Forward keeps the last W - 1 of x for the next tile.
+Backward walks from the end of the span, keeps dz of the W - 1 tokens behind, and computes z again:
+only the inputs are saved. A program keeps its part of dw in registers; the caller adds up the P
+parts, in one order: no atomics, so the same bits every time.
 
 Layout, all contiguous:
 
     x, y, dy, dx [B, T, C]      weight [W, C]      dweight [P, W, C]
     prefix [B, W - 1, C]        what came before the first token
-    position [T]                of each token in its packed sequence; B is 1. Tap j reads from its own
-                                sequence where position >= W - 1 - j
+    position [T]                of each token in its packed sequence; B is 1. Tap j reads from its
+                                own sequence where position >= W - 1 - j
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
@@ -48,7 +48,8 @@ TYPES = {
 def _load_token(x, prefix, i, t0, o_c, T, C, m_c, W: tl.constexpr):
     """Loads x [BC] of token t0 + i. Before the first token: the prefix, or zeros.
 
-    x points to token t0 of its row, prefix to what would be token 0. Offsets span a tile: 32 bits suffice.
+    x points to token t0 of its row, prefix to what would be token 0. Offsets span a tile: 32 bits
+    suffice.
     """
     b_x = tl.load(x + i * C + o_c, mask=m_c & (i + t0 >= 0) & (i + t0 < T), other=0.0)
     if prefix is not None:
@@ -70,7 +71,9 @@ def _load_tokens(
 
 @triton.jit
 def _load_places(position, t0, T, N: tl.constexpr):
-    """Loads the positions of N tokens from t0 on. Where sequences are not packed, nobody reads them."""
+    """Loads the positions of N tokens from t0 on. Where sequences are not packed,
+    nobody reads them.
+    """
     places = ()
     for n in tl.static_range(N):
         place = n
@@ -93,7 +96,9 @@ def _load_taps(weight, o_c, C, m_c, W: tl.constexpr):
 
 @triton.jit
 def _read(b_x, place, back: tl.constexpr, PACKED: tl.constexpr):
-    """Returns b_x in float32, or 0 if it is not of the sequence of the token `back` behind it, at `place`."""
+    """Returns b_x in float32, or 0 if it is not of the sequence
+    of the token `back` behind it, at `place`.
+    """
     b_x = b_x.to(tl.float32)
     return tl.where(place >= back, b_x, 0.0) if PACKED else b_x
 
@@ -147,8 +152,15 @@ def forward_kernel(
 
 @triton.jit
 def _differentiate(
-    b_dy, b_x, places, taps, N: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr
-):  # fmt: skip
+    b_dy,
+    b_x,
+    places,
+    taps,
+    N: tl.constexpr,
+    W: tl.constexpr,
+    PACKED: tl.constexpr,
+    SILU: tl.constexpr,
+):
     """Returns dz of N tokens, a tuple of [BC] float32; b_x begins W - 1 tokens before the first."""
     dz = ()
     for n in tl.static_range(N):
@@ -166,10 +178,11 @@ def backward_kernel(
     dy, x, weight, prefix, position, dx, dprefix, dweight, T, C, NT, tiles,
     W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Computes dx, dprefix and dweight; one program per (row, `tiles` tiles of BT tokens, BC channels).
+    """Computes dx, dprefix and dweight; one program per (row, `tiles` tiles of BT tokens, BC
+    channels).
 
-    With a prefix, a row's first span begins W - 1 tokens before the first, for the prefix's gradient. dz of
-    the W - 1 tokens behind a span is computed by its program, too.
+    With a prefix, a row's first span begins W - 1 tokens before the first, for the prefix's
+    gradient. dz of the W - 1 tokens behind a span is computed by its program, too.
     """
     PACKED: tl.constexpr = position is not None
     NC = tl.cdiv(C, BC)
@@ -239,7 +252,8 @@ def parts(B, T, C, W, *, prefix, kernel="short_convolution"):
     """Returns P, the spans of all rows' time, and the tiles of each.
 
     A span is SPAN tokens, longer where there would be more than PROGRAMS spans, and shorter, down
-    to SHORT, where there would be less than PROGRAMS programs: a short sequence must fill the GPU, too.
+    to SHORT, where there would be less than PROGRAMS programs: a short sequence must fill the GPU,
+    too.
     """
     row = tile(kernel, C)
     tokens = T + (W - 1 if prefix else 0)
@@ -264,7 +278,9 @@ def forward(x, weight, prefix, position, y, *, silu):
 
 @take_turns
 def backward(dy, x, weight, prefix, position, *, dx, dprefix, dweight, silu):
-    """Launches `backward_kernel`: fills dx, dprefix (or None) and dweight [P, W, C], P from `parts`."""
+    """Launches `backward_kernel`: fills dx, dprefix (or None)
+    and dweight [P, W, C], P from `parts`.
+    """
     B, T, C = x.shape
     W, row = weight.shape[0], tile("short_convolution", C)
     P, tiles = parts(B, T, C, W, prefix=prefix is not None)

@@ -1,9 +1,10 @@
-"""Pieces that several kernels share: products, gates, a chunk's place, the unit lower triangular inverse.
+"""Pieces that several kernels share: products, gates, a chunk's place, the unit lower triangular
+inverse.
 
-DOT, in every kernel, is Triton's input_precision, or "interpreted" where Triton's interpreter runs the
-kernel. The interpreter (3.7.1) keeps bfloat16 as 16-bit integers: it truncates where the hardware rounds,
-three times the error, and multiplies the integers in tl.dot. `round_to`, `multiply` and `accumulate` give the
-hardware's arithmetic in both.
+DOT, in every kernel, is Triton's input_precision, or "interpreted" where Triton's interpreter runs
+the kernel. The interpreter (3.7.1) keeps bfloat16 as 16-bit integers: it truncates where the
+hardware rounds, three times the error, and multiplies the integers in tl.dot. `round_to`,
+`multiply` and `accumulate` give the hardware's arithmetic in both.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -11,22 +12,23 @@ hardware's arithmetic in both.
 import triton
 import triton.language as tl
 
-# `rows` keeps nine float32 rows [C] per chunk and value head, f_q and f_k the factors of q and k as products
-# read them: r_q and r_k, or what `split_power` leaves of them.
+# `rows` keeps nine float32 rows [C] per chunk and value head, f_q and f_k the factors of q and k as
+# products read them: r_q and r_k, or what `split_power` leaves of them.
 #     0  b log2(e)        1  what float32 cut off it    2  r_q            3  r_k
 #     4  gam f_k beta     5  gam f_q                    6  lam f_k        7  beta
 #     8  sums of |L| over rows of it
 ROWS = tl.constexpr(9)
 
-# b is kept as a logarithm to the base 2: the hardware has exp2 only, and exp would multiply each element
+# b is kept as a logarithm to the base 2: the hardware has exp2 only, and exp would multiply each
+# element
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LN2_HIGH = tl.constexpr(
     0.693145751953125
 )  # 15 bits: its product with a whole number below 512 is exact
 
-# A smaller g, -inf included, counts as this one: exp of either is exactly 0 in float32 (from -104 on), and
-# sums of these over a chunk keep the digits of the small ones.
+# A smaller g, -inf included, counts as this one: exp of either is exactly 0 in float32 (from -104
+# on), and sums of these over a chunk keep the digits of the small ones.
 RESET = tl.constexpr(-128.0)
 
 
@@ -42,7 +44,9 @@ def round_to(x, dtype: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def multiply(a, b, DOT: tl.constexpr):
-    """Returns the matrix product of a and b. It adds in float32, which holds products of 16 bits exactly."""
+    """Returns the matrix product of a and b. It adds in float32,
+    which holds products of 16 bits exactly.
+    """
     if DOT == "interpreted":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -60,11 +64,13 @@ def accumulate(acc, a, b, DOT: tl.constexpr):
 
 @triton.jit
 def accumulate_in_turn(acc, a, b, scale, PIPELINED: tl.constexpr, DOT: tl.constexpr):
-    """Returns acc + a b, for a loop that also reads a or b elementwise; scale is any finite argument.
+    """Returns acc + a b, for a loop that also reads a or b elementwise; scale is any finite
+    argument.
 
-    Where loads of later turns run ahead (PIPELINED), Triton 3.4 to 3.9 gives such a tile one buffer too few:
-    the copy for a later turn may overwrite what the product still reads. A use of the sum within the turn
-    makes Triton wait for the product before it starts that copy. The compiler does not know that 0 is added.
+    Where loads of later turns run ahead (PIPELINED), Triton 3.4 to 3.9 gives such a tile one buffer
+    too few: the copy for a later turn may overwrite what the product still reads. A use of the sum
+    within the turn makes Triton wait for the product before it starts that copy. The compiler does
+    not know that 0 is added.
     """
     acc = accumulate(acc, a, b, DOT)
     if PIPELINED:
@@ -74,7 +80,9 @@ def accumulate_in_turn(acc, a, b, scale, PIPELINED: tl.constexpr, DOT: tl.conste
 
 @triton.jit
 def by_row(x, UPRIGHT: tl.constexpr):
-    """Returns x, a value for each row of a tile, as the tile with one column; not UPRIGHT: transposed."""
+    """Returns x, a value for each row of a tile, as the tile with one column;
+    not UPRIGHT: transposed.
+    """
     if UPRIGHT:
         return x[:, None]
     else:
@@ -83,7 +91,9 @@ def by_row(x, UPRIGHT: tl.constexpr):
 
 @triton.jit
 def by_column(x, UPRIGHT: tl.constexpr):
-    """Returns x, a value for each column of a tile, as the tile with one row; not UPRIGHT: transposed."""
+    """Returns x, a value for each column of a tile, as the tile with one row;
+    not UPRIGHT: transposed.
+    """
     if UPRIGHT:
         return x[None, :]
     else:
@@ -94,8 +104,9 @@ def by_column(x, UPRIGHT: tl.constexpr):
 def accumulate_alone(acc, a, b, taken, ALONE: tl.constexpr, DOT: tl.constexpr):
     """Returns acc + a b; ALONE: in a branch, for which `taken` must hold, unknown to the compiler.
 
-    Triton gives the rows of a product that another one follows to all warps. Eight warps have 128 rows then,
-    and compute each of 64 twice. It does not look past a branch, and so divides the columns, too.
+    Triton gives the rows of a product that another one follows to all warps. Eight warps have 128
+    rows then, and compute each of 64 twice. It does not look past a branch, and so divides the
+    columns, too.
     """
     if ALONE:
         if taken:
@@ -120,7 +131,9 @@ def multiply_from_left(a, x, taken, UPRIGHT: tl.constexpr, ALONE: tl.constexpr, 
 
 @triton.jit
 def add_from_left(acc, a, x, UPRIGHT: tl.constexpr, DOT: tl.constexpr):
-    """Returns acc + a x for a matrix a and tiles acc and x; not UPRIGHT: all but a are transposed."""
+    """Returns acc + a x for a matrix a and tiles acc and x; not UPRIGHT:
+    all but a are transposed.
+    """
     if UPRIGHT:
         return accumulate(acc, a, x, DOT)
     else:
@@ -149,7 +162,8 @@ def sigmoid(z):
 def softplus(z):
     """Returns log(1 + exp(z)) = max(z, 0) + 2 atanh(y), with e = exp(-|z|) and y = e / (2 + e).
 
-    Not as log(1 + e): in float32 that is 0 from z = -17 on, where the answer is exp(z), and a fifth off at
+    Not as log(1 + e): in float32 that is 0 from z = -17 on, where the answer is exp(z), and a fifth
+    off at
     -15, where heads that hardly forget have their z. y <= 1/3, so the series leaves out 2e-8 of the result.
     """
     e = exp(-tl.abs(z))
@@ -163,8 +177,8 @@ def softplus(z):
 def scale_by_exp(A_log, y, z):
     """Returns exp(A_log) y, where y is softplus(z) or sigmoid(z).
 
-    Below z = -20 both are exp(z) to the last digit, and only exp(A_log + z) is right where exp(A_log)
-    overflows or y underflows.
+    Below z = -20 both are exp(z) to the last digit, and only exp(A_log + z) is right where
+    exp(A_log) overflows or y underflows.
     """
     least = tl.where(A_log > 60.0, -20.0, -87.0)
     return tl.where(z < least, exp(A_log + z), exp(A_log) * y)
@@ -187,7 +201,9 @@ def compute_gates(b_g, b_beta, A_log, dt_bias, i_h, beta_max):
 
 @triton.jit
 def load_rate(A_log, lower_bound, i_h):
-    """Returns A_log of head i_h, at most 80 with a bound: there, a gate is at its end unless x is tiny."""
+    """Returns A_log of head i_h, at most 80 with a bound: there,
+    a gate is at its end unless x is tiny.
+    """
     rate = tl.load(A_log + i_h).to(tl.float32)
     return rate if lower_bound is None else tl.minimum(rate, 80.0)
 
@@ -196,7 +212,8 @@ def load_rate(A_log, lower_bound, i_h):
 def load_decays(g, rate, dt_bias, lower_bound, p_g, o_bias, m, m_bias):
     """Returns g at p_g, 0 where the mask m is not, and what the gate makes it of, x, or g itself.
 
-    rate: of `load_rate`, or None. A reset counts as RESET. The formulas: see kimi_delta_attention.fwd.
+    rate: of `load_rate`, or None. A reset counts as RESET. The formulas: see
+    kimi_delta_attention.fwd.
     """
     b_x = tl.load(g + p_g, mask=m, other=0.0).to(tl.float32)
     b_g = b_x
@@ -233,10 +250,11 @@ def invert_power(power):
 
 @triton.jit
 def locate_chunk(i_c, tokens, NT, chunk_start, chunk_length, C: tl.constexpr):
-    """Returns the first token and the number of tokens of chunk i_c; <= 0 tokens mark an unused slot.
+    """Returns the first token and the number of tokens of chunk i_c; <= 0 tokens mark an unused
+    slot.
 
-    In dense batches, chunk i_c is one of NT per sequence. Packed batches have two tables, which the adapter
-    computed on the device, so that no length travels to the host.
+    In dense batches, chunk i_c is one of NT per sequence. Packed batches have two tables, which the
+    adapter computed on the device, so that no length travels to the host.
     """
     if chunk_start is not None:
         start = tl.load(chunk_start + i_c)
@@ -249,10 +267,11 @@ def locate_chunk(i_c, tokens, NT, chunk_start, chunk_length, C: tl.constexpr):
 
 @triton.jit
 def locate_sequence(i_n, tokens, NT, NS, span, cu_seqlens, chunk_offsets, C: tl.constexpr):
-    """Returns the first token, the number of tokens and the first chunk of sequence i_n, or of segment i_n.
+    """Returns the first token, the number of tokens and the first chunk of sequence i_n, or of
+    segment i_n.
 
-    Dense: every sequence has NS segments of `span` tokens; whole sequences are one segment. Packed: the
-    tables say.
+    Dense: every sequence has NS segments of `span` tokens; whole sequences are one segment. Packed:
+    the tables say.
     """
     if cu_seqlens is not None:
         start = tl.load(cu_seqlens + i_n).to(tl.int64)
@@ -271,7 +290,8 @@ def locate_sequence(i_n, tokens, NT, NS, span, cu_seqlens, chunk_offsets, C: tl.
 def _invert_diagonal_blocks(L, SIZE: tl.constexpr):
     """Returns (I + L)^-1 of strictly lower blocks; L is [blocks, SIZE, SIZE] float32.
 
-    Column by column, in float32 throughout: once T_j: is solved, it is subtracted from the rows after it.
+    Column by column, in float32 throughout: once T_j: is solved, it is subtracted from the rows
+    after it.
 
         T <- T - L_:j T_j:
     """
@@ -288,7 +308,8 @@ def _invert_diagonal_blocks(L, SIZE: tl.constexpr):
 def _split(x, dtype: tl.constexpr, DOT: tl.constexpr):
     """Splits float32 x into two numbers of 16 bits, whose sum lacks at most 2^-16 of x.
 
-    bfloat16's first is cut off, not rounded: so it is the upper half of x, whichever way it is read.
+    bfloat16's first is cut off, not rounded: so it is the upper half of x, whichever way it is
+    read.
     """
     if dtype == tl.bfloat16:
         high = (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -299,7 +320,8 @@ def _split(x, dtype: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def _multiply_precisely(a, b, dtype: tl.constexpr, DOT: tl.constexpr):
-    """Returns a b for float32 a and b: in float32, or as three products of 16 bits on the tensor cores.
+    """Returns a b for float32 a and b: in float32, or as three products of 16 bits on the tensor
+    cores.
 
     The fourth would be below 2^-16.
     """
@@ -315,19 +337,21 @@ def _multiply_precisely(a, b, dtype: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def invert_unit_lower(L, C: tl.constexpr, dtype: tl.constexpr, DOT: tl.constexpr):
-    """Returns (I + L)^-1 for strictly lower float32 L [C, C]; C is 16, 32 or 64, dtype that of the operands.
+    """Returns (I + L)^-1 for strictly lower float32 L [C, C]; C is 16, 32 or 64, dtype that of the
+    operands.
 
-    With B the inverse of the diagonal blocks of 16, zero elsewhere, and M = B (L outside of them), four
-    blocks give M^4 = 0, and two M^2 = 0, so that this is exact:
+    With B the inverse of the diagonal blocks of 16, zero elsewhere, and M = B (L outside of them),
+    four blocks give M^4 = 0, and two M^2 = 0, so that this is exact:
 
         (I + L)^-1 = (I + M)^-1 B = (I - M) (I + M^2) B
 
-    For float32 operands blocks have 32 tokens, as many as chunks: where keys are equal and beta is 2, T is
+    For float32 operands blocks have 32 tokens, as many as chunks: where keys are equal and beta is
+    2, T is
     +-2, and products with it are sums that cancel, with errors that depend on the order of their terms.
 
-    A power series over tokens would be as exact on paper and lose every digit once keys are correlated: over
-    16 tokens 6e-5 in float32 at correlation 0.99, over 64 tokens 1e8. The powers of M are no larger than the
-    result: M says how much of one block of tokens another predicts.
+    A power series over tokens would be as exact on paper and lose every digit once keys are
+    correlated: over 16 tokens 6e-5 in float32 at correlation 0.99, over 64 tokens 1e8. The powers
+    of M are no larger than the result: M says how much of one block of tokens another predicts.
     """
     SIZE: tl.constexpr = 32 if dtype == tl.float32 and C > 16 else 16  # pyright: ignore[reportAssignmentType]
     NB: tl.constexpr = C // SIZE

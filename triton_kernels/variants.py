@@ -1,8 +1,9 @@
 """What `compile_only` compiles: every kernel's module declares its variants beside the kernel.
 
-A module has TYPES, which maps a type to the names of the arguments that have it; *x is a pointer to the
-call's element type. Its generator `variants(K, V, itemsize, quick)` yields the launches of a module at the
-two sizes that distinguish them, which are other sizes than K and V where the module says so.
+A module has TYPES, which maps a type to the names of the arguments that have it; *x is a pointer to
+the call's element type. Its generator `variants(K, V, itemsize, quick)` yields the launches of a
+module at the two sizes that distinguish them, which are other sizes than K and V where the module
+says so.
 """
 
 from dataclasses import dataclass
@@ -22,10 +23,12 @@ FEW, FEWER = ", few heads", ", fewer heads"
 
 @dataclass(frozen=True)
 class Variant:
-    """One launch to compile. `values` holds the compile-time arguments, and None for every absent tensor.
+    """One launch to compile. `values` holds the compile-time arguments, and None for every absent
+    tensor.
 
-    It may name arguments that this kernel does not have: the kernels of a module share them. `multiples`
-    names the integers that a launch would find to be multiples of 16, which lets it load several at once.
+    It may name arguments that this kernel does not have: the kernels of a module share them.
+    `multiples` names the integers that a launch would find to be multiples of 16, which lets it
+    load several at once.
     """
 
     kernel: str
@@ -37,12 +40,15 @@ class Variant:
     multiples: tuple[str, ...] = ()
 
     def signature(self, dtype: str) -> dict[str, str]:
-        """Returns the type of every argument; raises KeyError for one that is neither typed nor valued."""
+        """Returns the type of every argument; raises KeyError for one
+        that is neither typed nor valued.
+        """
         types = {name: of_type for of_type, names in self.types.items() for name in names.split()}
         names = self.function.arg_names
         if unknown := [name for name in names if name not in types and name not in self.values]:
             raise KeyError(
-                f"{self.kernel}: argument {unknown[0]!r} has no type; add it to TYPES beside the kernel"
+                f"{self.kernel}: argument {unknown[0]!r} has no type; add it to TYPES beside the "
+                "kernel"
             )
         return {
             name: "constexpr" if name in self.values else types[name].replace("*x", f"*{dtype}")
@@ -53,7 +59,8 @@ class Variant:
 def rows_of(H: int, HV: int, K: int, V: int) -> dict[str, int]:
     """Returns the heads, and the elements from a token to the next, as a layer has them.
 
-    q, k and v lie side by side, g and beta do, and so do their gradients, except dq and dk of grouped heads.
+    q, k and v lie side by side, g and beta do, and so do their gradients, except dq and dk of
+    grouped heads.
     """
     row = 2 * H * K + HV * V
     strides = dict.fromkeys(("QR", "KR", "VR", "DVR"), row)
@@ -62,7 +69,9 @@ def rows_of(H: int, HV: int, K: int, V: int) -> dict[str, int]:
 
 
 def by_heads(kernel: str, K: int, V: int, itemsize: int) -> dict[str, Tile]:
-    """Returns the launches of a scan, each once: what the options of its variants end with -> tile."""
+    """Returns the launches of a scan, each once:
+    what the options of its variants end with -> tile.
+    """
     heads = {"": ANY, FEW: 1, FEWER: PROCESSORS // -(-V // 32)}
     tiles: dict[str, Tile] = {}
     for options, count in heads.items():
@@ -78,10 +87,14 @@ def of_tile(tile: Tile) -> dict[str, Any]:
 
 
 def gates(quick: bool) -> dict[str, dict[str, Any]]:
-    """Returns the ways to pass g and beta: as they are, and as what the kernel computes them from."""
+    """Returns the ways to pass g and beta: as they are,
+    and as what the kernel computes them from.
+    """
     return ({} if quick else {"gates given": dict.fromkeys(GATE_ARGUMENTS)}) | {"gates made": {}}
 
 
 def layouts(quick: bool) -> dict[str, dict[str, Any]]:
-    """Returns the layouts of sequences: dense; packed, with a table of boundaries and with states."""
+    """Returns the layouts of sequences: dense; packed,
+    with a table of boundaries and with states.
+    """
     return ({} if quick else {"dense": dict.fromkeys(PACKED_ARGUMENTS)}) | {"packed": {}}

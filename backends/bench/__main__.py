@@ -1,18 +1,21 @@
 """Times the cases that pass parity, side by side with peers.
 
-    python -m backends.bench [--backend NAME] [--peer hf|fla] [--case NAME] [--dtype NAME] [--json FILE]
-    python -m backends.bench table [FILE ...]
+    python -m backends.bench [--backend NAME] [--peer hf|fla] [--case NAME] [--dtype NAME] [--json
+    FILE] python -m backends.bench table [FILE ...]
 
-The contenders take turns (`timing.py`). A ratio is the median over the rounds of (peer's time / ours), with
-its 20th and 80th percentile. A floor is the least time that the pass can take here (`roofline.py`). Memory is
-what a forward and backward takes beyond the inputs: from CUDA's allocator, or as the resident size of a fresh
-process. One step starts from the same state in every round, since its time does not depend on it.
+The contenders take turns (`timing.py`). A ratio is the median over the rounds of (peer's time /
+ours), with its 20th and 80th percentile. A floor is the least time that the pass can take here
+(`roofline.py`). Memory is what a forward and backward takes beyond the inputs: from CUDA's
+allocator, or as the resident size of a fresh process. One step starts from the same state in every
+round, since its time does not depend on it.
 
-Beside packed sequences the same tokens are timed as one sequence ("in one"): what packing costs. Beside Kimi
-Delta Attention the gated delta rule is timed on the same shapes ("one decay"): what decays per channel cost.
+Beside packed sequences the same tokens are timed as one sequence ("in one"): what packing costs.
+Beside Kimi Delta Attention the gated delta rule is timed on the same shapes ("one decay"): what
+decays per channel cost.
 
-The exit status is 1 where a case fails parity, which is then not timed, and where a pass takes less time than
-its floor: then the machine was busy while its best was measured, and that line has no floor.
+The exit status is 1 where a case fails parity, which is then not timed, and where a pass takes less
+time than its floor: then the machine was busy while its best was measured, and that line has no
+floor.
 """
 
 from __future__ import annotations
@@ -122,7 +125,9 @@ def step_call(name: str, x: Inputs) -> Callable[[], tuple[Tensor, Tensor]]:
 
 
 def peak_bytes(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> int:
-    """Measures the memory that one forward and backward takes beyond the inputs, after a small warm-up."""
+    """Measures the memory that one forward and backward takes beyond the inputs,
+    after a small warm-up.
+    """
     small = replace(case, B=1, T=min(case.T, 64), lengths=None)
     pass_call(
         contender(name), inputs_of(name, inputs(small, dtype)).to(device), "forward+backward"
@@ -140,10 +145,13 @@ def peak_bytes(name: str, case: Case, dtype: torch.dtype, device: torch.device) 
 
 
 def memory(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> int:
-    """Measures `peak_bytes`; on a CPU in a fresh process, since in a used one freed memory hides new use."""
+    """Measures `peak_bytes`; on a CPU in a fresh process,
+    since in a used one freed memory hides new use.
+    """
     if device.type == "cuda":
         return peak_bytes(name, case, dtype, device)
-    # by its module's name: in `python -m backends.bench` this file is __main__, which the child cannot import
+    # by its module's name: in `python -m backends.bench` this file is __main__, which the child
+    # cannot import
     measure = import_module("delta_trn.backends.bench.__main__").peak_bytes
     context = multiprocessing.get_context("spawn")
     with context.Pool(1, torch.set_num_threads, (torch.get_num_threads(),)) as pool:
@@ -217,8 +225,8 @@ def beaten_floor(row: Row) -> str | None:
         return None
     return (
         f"no floor: {row['case']}, {row['pass']} took {row['ms'].p50:.4g} ms, less than the "
-        f"{row['floor_ms']:.4g} that this machine needs at its best; something else kept it busy: run this "
-        "again when it is idle"
+        f"{row['floor_ms']:.4g} that this machine needs at its best; something else kept it busy: "
+        "run this again when it is idle"
     )
 
 

@@ -2,9 +2,9 @@
 
     python -m backends.bench table [FILE ...]
 
-A cell is a peer's time over ours, the median over the rounds of a run; with several runs, the smallest and
-the largest. In brackets: the floor as a share of our time. What was not run is named. Without files: every
-results/*/data.jsonl.gz.
+A cell is a peer's time over ours, the median over the rounds of a run; with several runs, the
+smallest and the largest. In brackets: the floor as a share of our time. What was not run is named.
+Without files: every results/*/data.jsonl.gz.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""Other people's implementations, for `backends.bench` to time beside ours. Imported only when asked for.
+"""Other people's implementations, for `backends.bench` to time beside ours. Imported only when
+asked for.
 
-hf      Hugging Face transformers' `torch_chunk_gated_delta_rule` (Qwen3-Next): PyTorch, what runs where no
-        kernel is installed. Value heads share keys by repetition, as in its model; no packed sequences.
-fla     flash-linear-attention's `chunk_gated_delta_rule`, CUDA only: Triton, or what its release 0.6.0 hands
-        the call to, FlashQLA or TileLang, where these are installed. FLA_DISABLE_BACKEND_DISPATCH=1 in the
-        environment times its Triton alone.
+hf      Hugging Face transformers' `torch_chunk_gated_delta_rule` (Qwen3-Next): PyTorch, what runs
+        where no kernel is installed. Value heads share keys by repetition, as in its model; no
+        packed sequences.
+fla     flash-linear-attention's `chunk_gated_delta_rule`, CUDA only: Triton, or what its release
+        0.6.0 hands the call to, FlashQLA or TileLang, where these are installed.
+        FLA_DISABLE_BACKEND_DISPATCH=1 in the environment times its Triton alone.
 
-Of Kimi Delta Attention hf has `chunk_kimi_delta_attention`, from release 5.23 on, and fla `chunk_kda`.
+Of Kimi Delta Attention hf has `chunk_kimi_delta_attention`, from release 5.23 on, and fla
+`chunk_kda`.
 
 For one token theirs are `torch_recurrent_gated_delta_rule` and `fused_recurrent_gated_delta_rule`.
 """
@@ -39,7 +42,8 @@ GATES = ("use_gate_in_kernel", "A_log", "dt_bias", "use_beta_sigmoid_in_kernel",
 
 @dataclass(frozen=True)
 class Peer:
-    """Names a peer, where it comes from and what it takes; `load` and `load_step` return its functions.
+    """Names a peer, where it comes from and what it takes; `load` and `load_step` return its
+    functions.
 
     load_channels   the same of the operation with a decay per channel, which channels_module has
     """
@@ -64,7 +68,10 @@ class Peer:
         if device not in self.devices:
             return f"runs on {', '.join(self.devices)}, not on {device}"
         if channels and find_spec(self.channels_module) is None:
-            return f"{self.label()} has no {self.channels_module}: pip install --upgrade {self.distribution}"
+            return (
+                f"{self.label()} has no {self.channels_module}: pip install --upgrade "
+                f"{self.distribution}"
+            )
         return None
 
     def run(self) -> Run:
@@ -96,7 +103,8 @@ class Peer:
 
 
 def name_backends() -> str:
-    """Returns which backends flash-linear-attention has chosen in this process, such as 'flash_qla'.
+    """Returns which backends flash-linear-attention has chosen in this process, such as
+    'flash_qla'.
 
     From release 0.6.0 on it notes every function that it handed to another backend than Triton.
     """
@@ -128,7 +136,8 @@ def _huggingface(name: str, model: str = "qwen3_next") -> Rule:
     # first of all, because `delta_trn` registers its models when this one is loaded
     import_module("transformers.models.auto.modeling_auto")
     module = import_module(f"transformers.models.{model}.modeling_{model}")
-    # unwrapped: transformers replaces the function by flash-linear-attention's where that is installed
+    # unwrapped: transformers replaces the function by flash-linear-attention's where that is
+    # installed
     form = inspect.unwrap(getattr(module, name))
 
     def rule(
@@ -149,7 +158,8 @@ def _huggingface(name: str, model: str = "qwen3_next") -> Rule:
 
 def _flash_linear_attention(name: str, package: str = "gated_delta_rule") -> Rule:
     form = getattr(import_module(f"fla.ops.{package}"), name)
-    # its later releases make both gates in kernels, A_log among **kwargs; for the others PyTorch does
+    # its later releases make both gates in kernels, A_log among **kwargs; for the others PyTorch
+    # does
     makes_gates = "use_beta_sigmoid_in_kernel" in inspect.signature(form).parameters
 
     def rule(
@@ -167,15 +177,25 @@ def _flash_linear_attention(name: str, package: str = "gated_delta_rule") -> Rul
 
 PEERS = {
     "hf": Peer(
-        "hf", "transformers", "transformers", "transformers.models.kimi_linear", ("cpu", "cuda"), False,
+        "hf",
+        "transformers",
+        "transformers",
+        "transformers.models.kimi_linear",
+        ("cpu", "cuda"),
+        False,
         partial(_huggingface, "torch_chunk_gated_delta_rule"),
         partial(_huggingface, "torch_recurrent_gated_delta_rule"),
         partial(_huggingface, "chunk_kimi_delta_attention", "kimi_linear"),
     ),
     "fla": Peer(
-        "fla", "flash-linear-attention", "fla", "fla.ops.kda", ("cuda",), True,
+        "fla",
+        "flash-linear-attention",
+        "fla",
+        "fla.ops.kda",
+        ("cuda",),
+        True,
         partial(_flash_linear_attention, "chunk_gated_delta_rule"),
         partial(_flash_linear_attention, "fused_recurrent_gated_delta_rule"),
         partial(_flash_linear_attention, "chunk_kda", "kda"),
     ),
-}  # fmt: skip
+}

@@ -1,19 +1,22 @@
-"""The least time a pass can take: for its floating-point operations or for its bytes, whichever is longer.
+"""The least time a pass can take: for its floating-point operations or for its bytes, whichever is
+longer.
 
-Operations are counted per token and value head, a multiplication and an addition as two. R = HV / H value
-heads share a key; C = 64 is the chunk of the published counts, whatever a backend's is. Shorter sequences are
-chunks of their mean length, between which no state is: terms with K V then count only where one is given.
+Operations are counted per token and value head, a multiplication and an addition as two. R = HV / H
+value heads share a key; C = 64 is the chunk of the published counts, whatever a backend's is.
+Shorter sequences are chunks of their mean length, between which no state is: terms with K V then
+count only where one is given.
 
     forward     6 K V + 4 C V + 4 C K / R + 2 C^2 / 3        state, chunk and inverse
     backward    14 K V + 10 C V + 10 C K + 4 C^2             no state is recomputed
     step        6 K V
 
-Bytes count each input once and each output once. The ceilings are measured on the same machine in the same
-run, each as the best of many calls, since what else a machine does can only lower them:
+Bytes count each input once and each output once. The ceilings are measured on the same machine in
+the same run, each as the best of many calls, since what else a machine does can only lower them:
 
     operations  a large product by PyTorch in the dtype of q
-    bytes       a copy. On a CPU a pass runs again and again on the same tensors, and those that fit its cache
-                stay there: the copy is the largest measured one that moves no more bytes than the pass
+    bytes       a copy. On a CPU a pass runs again and again on the same tensors, and those that fit
+                its cache stay there: the copy is the largest measured one that moves no more bytes
+                than the pass
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from delta_trn.backends.bench.timing import Call, time_in_turns
 from delta_trn.backends.parity.rule_cases import Case
 
 CHUNK = 64
-# side of the product and bytes read by the copies, by type of device: tenths of a second on every one at hand
+# side of the product and bytes read by the copies, by type of device: tenths of a second on every
+# one at hand
 PRODUCT = {"cuda": 8192, "cpu": 2048}
 COPY_BYTES = {"cuda": (2**30,), "cpu": (2**20, 2**22, 2**24, 2**27)}
 
@@ -56,7 +60,9 @@ class Ceilings:
     copies: Mapping[int, float]
 
     def bytes_per_s(self, work: Work) -> float:
-        """Returns the rate of the copy that bounds this work: the largest that moves no more bytes."""
+        """Returns the rate of the copy that bounds this work:
+        the largest that moves no more bytes.
+        """
         return self.copies[
             max((n for n in self.copies if n <= work.bytes), default=min(self.copies))
         ]
@@ -102,7 +108,9 @@ def work(case: Case, dtype: torch.dtype) -> Mapping[str, Work]:
 
 
 def ceilings(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) -> Ceilings:
-    """Measures the machine's ceilings, each as the best of its calls in about `seconds`, after a warm-up."""
+    """Measures the machine's ceilings, each as the best of its calls in about `seconds`,
+    after a warm-up.
+    """
 
     def least_s(call: Call) -> float:
         return min(time_in_turns({"": call}, device, seconds)[""]) / 1e3

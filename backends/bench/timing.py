@@ -1,6 +1,7 @@
 """Times contenders in turn, one call each, so that whatever slows the machine slows them all.
 
-On a GPU every call starts with a cold cache and is timed by the device's events; on a CPU by the wall clock.
+On a GPU every call starts with a cold cache and is timed by the device's events; on a CPU by the
+wall clock.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Spread:
 def time_in_turns(
     calls: Mapping[str, Call], device: torch.device, seconds: float
 ) -> dict[str, list[float]]:
-    """Times every contender in milliseconds, one call each in turn, for about `seconds`, after a warm-up."""
+    """Times every contender in milliseconds, one call each in turn,
+    for about `seconds`, after a warm-up.
+    """
     clock = _cuda_clock if device.type == "cuda" else _cpu_clock
     for call in calls.values():
         call()
@@ -66,7 +69,9 @@ def ratios(times: Mapping[str, Sequence[float]], ours: str) -> dict[str, Spread 
 
 
 def modes(calls: Mapping[str, Call], device: torch.device) -> dict[str, Mapping[str, Call]]:
-    """Maps a mode's suffix to its calls: as they are and, on a GPU, as CUDA graphs where possible."""
+    """Maps a mode's suffix to its calls: as they are and, on a GPU,
+    as CUDA graphs where possible.
+    """
     by_mode = {"": calls}
     if device.type == "cuda":
         by_mode[" (graph)"] = {
@@ -76,7 +81,9 @@ def modes(calls: Mapping[str, Call], device: torch.device) -> dict[str, Mapping[
 
 
 def _graph(call: Call) -> Call | None:
-    """Captures a call as a CUDA graph, which the host does not slow down; None if the call waits for it."""
+    """Captures a call as a CUDA graph, which the host does not slow down;
+    None if the call waits for it.
+    """
     try:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

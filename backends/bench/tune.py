@@ -2,11 +2,11 @@
 
     python -m backends.bench.tune CASE ... [--dtype NAME] [--seconds S] [--json FILE]
 
-The gain of a tile is the time of the kernel's pass with the table's tile over the time with a neighboring one
-(other widths, warps, stages, and upright or not); above 1, the neighbor is faster. A tile whose 20th
-percentile is above 1 is kept for the kernels that follow, and the resulting row must pass parity. The row is
-printed, to be put into `triton_kernels.launch` by hand: nothing is tuned at run time. A tile that the device
-refuses is printed with the reason.
+The gain of a tile is the time of the kernel's pass with the table's tile over the time with a
+neighboring one (other widths, warps, stages, and upright or not); above 1, the neighbor is faster.
+A tile whose 20th percentile is above 1 is kept for the kernels that follow, and the resulting row
+must pass parity. The row is printed, to be put into `triton_kernels.launch` by hand: nothing is
+tuned at run time. A tile that the device refuses is printed with the reason.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ KERNELS = {"prepare": "forward", "scan": "forward", "reverse": "backward", "grad
 TURNED = ("scan", "reverse")  # their tiles may stand upright
 
 
-# One tile of one kernel. gain: the table's time over this one's; None: `refusal` says why there is none.
+# One tile of one kernel. gain: the table's time over this one's; None: `refusal` says why there is
+# none.
 Trial = dict[str, Any]
 
 
 def candidates(tile: Tile, V: int, *, turns: bool = False) -> list[Tile]:
-    """Returns the neighbors of a tile: half and twice the columns and warps, one stage more and less.
+    """Returns the neighbors of a tile: half and twice the columns and warps, one stage more and
+    less.
 
     With `turns`, also the tile that stands upright where this one lies, and the other way round.
     """

@@ -34,7 +34,8 @@ def delta_residual(
 
         X' = X + beta k (v^T - k^T X) = (I - beta k k^T) X + beta k v^T
 
-    beta 0 keeps X, 1 replaces what X holds along k by v, 2 reflects it (v = 0: a Householder reflection).
+    beta 0 keeps X, 1 replaces what X holds along k by v, 2 reflects it (v = 0: a Householder
+    reflection).
 
         x           [..., D, DV] or [..., D]    float64, float32, bfloat16, float16
         k           [..., D]                    dtype of x; |k| <= 1, or see k_eps
@@ -42,12 +43,12 @@ def delta_residual(
         beta        [...]                       in [0, 2]; float32, or the dtype of x
         returns     like x
 
-    k_eps makes the operation normalize: k / sqrt(|k|^2 + k_eps^2). Sums are float32 (float64 for float64
-    inputs) on every backend, also under autocast. Differentiable once in x, k, v and beta.
+    k_eps makes the operation normalize: k / sqrt(|k|^2 + k_eps^2). Sums are float32 (float64 for
+    float64 inputs) on every backend, also under autocast. Differentiable once in x, k, v and beta.
 
-    backend as in `gated_delta_rule`: a name, or None for the default backend, else the one for the tensors'
-    device. Raises BackendRefusal, with every reason, and never substitutes; TypeError and ValueError for
-    arguments that do not fit.
+    backend as in `gated_delta_rule`: a name, or None for the default backend, else the one for the
+    tensors' device. Raises BackendRefusal, with every reason, and never substitutes; TypeError and
+    ValueError for arguments that do not fit.
 
         >>> import torch
         >>> from delta_trn import delta_residual
@@ -70,7 +71,8 @@ def _check(x: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_eps: float | None) -
     lead = tuple(k.shape[:-1])
     if k.dim() < 1 or x.dim() not in (k.dim(), k.dim() + 1) or x.shape[: k.dim()] != k.shape:
         raise ValueError(
-            f"k {shape_of(k)} does not fit x {shape_of(x)}; with x [..., D, DV] or [..., D] k is [..., D]"
+            f"k {shape_of(k)} does not fit x {shape_of(x)}; with x [..., D, DV] or [..., D] k is "
+            "[..., D]"
         )
     wanted = lead if x.dim() == k.dim() else (*lead, x.shape[-1])
     if tuple(v.shape) != wanted:

@@ -1,4 +1,5 @@
-"""The contract between `delta_residual` and a backend: a call on flattened tokens, and two functions.
+"""The contract between `delta_residual` and a backend: a call on flattened tokens, and two
+functions.
 
 forward(call, *, save) -> (out, saved)
 backward(dout, call, saved) -> (dx, dk, dv, dbeta)      each in its tensor's shape and dtype

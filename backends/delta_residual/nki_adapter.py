@@ -1,4 +1,6 @@
-"""NKI's side of `delta_residual`: cuts a call into kernel calls of `plan.TOKENS` tokens, joins results."""
+"""NKI's side of `delta_residual`: cuts a call into kernel calls of `plan.TOKENS` tokens,
+joins results.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@
     o           = gated_delta_rule(q, k, v, g, beta)        q and k normalized
     y           = RMSNorm(o) * gain * SiLU(gate)            `gated_rms_norm`
 
-A backend has a kernel for all of it, or it refuses: `models.gated_deltanet` runs the three parts then.
+A backend has a kernel for all of it, or it refuses: `models.gated_deltanet` runs the three parts
+then.
 """
 
 from __future__ import annotations
@@ -50,13 +51,15 @@ def gated_delta_layer(
         gain            [V]                 any float
         A_log, dt_bias  [HV]
         prefix          [B, W - 1, channels]    what came before; None: zeros
-        position        [T] int64           each token's place in its own sequence, for sequences packed in
-                                            B = 1: at 0 the convolution and the state forget what was before
+        position        [T] int64           each token's place in its own sequence, for sequences
+                                            packed in B = 1: at 0 the convolution and the state
+                                            forget what was before
         initial_state, output_final_state, scale        as in `gated_delta_rule`
         returns y       [B, T, HV, V]       dtype of x
             final_state [B, HV, K, V]       None if not asked for
 
-    Raises BackendRefusal where no backend has a kernel for such a call. Differentiable as its three parts.
+    Raises BackendRefusal where no backend has a kernel for such a call. Differentiable as its three
+    parts.
     """
     HV, V = gate.shape[2:]
     tensors = (x, weight, a, b, gate, gain, A_log, dt_bias, prefix, initial_state)
@@ -82,8 +85,8 @@ def find_layer_backend(
 ) -> str | None:
     """Returns the backend whose kernel takes such a call of `gated_delta_layer`; None: none does.
 
-    It is the default backend, or the device's own, and never one that is merely allowed. packed says whether
-    the call has a position.
+    It is the default backend, or the device's own, and never one that is merely allowed. packed
+    says whether the call has a position.
     """
     if x.numel() == 0:
         return None

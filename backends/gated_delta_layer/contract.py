@@ -17,7 +17,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layer:
-    """One call of `gated_delta_layer`; g and beta are gates, not projections, and q and k are normalized."""
+    """One call of `gated_delta_layer`; g and beta are gates, not projections,
+    and q and k are normalized.
+    """
 
     x: Tensor
     weight: Tensor

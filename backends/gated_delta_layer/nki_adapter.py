@@ -1,8 +1,8 @@
 """Runs a layer's mixer in one NKI kernel forward and in another one backward.
 
-A kernel call takes all sequences; `limits.layer_nki` refuses those that are too long. Training keeps what
-backward reads: g in two parts, q, k, v and o in the dtype of x, and in float32 the convolution's results
-before SiLU and the state before each chunk.
+A kernel call takes all sequences; `limits.layer_nki` refuses those that are too long. Training
+keeps what backward reads: g in two parts, q, k, v and o in the dtype of x, and in float32 the
+convolution's results before SiLU and the state before each chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from delta_trn.nki_kernels.gated_delta_layer.fwd import gated_delta_layer_fwd
 def forward(call: Layer, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Returns y, final_state, and what backward takes, where it follows.
 
-    Raises BackendRefusal for an eps that rsqrt does not take, and for a scale with which gradients underflow.
+    Raises BackendRefusal for an eps that rsqrt does not take, and for a scale with which gradients
+    underflow.
     """
     require_within_rsqrt("eps", call.eps, plan.LEAST_RSQRT)
     if 0.0 < abs(call.scale) < TINY:
@@ -50,9 +51,19 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
     inputs = (dy, call.x, weight_t, *kept, g, call.beta, call.gate, call.gain)
     states = saved[6] if len(saved) > 6 else None
     dx, dweight, dg, dbeta, dgate, dgain, dstate0, _, *dprefix = run(
-        gated_delta_layer_bwd, *inputs, *options[:4], dstate, dstate is not None, *options[4:], states,
-        call.scale, call.eps, how.C, how.lanes, how.width,
-    )  # fmt: skip
+        gated_delta_layer_bwd,
+        *inputs,
+        *options[:4],
+        dstate,
+        dstate is not None,
+        *options[4:],
+        states,
+        call.scale,
+        call.eps,
+        how.C,
+        how.lanes,
+        how.width,
+    )
     return Gradients(
         dx,
         dweight.sum(0).t().to(call.weight.dtype),  # of all sequences, [N, W, channels]

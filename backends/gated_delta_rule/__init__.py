@@ -4,8 +4,8 @@ Per value head, with state S [K, V]:
 
     S <- exp(g_t) S ;  u = beta_t (v_t - S^T k_t) ;  S <- S + k_t u^T ;  o_t = scale S^T q_t
 
-Backends that work chunk by chunk (PyTorch, Triton, NKI, and parity's baseline) share these letters. Q, K, V
-are the chunk's rows, `.` is the elementwise product, C the number of tokens in a chunk:
+Backends that work chunk by chunk (PyTorch, Triton, NKI, and parity's baseline) share these letters.
+Q, K, V are the chunk's rows, `.` is the elementwise product, C the number of tokens in a chunk:
 
     b       running sum of g inside the chunk               [C]
     D       exp(b_i - b_j) for i >= j, else 0               [C, C]
@@ -18,8 +18,8 @@ are the chunk's rows, `.` is the elementwise product, C the number of tokens in 
     S, dS   the state and its gradient                      [K, V]
     A       a segment's transition: S -> A S + ...          [K, K]
 
-Products are in the dtype of q, also under autocast; states, decay sums, exponentials and the triangular
-inverse are float32 on every backend, float64 for float64 inputs.
+Products are in the dtype of q, also under autocast; states, decay sums, exponentials and the
+triangular inverse are float32 on every backend, float64 for float64 inputs.
 
 `contract` says what a backend is; `recurrent` is the equation itself, and the judge of all others.
 """
@@ -70,39 +70,43 @@ def gated_delta_rule(
 
         S <- exp(g_t) S ;  u = beta_t (v_t - S^T k_t) ;  S <- S + k_t u^T ;  o_t = scale S^T q_t
 
-    Shapes, with B batch, T time, H query and key heads, HV value heads (a multiple of H: value head j reads
-    query and key head j // (HV / H)), K and V head sizes, N sequences:
+    Shapes, with B batch, T time, H query and key heads, HV value heads (a multiple of H: value head
+    j reads query and key head j // (HV / H)), K and V head sizes, N sequences:
 
         q, k            [B, T, H, K]    float64, float32, bfloat16, float16; |k| <= 1, or see below
         v               [B, T, HV, V]   dtype of q
-        g               [B, T, HV]      natural logarithm of the decay, -inf <= g <= 0; float32, or the dtype
-                                        of q
+        g               [B, T, HV]      natural logarithm of the decay, -inf <= g <= 0; float32, or
+                                        the dtype of q
         beta            [B, T, HV]      write strength in [0, 2]; float32, or the dtype of q
         initial_state   [N, HV, K, V]   float32, or the dtype of q; zeros when None
-        cu_seqlens      [N + 1]         int64 or int32, from 0 to T: N sequences in B = 1; some may be empty
+        cu_seqlens      [N + 1]         int64 or int32, from 0 to T: N sequences in B = 1; some may
+                                        be empty
         returns o       [B, T, HV, V]   dtype of q
-            final_state [N, HV, K, V]   float32 or float64, after the last token; None if not asked for
+            final_state [N, HV, K, V]   float32 or float64, after the last token; None if not asked
+                                        for
 
-    scale defaults to K**-0.5. use_qk_l2norm_in_kernel replaces q and k by x * rsqrt(sum(x^2) + 1e-6) over
-    K. Without cu_seqlens, N = B. B or T may be 0. state_v_first: states are [N, HV, V, K]. Differentiable
-    once in all tensors but cu_seqlens, through o and final_state. A g below -104 (float32), a mask's -1e9 or
+    scale defaults to K**-0.5. use_qk_l2norm_in_kernel replaces q and k by x * rsqrt(sum(x^2) +
+    1e-6) over K. Without cu_seqlens, N = B. B or T may be 0. state_v_first: states are [N, HV, V,
+    K]. Differentiable once in all tensors but cu_seqlens, through o and final_state. A g below -104
+    (float32), a mask's -1e9 or
     -inf, is a reset with gradient 0: the state is forgotten, and the tokens around it keep their accuracy.
 
-    g and beta may be a layer's projections, of any sign. Kernels that can, else PyTorch, make the gates:
+    g and beta may be a layer's projections, of any sign. Kernels that can, else PyTorch, make the
+    gates:
 
-        use_gate_in_kernel          g <- -exp(A_log) softplus(g + dt_bias); A_log, dt_bias [HV], any float,
-                                    dt_bias may be None
+        use_gate_in_kernel          g <- -exp(A_log) softplus(g + dt_bias); A_log, dt_bias [HV], any
+                                    float, dt_bias may be None
         use_beta_sigmoid_in_kernel  beta <- sigmoid(beta), with allow_neg_eigval 2 sigmoid(beta)
 
-    return_states_at replaces the final state by the states after these numbers of tokens of each row,
-    rising, from 1 to T: [B, P, HV, K, V]. Of packed sequences each is the state of the sequence that the
-    token belongs to.
+    return_states_at replaces the final state by the states after these numbers of tokens of each
+    row, rising, from 1 to T: [B, P, HV, K, V]. Of packed sequences each is the state of the
+    sequence that the token belongs to.
 
     Names and positions are those of flash-linear-attention 0.6.0. cu_seqlens_cpu, chunk_indices and
-    chunk_size change nothing here; a cp_context is refused. backend names one ("chunked", "triton", ...);
-    None takes the default backend (`default_backend`), else the one for the tensors' device. Raises
-    BackendRefusal, with every reason, and never substitutes; TypeError and ValueError for arguments that do
-    not fit.
+    chunk_size change nothing here; a cp_context is refused. backend names one ("chunked", "triton",
+    ...); None takes the default backend (`default_backend`), else the one for the tensors' device.
+    Raises BackendRefusal, with every reason, and never substitutes; TypeError and ValueError for
+    arguments that do not fit.
 
         >>> import torch
         >>> from delta_trn import gated_delta_rule
@@ -167,18 +171,22 @@ def gated_delta_rule_step(
         returns o       [B, HV, V]      dtype of q
             state       [B, HV, K, V]   after the token
 
-    Where gradients are wanted it is `gated_delta_rule` with T = 1 on the same backend. It raises the same
-    errors. For serving, states lie in a pool, which is written in place and returned:
+    Where gradients are wanted it is `gated_delta_rule` with T = 1 on the same backend. It raises
+    the same errors. For serving, states lie in a pool, which is written in place and returned:
 
-        state           [N, HV, K, V]   also bfloat16: computed in float32, rounded where a state is stored
+        state           [N, HV, K, V]   also bfloat16: computed in float32, rounded where a state is
+                                        stored
         state_indices   [B]             each sequence's slot, int64 or int32; of its own
-        or              [B, T]          with q, k, v, g, beta, o [B, T, ...]: the state after each of T tokens
-                                        goes to the token's slot. It starts from the slot of token
-        accepted        [B]             1 to T of the last call, the last one that it keeps; None: the first
+        or              [B, T]          with q, k, v, g, beta, o [B, T, ...]: the state after each
+                                        of T tokens goes to the token's slot. It starts from the
+                                        slot of token
+        accepted        [B]             1 to T of the last call, the last one that it keeps; None:
+                                        the first
 
-    A token whose slot is negative is skipped: its o is 0, and no state is read or written. So are all of a
-    sequence that would start from one. Slots are checked on CPUs, and elsewhere in check mode only, since a
-    look at them waits for the device: there a slot that is not in the pool is out of bounds. No gradients.
+    A token whose slot is negative is skipped: its o is 0, and no state is read or written. So are
+    all of a sequence that would start from one. Slots are checked on CPUs, and elsewhere in check
+    mode only, since a look at them waits for the device: there a slot that is not in the pool is
+    out of bounds. No gradients.
 
         >>> import torch
         >>> from delta_trn import gated_delta_rule_step
@@ -202,16 +210,28 @@ def gated_delta_rule_step(
         allow_neg_eigval,
     )
     call = Step(
-        q, k, v, g, beta, state, A_log, dt_bias, state_indices, accepted, scale_of(q, scale), beta_max,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        A_log,
+        dt_bias,
+        state_indices,
+        accepted,
+        scale_of(q, scale),
+        beta_max,
         use_qk_l2norm_in_kernel,
-    )  # fmt: skip
+    )
     return run_step(call, *choose_step(call, OPERATORS, backend))
 
 
 def choose_step(
     call: Step, operators: Sequence[Operator], backend: str | None
 ) -> tuple[Operator, str, bool]:
-    """Returns which operator takes the call, that of sequences where gradients are wanted, by which backend.
+    """Returns which operator takes the call, that of sequences where gradients are wanted, by which
+    backend.
 
     The last value says whether they are.
     """
@@ -219,8 +239,9 @@ def choose_step(
     wanted, pooled = gradients_wanted(*tensors), call.indices is not None
     if wanted and pooled:
         raise ValueError(
-            "state_indices with tensors that require grad; the step writes over states that gradients would "
-            "need: call it under torch.no_grad(), and differentiate gated_delta_rule"
+            "state_indices with tensors that require grad; the step writes over states that "
+            "gradients would need: call it under torch.no_grad(), and differentiate "
+            "gated_delta_rule"
         )
     operator = operators[0 if wanted else 1]
     name, save = operator.choose(tensors, sizes(call.q, call.v), backend)
@@ -267,7 +288,9 @@ def run(
 
 
 def _with_gates(operator: Operator, call: AnyCall, backend: str) -> AnyCall:
-    """Returns the call as the backend takes it: g and beta are made by PyTorch where it cannot make them."""
+    """Returns the call as the backend takes it:
+    g and beta are made by PyTorch where it cannot make them.
+    """
     return call if _says("MAKES_GATES", operator.name, backend) else contract.make_call_gates(call)
 
 
@@ -325,7 +348,9 @@ def _empty_outputs(call: Rule) -> tuple[Tensor, Tensor | None]:
 
 
 def make_operators(name: str) -> tuple[Operator, Operator, Operator]:
-    """Returns what takes calls to an adapter: of an operation, of the one for a token, of that in a pool."""
+    """Returns what takes calls to an adapter: of an operation,
+    of the one for a token, of that in a pool.
+    """
     scan = Operator(
         name,
         Rule,

@@ -1,8 +1,8 @@
 """Checks of the rule's arguments, made before any work.
 
-`arguments`, `step_arguments` and `gate_arguments` read shapes, dtypes and devices only. `values` reads data:
-the bounds of packed sequences on CPU always, everything else only in check mode, since on an accelerator a
-look at data waits for it.
+`arguments`, `step_arguments` and `gate_arguments` read shapes, dtypes and devices only. `values`
+reads data: the bounds of packed sequences on CPU always, everything else only in check mode, since
+on an accelerator a look at data waits for it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def arguments(
     """
     if cp_context is not None:
         raise ValueError(
-            f"cp_context is a {type(cp_context).__name__}; no sequence is divided over processes here: pass "
-            "None, and train with distribution.context=N"
+            f"cp_context is a {type(cp_context).__name__}; no sequence is divided over processes "
+            "here: pass None, and train with distribution.context=N"
         )
     sizes = _tensors("B T ", q, k, v, g, beta, channels)
     sequences = sizes["B"]
@@ -74,7 +74,9 @@ def step_arguments(
     accepted: Tensor | None,
     channels: str = "",
 ) -> None:
-    """Raises TypeError or ValueError unless shapes, dtypes and devices fit the operation for one token."""
+    """Raises TypeError or ValueError unless shapes,
+    dtypes and devices fit the operation for one token.
+    """
     if indices is None:
         if accepted is not None:
             raise ValueError(
@@ -94,13 +96,15 @@ def step_arguments(
     _state("state", state, q, sizes, "N HV K V", bfloat16)
     if not (state[:1].is_contiguous() or state[:1].mT.is_contiguous()):
         raise ValueError(
-            f"state {shape_of(state)} has strides {state.stride()}; a pool is written in place, so each of "
-            "its slots must be contiguous: [HV, K, V], or [HV, V, K] passed as pool.mT"
+            f"state {shape_of(state)} has strides {state.stride()}; a pool is written in place, so "
+            "each of its slots must be contiguous: [HV, K, V], or [HV, V, K] passed as pool.mT"
         )
 
 
 def slots(indices: Tensor, accepted: Tensor | None, N: int) -> None:
-    """Raises ValueError for slots outside of a pool of N, or of two rows, and for impossible `accepted`."""
+    """Raises ValueError for slots outside of a pool of N, or of two rows,
+    and for impossible `accepted`.
+    """
     if not (is_checking() or indices.device.type == "cpu"):
         return
     why = (
@@ -130,7 +134,9 @@ def gate_arguments(
     allow_neg_eigval: bool = False,
     channels: str = "",
 ) -> float:
-    """Returns beta_max; 0 where beta is a strength. Raises TypeError or ValueError for what does not fit."""
+    """Returns beta_max; 0 where beta is a strength.
+    Raises TypeError or ValueError for what does not fit.
+    """
     if use_gate_in_kernel and A_log is None:
         raise ValueError(
             "use_gate_in_kernel=True without A_log; pass A_log [HV], and dt_bias [HV] if any"
@@ -143,8 +149,8 @@ def gate_arguments(
         )
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError(
-            "allow_neg_eigval=True doubles the sigmoid that use_beta_sigmoid_in_kernel=True takes here; "
-            "pass that too, or 2 sigmoid(z) as beta"
+            "allow_neg_eigval=True doubles the sigmoid that use_beta_sigmoid_in_kernel=True takes "
+            "here; pass that too, or 2 sigmoid(z) as beta"
         )
     for name, x in parameters.items():
         letters = "HV" + (channels if name == "dt_bias" else "")
@@ -158,26 +164,30 @@ def gate_arguments(
 def positions(
     return_states_at: Sequence[int] | None, T: int, output_final_state: bool
 ) -> tuple[int, ...] | None:
-    """Returns the positions whose states are wanted. Raises TypeError or ValueError for what does not fit."""
+    """Returns the positions whose states are wanted.
+    Raises TypeError or ValueError for what does not fit.
+    """
     if return_states_at is None:
         return None
     if not isinstance(return_states_at, Sequence) or not all(
         isinstance(p, int) for p in return_states_at
     ):
         raise TypeError(
-            f"return_states_at is a {type(return_states_at).__name__}; pass a tuple of ints, such as "
-            "tuple(x.tolist()) of a tensor x: a call is cut there, before it looks at any data"
+            f"return_states_at is a {type(return_states_at).__name__}; pass a tuple of ints, such "
+            "as tuple(x.tolist()) of a tensor x: a call is cut there, before it looks at any data"
         )
     if output_final_state:
         raise ValueError(
-            "return_states_at with output_final_state=True; these states are returned in place of the last "
-            f"one: leave it out, and name {T}, or the end of each packed sequence, among the positions"
+            "return_states_at with output_final_state=True; these states are returned in place of "
+            f"the last one: leave it out, and name {T}, or the end of each packed sequence, among "
+            "the positions"
         )
     for before, p in pairwise((0, *return_states_at)):
         if not before < p <= T:
             raise ValueError(
-                f"return_states_at has {p} after {before}; positions are numbers of tokens and rise from 1 "
-                f"to T={T}: sort them, and take the state before the first token from initial_state"
+                f"return_states_at has {p} after {before}; positions are numbers of tokens and "
+                f"rise from 1 to T={T}: sort them, and take the state before the first token from "
+                "initial_state"
             )
     return tuple(return_states_at)
 
@@ -185,14 +195,17 @@ def positions(
 def _tensors(
     lead: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, channels: str
 ) -> dict[str, int]:
-    """Returns the sizes of the tensors that all calls have; `lead` names the dimensions before the heads."""
+    """Returns the sizes of the tensors that all calls have;
+    `lead` names the dimensions before the heads.
+    """
     last = {"q": "H K", "k": "H K", "v": "HV V", "g": "HV" + channels, "beta": "HV"}
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     sizes = require_shapes({name: lead + words for name, words in last.items()}, tensors)
     H, HV, K, V = (sizes[letter] for letter in ("H", "HV", "K", "V"))
     if min(H, HV, K, V) == 0:
         raise ValueError(
-            f"H={H}, HV={HV}, K={K}, V={V} in q {shape_of(q)}, v {shape_of(v)}; all must be at least 1"
+            f"H={H}, HV={HV}, K={K}, V={V} in q {shape_of(q)}, v {shape_of(v)}; all must be at "
+            "least 1"
         )
     if HV % H:
         raise ValueError(
@@ -214,11 +227,13 @@ def _packed_shapes(q: Tensor, cu_seqlens: Tensor) -> None:
         )
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
-            f"cu_seqlens {shape_of(cu_seqlens)} is not [N + 1] with N >= 1; pass [0, end of 1st, ..., T]"
+            f"cu_seqlens {shape_of(cu_seqlens)} is not [N + 1] with N >= 1; pass [0, end of 1st, "
+            "..., T]"
         )
     if q.shape[0] != 1:
         raise ValueError(
-            f"B={q.shape[0]} with cu_seqlens; packed sequences lie end to end in one row: reshape to B=1"
+            f"B={q.shape[0]} with cu_seqlens; packed sequences lie end to end in one row: reshape "
+            "to B=1"
         )
     require_one_device(q, "q", {"cu_seqlens": cu_seqlens})
 
@@ -244,7 +259,9 @@ def _state(
 
 
 def values(call: Rule | Step) -> None:
-    """Raises ValueError for data outside the rule's domain; the module's docstring says when data is read."""
+    """Raises ValueError for data outside the rule's domain;
+    the module's docstring says when data is read.
+    """
     cu_seqlens = call.cu_seqlens if isinstance(call, Rule) else None
     if cu_seqlens is not None and (is_checking() or cu_seqlens.device.type == "cpu"):
         _bounds(cu_seqlens, call.q.shape[1])

@@ -1,22 +1,25 @@
-"""The gated delta rule in chunks of tokens: matrix products inside a chunk, one product from chunk to chunk.
+"""The gated delta rule in chunks of tokens: matrix products inside a chunk, one product from chunk
+to chunk.
 
-float32 and 16-bit tensors on a CPU take the C++ kernel. What follows serves float64, other devices, and
-machines without a compiler: PyTorch's operations, of which autograd finds the gradients. For one chunk of C
-tokens of one value head, in the notation of `backends.gated_delta_rule`, S is the chunk's first state
-(derived from arXiv:2412.06464 and arXiv:2406.06484):
+float32 and 16-bit tensors on a CPU take the C++ kernel. What follows serves float64, other devices,
+and machines without a compiler: PyTorch's operations, of which autograd finds the gradients. For
+one chunk of C tokens of one value head, in the notation of `backends.gated_delta_rule`, S is the
+chunk's first state (derived from arXiv:2412.06464 and arXiv:2406.06484):
 
     b = cumsum(g)   gam_i = exp(b_i)   lam_i = exp(b_C - b_i)   D_ij = exp(b_i - b_j) if i >= j, else 0
     L = diag(beta) strict_lower((K K^T) . D)        R = V - diag(gam) K S       U = (I + L)^-1 diag(beta) R
     P = (Q K^T) . D         O = scale (diag(gam) Q S + P U)         S' = gam_C S + K^T diag(lam) U
 
-`scale` multiplies O, so that a tiny one makes no other product underflow, forward or backward. lam multiplies
-U and not K: its gradient is then <K dS', U>, where equal keys have equal rows, whose roundings cancel where
-their writes do. Sums are float32, float64 for float64 inputs; those of g are float64.
+`scale` multiplies O, so that a tiny one makes no other product underflow, forward or backward. lam
+multiplies U and not K: its gradient is then <K dS', U>, where equal keys have equal rows, whose
+roundings cancel where their writes do. Sums are float32, float64 for float64 inputs; those of g are
+float64.
 
-In Kimi Delta Attention gam and lam are [C, K], D is a matrix for each channel, and what it multiplies is cut
-(`multiply_pairs`):
+In Kimi Delta Attention gam and lam are [C, K], D is a matrix for each channel, and what it
+multiplies is cut (`multiply_pairs`):
 
-    kk_ij = sum_c k_ic k_jc exp(b_ic - b_jc), i > j         P_ij = sum_c q_ic k_jc exp(b_ic - b_jc), i >= j
+    kk_ij = sum_c k_ic k_jc exp(b_ic - b_jc), i > j         P_ij = sum_c q_ic k_jc exp(b_ic - b_jc),
+                                                            i >= j
     L = diag(beta) kk           R = V - (K . gam) S         U = (I + L)^-1 diag(beta) R
     O = scale ((Q . gam) S + P U)                           S' = diag(gam_C) S + (K . lam)^T U
 """
@@ -40,7 +43,9 @@ MAKES_GATES = (
 
 
 def note(dtype: torch.dtype = torch.float32, device: str = "cpu") -> str:
-    """Says what computes calls of a dtype on a device, and why not the C++ kernel; may compile it."""
+    """Says what computes calls of a dtype on a device, and why not the C++ kernel;
+    may compile it.
+    """
     return chunked_kernel.refusal(dtype, device) or chunked_kernel.library(False).note
 
 
@@ -53,7 +58,9 @@ def chunk_size(K: int, V: int) -> int:
 
 
 def saved_shapes(call: Rule) -> Shapes:
-    """Returns the shapes of what the C++ kernel saves; without it backward computes everything again."""
+    """Returns the shapes of what the C++ kernel saves;
+    without it backward computes everything again.
+    """
     if not chunked_kernel.takes(call):
         return []
     return chunked_kernel.saved_shapes(call, chunk_size(call.q.shape[3], call.v.shape[3]))
@@ -69,7 +76,9 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
 
 
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
-    """Returns the gradients: the C++ kernel's, or autograd's, which also finds those through the gates."""
+    """Returns the gradients: the C++ kernel's, or autograd's,
+    which also finds those through the gates.
+    """
     if not chunked_kernel.takes(call):
         leaves = _leaves(call, Gradients._fields)
         with torch.enable_grad():
@@ -119,13 +128,16 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
 
 
 def compute(call: Rule) -> tuple[Tensor, Tensor]:
-    """Returns o [B, T, HV, V] and the state after the last token [N, HV, K, V], chunk after chunk."""
+    """Returns o [B, T, HV, V] and the state after the last token [N, HV, K, V],
+    chunk after chunk.
+    """
     if call.cu_seqlens is not None:
         return compute_packed(call)
     (B, T, H, K), (HV, V), dtype = call.q.shape, call.v.shape[2:], state_dtype(call.q.dtype)
     C, groups = chunk_size(K, V), HV // H
     q, k = (_keys(x, dtype, call.l2norm).repeat_interleave(groups, 2) for x in (call.q, call.k))
-    # g is a sum in float64: where decays of -20 and -0.01 meet, differences of float32 sums cost o too much
+    # g is a sum in float64: where decays of -20 and -0.01 meet, differences of float32 sums cost o
+    # too much
     g = call.g.double().clamp(min=contract.RESET)
     tensors = (
         q,
@@ -148,7 +160,9 @@ def compute(call: Rule) -> tuple[Tensor, Tensor]:
 
 
 def compute_packed(call: Rule) -> tuple[Tensor, Tensor]:
-    """Returns the same of packed sequences, one after the other; an empty one hands its state on."""
+    """Returns the same of packed sequences, one after the other;
+    an empty one hands its state on.
+    """
     assert call.cu_seqlens is not None
     bounds, parts = call.cu_seqlens.tolist(), []
     for n in range(call.sequences):
@@ -173,7 +187,9 @@ def _split(x: Tensor, C: int) -> tuple[Tensor, ...]:
 def compute_chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns O of a chunk, not scaled, and S', of rows [N, HV, C, ...] and g [N, HV, C] in float64."""
+    """Returns O of a chunk, not scaled, and S',
+    of rows [N, HV, C, ...] and g [N, HV, C] in float64.
+    """
     D, gam, lam = decays(g, S.dtype)
     L = beta * (k @ k.mT * D).tril(-1)
     U = Solve.apply(L, beta * (v - gam * (k @ S)))
@@ -194,16 +210,19 @@ def compute_channels(
 
 
 def multiply_pairs(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns P and kk [..., C, C] of q, k, g [..., C, K], C a power of two: products of pairs, decayed.
+    """Returns P and kk [..., C, C] of q, k, g [..., C, K], C a power of two: products of pairs,
+    decayed.
 
-    Blocks of one token are joined to blocks of two, of four, and so on. Between the halves of a block the
-    decay from token j of the left to token i of the right is right_i left_j, from the cut to i and from j to
-    the cut:
+    Blocks of one token are joined to blocks of two, of four, and so on. Between the halves of a
+    block the decay from token j of the left to token i of the right is right_i left_j, from the cut
+    to i and from j to the cut:
 
-        right_i = exp(sum over cut <= t <= i of g_t)        left_j = exp(sum over j < t < cut of g_t)
+        right_i = exp(sum over cut <= t <= i of g_t)        left_j = exp(sum over j < t < cut of
+                                                            g_t)
 
-    Both exponents are sums of numbers <= 0, and so are their gradients' terms: nothing overflows, and nothing
-    is added and taken away again. exp(b_i) exp(-b_j) would overflow, and lose weak decays beside strong ones.
+    Both exponents are sums of numbers <= 0, and so are their gradients' terms: nothing overflows,
+    and nothing is added and taken away again. exp(b_i) exp(-b_j) would overflow, and lose weak
+    decays beside strong ones.
     """
     x = torch.stack([q, k])
     pairs = torch.stack([(q * k).sum(-1), torch.zeros_like(q[..., 0])])[..., None, None]
@@ -215,7 +234,8 @@ def multiply_pairs(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         cut = (x_right * upto_right.exp()) @ (k_left * after_left.exp()).mT
         first, second = pairs.unflatten(-3, (-1, 2)).unbind(-3)
         pairs = torch.cat([pad(first, (0, size)), torch.cat([cut, second], -1)], -2)
-        # of whole blocks: the right half has the left one before it, and the left one the right one behind it
+        # of whole blocks: the right half has the left one before it, and the left one the right one
+        # behind it
         before, behind = upto_left[..., -1:, :], upto_right[..., -1:, :]
         upto = torch.stack([upto_left, upto_right + before], -3).flatten(-4, -2)
         after = torch.stack([after_left + behind, after_right], -3).flatten(-4, -2)
@@ -227,9 +247,9 @@ def multiply_pairs(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 def decays(g: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Returns D [..., C, C], and gam and lam [..., C, 1].
 
-    Each sum of D is added up for itself: its gradient is then a sum, too, and no difference of large ones,
-    which strong decay makes far larger than what is left. It is masked before exp, since exp(20 * 63)
-    overflows.
+    Each sum of D is added up for itself: its gradient is then a sum, too, and no difference of
+    large ones, which strong decay makes far larger than what is left. It is masked before exp,
+    since exp(20 * 63) overflows.
     """
     sums = g[..., None].expand(*g.shape, g.shape[-1]).tril(-1).cumsum(-2)
     behind = pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
@@ -260,13 +280,14 @@ class Solve(torch.autograd.Function):
 def triangular_inverse(L: Tensor) -> Tensor:
     """Returns T = (I + L)^-1 for strictly lower L [..., C, C], by log2(C) pairs of products.
 
-    Each merges two inverted blocks of the diagonal, T1 and T2, with L21 between them. Where T holds such
-    blocks, and L is masked to L21 of each pair, T L T is [[0, 0], [T2 L21 T1, 0]]:
+    Each merges two inverted blocks of the diagonal, T1 and T2, with L21 between them. Where T holds
+    such blocks, and L is masked to L21 of each pair, T L T is [[0, 0], [T2 L21 T1, 0]]:
 
         [[I + L1, 0], [L21, I + L2]]^-1 = [[T1, 0], [-T2 L21 T1, T2]]
 
-    A power series would not do: with equal keys and beta = 2 the powers of L reach 6e13 at C = 32 and 8e28 at
-    C = 64, while no element of T is above 2. Substitution is no operation of XLA's: it would run on the host.
+    A power series would not do: with equal keys and beta = 2 the powers of L reach 6e13 at C = 32
+    and 8e28 at C = 64, while no element of T is above 2. Substitution is no operation of XLA's: it
+    would run on the host.
     """
     C = L.shape[-1]
     row = torch.arange(C, device=L.device)
@@ -281,6 +302,8 @@ def triangular_inverse(L: Tensor) -> Tensor:
 
 
 def _keys(x: Tensor, dtype: torch.dtype, normalize: bool) -> Tensor:
-    """Returns queries or keys in `dtype`; a norm is divided by, since its cube would leave float32."""
+    """Returns queries or keys in `dtype`; a norm is divided by,
+    since its cube would leave float32.
+    """
     x = x.to(dtype)
     return x / (x.square().sum(-1, keepdim=True) + contract.L2NORM_EPS).sqrt() if normalize else x

@@ -1,8 +1,9 @@
 """Runs the C++ kernels of the chunked backend, one for each delta rule; float64 stays with PyTorch.
 
-The one of the gated delta rule is chunked_kernel.cpp here; Kimi Delta Attention has its own in its folder.
-float16 and bfloat16 inputs are converted to float32 before, and results back after. Forward saves E, what
-each token finds missing [B, T, HV, V], and the first state of each chunk but a sequence's first.
+The one of the gated delta rule is chunked_kernel.cpp here; Kimi Delta Attention has its own in its
+folder. float16 and bfloat16 inputs are converted to float32 before, and results back after. Forward
+saves E, what each token finds missing [B, T, HV, V], and the first state of each chunk but a
+sequence's first.
 """
 
 from __future__ import annotations
@@ -18,11 +19,30 @@ from torch import Tensor
 from delta_trn.backends import compiler
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes, Step
 
-# `struct Call` of chunked_kernel.cpp: the tensors' addresses, strides of some, then numbers, each in 8 bytes
+# `struct Call` of chunked_kernel.cpp: the tensors' addresses, strides of some, then numbers, each
+# in 8 bytes
 POINTERS = (
-    "q", "k", "v", "g", "beta", "initial_state", "bounds", "saved", "o", "E", "states", "final_state",
-    "d_o", "dfinal_state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state",
-)  # fmt: skip
+    "q",
+    "k",
+    "v",
+    "g",
+    "beta",
+    "initial_state",
+    "bounds",
+    "saved",
+    "o",
+    "E",
+    "states",
+    "final_state",
+    "d_o",
+    "dfinal_state",
+    "dq",
+    "dk",
+    "dv",
+    "dg",
+    "dbeta",
+    "dinitial_state",
+)
 STRIDED = ("q", "k", "v", "g", "beta", "d_o")
 NUMBERS = ("N", "T", "H", "HV", "K", "V", "C", "normalize", "threads")
 FOLDER = Path(__file__).parent
@@ -51,7 +71,9 @@ def refusal(dtype: torch.dtype, device: str, channels: bool = False) -> str | No
 
 @cache
 def library(channels: bool) -> compiler.Library:
-    """Returns the compiled kernel, that of decays per channel or the other, or why there is none."""
+    """Returns the compiled kernel, that of decays per channel or the other,
+    or why there is none.
+    """
     folder = FOLDER.parent / "kimi_delta_attention" if channels else FOLDER
     return compiler.load(folder / "chunked_kernel.cpp", HEADERS)
 
@@ -59,7 +81,8 @@ def library(channels: bool) -> compiler.Library:
 def saved_shapes(call: Rule, C: int) -> Shapes:
     """Returns the shapes of E and of the first states of all chunks but each sequence's first."""
     (B, T, _, K), (HV, V) = call.q.shape, call.v.shape[2:]
-    # the data of cu_seqlens is not looked at: n tokens have (n - 1) // C, all together no more than T // C
+    # the data of cu_seqlens is not looked at: n tokens have (n - 1) // C, all together no more than
+    # T // C
     saved = B * ((T - 1) // C) if call.cu_seqlens is None else T // C
     return [((B, T, HV, V), torch.float32), ((saved, HV, K, V), torch.float32)]
 
@@ -116,7 +139,9 @@ def _function(name: str, call: Rule | Step) -> Callable[..., None]:
 def _pack(
     call: Rule | Step, initial_state: Tensor | None, C: int, tensors: dict[str, Tensor | None]
 ) -> Array[c_int64]:
-    """Returns the kernel's `Call`; adds the call's tensors in float32 to `tensors`, which keep them alive."""
+    """Returns the kernel's `Call`; adds the call's tensors in float32 to `tensors`,
+    which keep them alive.
+    """
     q, k, v, g, beta = (
         _rows(call.q),
         _rows(call.k),

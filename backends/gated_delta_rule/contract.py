@@ -1,7 +1,7 @@
 """The contract between the delta rules and a backend: a call, its gradients, and four functions.
 
-Kimi Delta Attention is the same contract with g [..., HV, K], a decay per channel of a key. A backend says in
-its rows of the table which of the two it computes.
+Kimi Delta Attention is the same contract with g [..., HV, K], a decay per channel of a key. A
+backend says in its rows of the table which of the two it computes.
 
 To add a backend, write a module with the functions of `Adapter` and add a row to the table of
 `backends.dispatch`. The grid of `backends.parity` and its judge then apply to it.
@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 L2NORM_EPS = 1e-6
-# A g at or below this is a reset: its decay is exactly 0 in every dtype (in float64 from -746 on, in float32
-# from -104 on). A backend that sums log decays first raises every g below RESET to it, so that the sum keeps
-# the digits of the other tokens.
+# A g at or below this is a reset: its decay is exactly 0 in every dtype (in float64 from -746 on,
+# in float32 from -104 on). A backend that sums log decays first raises every g below RESET to it,
+# so that the sum keeps the digits of the other tokens.
 RESET = -1024.0
 VECTORS = (
     32  # elements of the most vectors that PyTorch computes at once: two of 512 bits in float32
@@ -34,11 +34,14 @@ Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One call of `gated_delta_rule`; shapes, dtypes and equations are in `backends.gated_delta_rule`.
+    """One call of `gated_delta_rule`; shapes, dtypes and equations are in
+    `backends.gated_delta_rule`.
 
-    g           one more dimension, K, makes it a call of `kimi_delta_attention`; dt_bias is [HV, K] then
+    g           one more dimension, K, makes it a call of `kimi_delta_attention`; dt_bias is [HV, K]
+                then
     A_log       if present, g is the projection a of the gate:  g <- -exp(A_log) softplus(a + dt_bias)
-    lower_bound     with A_log, the gate is another:  g <- lower_bound sigmoid(exp(A_log) (a + dt_bias))
+    lower_bound     with A_log, the gate is another:  g <- lower_bound sigmoid(exp(A_log) (a +
+                                                      dt_bias))
     beta_max    if above 0, beta is a projection, too:  beta <- beta_max sigmoid(beta)
     l2norm      q and k are to be normalized
 
@@ -75,10 +78,10 @@ class Rule:
 class Step:
     """One call of `gated_delta_rule_step`: one token per sequence, with the options of `Rule`.
 
-    With indices [B, T] state is a pool, and q, k, v, g, beta have the T tokens of each sequence one behind
-    the other, [B T, ...]; accepted [B] may be absent. Only a module that says `TAKES_POOL = True` sees such a
-    call: it writes into the pool and returns o and None. For the others `states.step_in_pool` takes states
-    out of it, token by token.
+    With indices [B, T] state is a pool, and q, k, v, g, beta have the T tokens of each sequence one
+    behind the other, [B T, ...]; accepted [B] may be absent. Only a module that says `TAKES_POOL =
+    True` sees such a call: it writes into the pool and returns o and None. For the others
+    `states.step_in_pool` takes states out of it, token by token.
     """
 
     q: Tensor
@@ -111,7 +114,8 @@ AnyCall = TypeVar("AnyCall", Rule, Step)
 
 
 class Gradients(NamedTuple):
-    """The gradients of a `Rule`'s tensors, each in its tensor's shape and dtype; None where it is absent.
+    """The gradients of a `Rule`'s tensors, each in its tensor's shape and dtype; None where it is
+    absent.
 
     No two may share an element; dq, dk, dv, and dg, dbeta, may lie side by side in one tensor.
     """
@@ -129,8 +133,9 @@ class Gradients(NamedTuple):
 class Adapter(Protocol):
     """A backend of the gated delta rule: a module with these four functions.
 
-    Arguments have been checked, autocast is off, and autograd records nothing here. Only a module that says
-    `MAKES_GATES = True` ever sees `A_log` or `beta_max`; for the others PyTorch makes g and beta before.
+    Arguments have been checked, autocast is off, and autograd records nothing here. Only a module
+    that says `MAKES_GATES = True` ever sees `A_log` or `beta_max`; for the others PyTorch makes g
+    and beta before.
     """
 
     def forward(self, call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -143,19 +148,22 @@ class Adapter(Protocol):
     def backward(
         self, do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]
     ) -> Gradients:
-        """Returns all gradients, from those of o and final_state (None: zeros) and what forward saved.
+        """Returns all gradients, from those of o and final_state (None: zeros) and what forward
+        saved.
 
         Under torch.compile the tensors are the caller's, so none may be written to.
         """
         ...
 
     def step(self, call: Step) -> tuple[Tensor, Tensor | None]:
-        """Returns o and the new state; `call.state` stays as it is, unless it is a pool: see `Step`."""
+        """Returns o and the new state; `call.state` stays as it is,
+        unless it is a pool: see `Step`.
+        """
         ...
 
     def saved_shapes(self, call: Rule) -> Shapes:
-        """Returns shape and dtype of what forward saves, from shapes alone: torch.compile asks with tensors
-        that have no data, and the lengths of packed sequences are not known.
+        """Returns shape and dtype of what forward saves, from shapes alone: torch.compile asks with
+        tensors that have no data, and the lengths of packed sequences are not known.
         """
         ...
 
@@ -170,10 +178,10 @@ def log_decay(
 ) -> Tensor:
     """Returns g = -exp(A_log) softplus(a + dt_bias), the logarithm of the decay (arXiv:2405.21060).
 
-    With a lower bound it is lower_bound sigmoid(exp(A_log) (a + dt_bias)), of Kimi Delta Attention's layers.
-    a is [..., HV], A_log and dt_bias are [HV]. Computed in the dtype of a, in float32 at least: a decay of
-    0.999 is 1 in bfloat16. No factor overflows alone, so that no 0 meets an infinity, and none is so small
-    that a small gradient of g underflows on its way.
+    With a lower bound it is lower_bound sigmoid(exp(A_log) (a + dt_bias)), of Kimi Delta
+    Attention's layers. a is [..., HV], A_log and dt_bias are [HV]. Computed in the dtype of a, in
+    float32 at least: a decay of 0.999 is 1 in bfloat16. No factor overflows alone, so that no 0
+    meets an infinity, and none is so small that a small gradient of g underflows on its way.
 
         >>> log_decay(torch.zeros(1), torch.zeros(1)).exp()
         tensor([0.5000])
@@ -184,16 +192,19 @@ def log_decay(
         return LazyDecay.apply(a, log_rate, bias)  # type: ignore[return-value]
     x = a if bias is None else a + bias
     if lower_bound is not None:
-        # beyond 800 a sigmoid is 0 or 1 in every dtype, and infinity times its gradient would be NaN
+        # beyond 800 a sigmoid is 0 or 1 in every dtype, and infinity times its gradient would be
+        # NaN
         return lower_bound * (log_rate.clamp(max=80.0).exp() * x).clamp(-800.0, 800.0).sigmoid()
     # softplus(x) is exp(x) below -40; above, exp(80) softplus(x) is a reset already
     y = x.clamp(max=-40.0)
     far = (log_rate + y).clamp(max=80.0).exp() * (
         1.0 + _find_lost_in_sum(log_rate.detach(), y.detach())
     )
-    # PyTorch's softplus is the identity above a threshold, by default 20: there it would cost float64 1e-10
+    # PyTorch's softplus is the identity above a threshold, by default 20: there it would cost
+    # float64 1e-10
     near = log_rate.detach().clamp(max=80.0).exp() * F.softplus(x.clamp(min=-40.0), threshold=40.0)
-    # times exp(0), whose gradient sums near dg, not rate (softplus dg): what is in brackets underflows
+    # times exp(0), whose gradient sums near dg, not rate (softplus dg): what is in brackets
+    # underflows
     log_rate = log_rate.clamp(-100.0, 80.0)
     near = (log_rate - log_rate.detach()).exp() * near
     return -torch.where(x < -40.0, far, near)
@@ -205,7 +216,8 @@ EXP_40 = 2.3538526683702e17
 class LazyDecay(torch.autograd.Function):
     """Computes g of a, the logarithm of the rate and dt_bias [HV], and its gradients, by formulas.
 
-    Autograd would find the same gradients by three times as many operations, and the host records each.
+    Autograd would find the same gradients by three times as many operations, and the host records
+    each.
     """
 
     @staticmethod
@@ -213,7 +225,8 @@ class LazyDecay(torch.autograd.Function):
         x = a if bias is None else a + bias
         root = (0.5 * log_rate).exp().clamp(max=EXP_40)
         rate = root.square()
-        # below -40 the root of -g, of which neither factor underflows, and whose exponents are exact
+        # below -40 the root of -g, of which neither factor underflows, and whose exponents are
+        # exact
         far, small = ((0.5 * x).exp() * root).square(), x < -40.0
         decay = torch.where(small, far, rate * F.softplus(x, threshold=40.0))
         ctx.save_for_backward(x, small, rate, decay)
@@ -230,7 +243,9 @@ class LazyDecay(torch.autograd.Function):
 
 
 def _find_lost_in_sum(x: Tensor, y: Tensor) -> Tensor:
-    """Returns what rounding takes from x + y (Knuth's TwoSum): 4e-6 of -65, as much as exp(-65) would err."""
+    """Returns what rounding takes from x + y (Knuth's TwoSum): 4e-6 of -65,
+    as much as exp(-65) would err.
+    """
     total = x + y
     other = total - x
     return ((x - (total - other)) + (y - other)).nan_to_num(nan=0.0).clamp(-0.1, 0.1)
@@ -254,9 +269,12 @@ def make_gates(
     beta_max: float,
     lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns g [..., HV] or [..., HV, K] and beta [..., HV] of a call; differentiable in all arguments."""
+    """Returns g [..., HV] or [..., HV, K] and beta [..., HV] of a call;
+    differentiable in all arguments.
+    """
     with torch.autocast("cpu" if g.is_meta else g.device.type, enabled=False):
-        # first of all: the gradients of shorter ones, sums over pieces and channels, are rounded once then
+        # first of all: the gradients of shorter ones, sums over pieces and channels, are rounded
+        # once then
         A_log, dt_bias = (None if x is None else x.to(_full(g).dtype) for x in (A_log, dt_bias))
         if A_log is not None and g.dim() > beta.dim():
             g = _make_channels(g, A_log, dt_bias, lower_bound)
@@ -270,7 +288,9 @@ def make_gates(
 def _make_channels(
     a: Tensor, A_log: Tensor, dt_bias: Tensor | None, lower_bound: float | None
 ) -> Tensor:
-    """Returns g [..., HV, K] of a, with A_log [HV] and dt_bias [HV, K]; head by head if K is large."""
+    """Returns g [..., HV, K] of a, with A_log [HV] and dt_bias [HV, K];
+    head by head if K is large.
+    """
     HV, K = a.shape[-2:]
     heads = max(1, min(HV, MOST_COLUMNS // K))
     parts = []
@@ -287,11 +307,12 @@ def _make_channels(
 
 
 def _in_whole_vectors(gate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Returns gate(x) of x [..., HV]; on CPUs a token's bits depend neither on its place nor on the others.
+    """Returns gate(x) of x [..., HV]; on CPUs a token's bits depend neither on its place nor on the
+    others.
 
-    PyTorch takes what is left of a thread's share behind its last whole vector one by one, and so all that is
-    not contiguous; softplus and sigmoid end in other bits then. Here no such rest remains: pieces are whole
-    vectors of one thread, for up to MOST_COLUMNS heads.
+    PyTorch takes what is left of a thread's share behind its last whole vector one by one, and so
+    all that is not contiguous; softplus and sigmoid end in other bits then. Here no such rest
+    remains: pieces are whole vectors of one thread, for up to MOST_COLUMNS heads.
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return gate(x)
@@ -302,7 +323,9 @@ def _in_whole_vectors(gate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def make_call_gates(call: AnyCall) -> AnyCall:
-    """Returns the call with g and beta made by PyTorch, for a backend whose kernels cannot make them."""
+    """Returns the call with g and beta made by PyTorch,
+    for a backend whose kernels cannot make them.
+    """
     if call.A_log is None and not call.beta_max:
         return call
     g, beta = make_gates(*gates_of(call))

@@ -1,17 +1,19 @@
-"""Cuts a call of a delta rule into NKI kernel calls of bounded length, runs them, and joins results.
+"""Cuts a call of a delta rule into NKI kernel calls of bounded length, runs them, and joins
+results.
 
-The module serves two backends, `nki` and `nki-simulator`; `backends.nki_runtime_adapter` tells them apart by
-the device. A kernel call takes all sequences. Kernels are unrolled, so it takes at most `plan.LANE_CHUNKS`
-chunks of a sequence, over all heads; longer sequences are cut in time, and the state is handed on.
+The module serves two backends, `nki` and `nki-simulator`; `backends.nki_runtime_adapter` tells them
+apart by the device. A kernel call takes all sequences. Kernels are unrolled, so it takes at most
+`plan.LANE_CHUNKS` chunks of a sequence, over all heads; longer sequences are cut in time, and the
+state is handed on.
 
-A g below RESET, -inf included, is raised to it: kernels multiply g by triangles of zeros and ones, and 0
-times -inf is NaN. Their sums leave out what they do not need, so tokens beside such a g keep their digits,
-and its gradient is 0. XLA fuses the clamp into what makes g. On chip it would stand before each chunk's first
-product, and cost 1 to 5% in order by the simulator's model.
+A g below RESET, -inf included, is raised to it: kernels multiply g by triangles of zeros and ones,
+and 0 times -inf is NaN. Their sums leave out what they do not need, so tokens beside such a g keep
+their digits, and its gradient is 0. XLA fuses the clamp into what makes g. On chip it would stand
+before each chunk's first product, and cost 1 to 5% in order by the simulator's model.
 
-Lengths are constants of a kernel. Packed sequences without initial and final states, as in training, need no
-lengths: a decay that erases the state at each first token makes them one sequence.
-Otherwise they are cut by their lengths, read from cu_seqlens on the host.
+Lengths are constants of a kernel. Packed sequences without initial and final states, as in
+training, need no lengths: a decay that erases the state at each first token makes them one
+sequence. Otherwise they are cut by their lengths, read from cu_seqlens on the host.
 """
 
 from __future__ import annotations
@@ -46,10 +48,11 @@ TINY = 2.0**-32  # a scale below it is applied to gradients, not in the kernel
 
 @dataclass(frozen=True)
 class Piece:
-    """Names part of a call: some sequences over some tokens. `rows` index q, `sequences` index the states.
+    """Names part of a call: some sequences over some tokens. `rows` index q, `sequences` index the
+    states.
 
-    `kept` is where this piece's saved states lie. The one before kept.start is the state that it starts from;
-    the first piece starts from the call's initial state instead.
+    `kept` is where this piece's saved states lie. The one before kept.start is the state that it
+    starts from; the first piece starts from the call's initial state instead.
     """
 
     rows: slice
@@ -63,7 +66,9 @@ class Piece:
 
 
 def pieces(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[list[Piece]]:
-    """Returns the pieces of each group of sequences in the order of time; none for empty sequences."""
+    """Returns the pieces of each group of sequences in the order of time;
+    none for empty sequences.
+    """
     B, T, HV = q.shape[0], q.shape[1], v.shape[2]
     if cu_seqlens is None:
         groups = [(slice(0, B), slice(0, B), 0, T, 0)]
@@ -87,7 +92,9 @@ def pieces(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[list[Piece]]
 
 
 def saved_shapes(call: Rule) -> Shapes:
-    """Returns the shape of the states before stretches, [B, stretches, K, HV, V]; nothing for short T."""
+    """Returns the shape of the states before stretches, [B, stretches, K, HV, V];
+    nothing for short T.
+    """
     (B, T, _, K), (HV, V) = call.q.shape, call.v.shape[2:]
     whole = call.cu_seqlens is None or _is_stateless(call)
     many = plan.stretches(T) - 1 if whole else T // (plan.CHUNK * plan.EVERY)
@@ -133,9 +140,9 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients; the pieces of a sequence run from the last to the first."""
     if 0.0 < abs(call.scale) < TINY:
-        # gradients are linear in scale dO. The kernel's scale r_q dO times r_k U, of raw keys, underflows at
-        # a scale of 1e-20 and norms of 1e12, where dq is 1e-33. dstate, which may not be divided by a number
-        # so small, has a pass of its own
+        # gradients are linear in scale dO. The kernel's scale r_q dO times r_k U, of raw keys,
+        # underflows at a scale of 1e-20 and norms of 1e12, where dq is 1e-33. dstate, which may not
+        # be divided by a number so small, has a pass of its own
         power = 2.0 ** frexp(call.scale)[1]
         scaled = backward(do, None, replace(call, scale=call.scale / power), saved)
         of_o = Gradients._make(None if x is None else x * power for x in scaled)
@@ -204,7 +211,9 @@ def step(call: Step) -> tuple[Tensor, Tensor]:
 def _groups(
     q: Tensor, v: Tensor, cu_seqlens: Tensor | None
 ) -> Iterator[tuple[list[Piece], slice, slice]]:
-    """Yields each group's pieces, its rows of q and its sequences; an empty sequence has no pieces."""
+    """Yields each group's pieces, its rows of q and its sequences;
+    an empty sequence has no pieces.
+    """
     for n, group in enumerate(pieces(q, v, cu_seqlens)):
         if group:
             yield group, group[0].rows, group[0].sequences
@@ -213,7 +222,9 @@ def _groups(
 
 
 def _prepare(call: Rule) -> Rule:
-    """Returns the call as kernels take it: packed sequences without states as one, no g below RESET."""
+    """Returns the call as kernels take it: packed sequences without states as one,
+    no g below RESET.
+    """
     _require_norms(call)
     g = call.g.clamp(min=RESET)
     if call.cu_seqlens is None or not _is_stateless(call):
@@ -222,7 +233,9 @@ def _prepare(call: Rule) -> Rule:
 
 
 def _decays(call: Rule) -> Tensor:
-    """Returns g as a kernel takes it: in two parts, or per channel, where the kernel makes the parts."""
+    """Returns g as a kernel takes it: in two parts, or per channel,
+    where the kernel makes the parts.
+    """
     return call.g if call.has_channels else torch.stack(plan.split_decays(call.g), -1)
 
 
@@ -237,19 +250,24 @@ def _is_stateless(call: Rule) -> bool:
 
 
 def _first_tokens(g: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Returns where in g [1, T, HV, ..] a packed sequence begins, on the device that cu_seqlens is on."""
+    """Returns where in g [1, T, HV, ..] a packed sequence begins,
+    on the device that cu_seqlens is on.
+    """
     T = g.shape[1]  # empty sequences at the end begin at T, which is cut off again
     first = torch.zeros(T + 1, dtype=torch.bool, device=g.device)
     return first.index_fill(0, cu_seqlens[:-1].long(), True)[:T].view(1, T, *[1] * (g.dim() - 2))
 
 
 def _bounds(cu_seqlens: Tensor) -> list[int]:
-    """Reads the bounds on the host. Raises BackendRefusal where that would end XLA's graph in every step."""
+    """Reads the bounds on the host. Raises BackendRefusal where
+    that would end XLA's graph in every step.
+    """
     if cu_seqlens.device.type == "cpu":
         return cu_seqlens.tolist()
     raise BackendRefusal(
-        "nki takes packed sequences (cu_seqlens) only without states: lengths are constants of a compiled "
-        "kernel; leave out initial_state and output_final_state, or call it once per sequence"
+        "nki takes packed sequences (cu_seqlens) only without states: lengths are constants of a "
+        "compiled kernel; leave out initial_state and output_final_state, or call it once per "
+        "sequence"
     )
 
 
@@ -260,7 +278,9 @@ def _sum_parts(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _join(parts: list[tuple[slice, slice, Tensor]], like: Tensor) -> Tensor:
-    """Puts parts at their rows and places in a tensor like `like`; a part that is all of it is returned."""
+    """Puts parts at their rows and places in a tensor like `like`;
+    a part that is all of it is returned.
+    """
     if len(parts) == 1 and parts[0][2].shape == like.shape:
         return parts[0][2]
     out = torch.zeros_like(like)

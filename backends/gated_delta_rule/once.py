@@ -1,4 +1,6 @@
-"""What follows from a tensor of boundaries is computed once, not in every layer and again in backward."""
+"""What follows from a tensor of boundaries is computed once,
+not in every layer and again in backward.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ _MADE: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def once(x: Tensor, key: Hashable, make: Callable[[], Made]) -> Made:
     """Returns make(), or what it returned for this tensor and key, while nobody has written to x.
 
-    make must depend on nothing else, and its result must not hold x, which would live for ever. Where a CUDA
-    graph is captured, it is called: the graph's own launches must follow an x that changes between replays,
-    and what they write is of use to no one else. So it is where torch keeps no count of writes, in inference
-    mode, and once for each stream.
+    make must depend on nothing else, and its result must not hold x, which would live for ever.
+    Where a CUDA graph is captured, it is called: the graph's own launches must follow an x that
+    changes between replays, and what they write is of use to no one else. So it is where torch
+    keeps no count of writes, in inference mode, and once for each stream.
 
         >>> x = torch.tensor([1, 2])
         >>> [once(x, "sum", lambda: int(x.sum())) for _ in range(2) if x.add_(1) is not None]

@@ -5,15 +5,16 @@ Forward, per value head (arXiv:2412.06464, eq. 10, with the state stored as [K, 
     S'_t = exp(g_t) S_{t-1}         r_t = S'_t^T k_t            u_t = beta_t (v_t - r_t)
     S_t  = S'_t + k_t u_t^T         o_t = scale S_t^T q_t
 
-Backward, from the last token to the first; dS is at first the gradient of S_t that later tokens cause:
+Backward, from the last token to the first; dS is at first the gradient of S_t that later tokens
+cause:
 
     dq_t = scale S_t do_t           dS += scale q_t do_t^T
     du   = dS^T k_t                 dbeta_t = <du, v_t - r_t>   dv_t = beta_t du
     dk_t = dS u_t - S'_t dv_t       dS -= k_t dv_t^T            (now the gradient of S'_t)
     dg_t = <dS, S'_t>               dS <- exp(g_t) dS           (now the gradient of S_{t-1})
 
-Kimi Delta Attention has a decay for each of the K rows of S: exp(g_t) is a column, and <dS, S'_t> one sum for
-each row. Here g is [.., K] then, and [.., 1] where a head has one decay.
+Kimi Delta Attention has a decay for each of the K rows of S: exp(g_t) is a column, and <dS, S'_t>
+one sum for each row. Here g is [.., K] then, and [.., 1] where a head has one decay.
 
 A layer's projections a and z become gates first, where the call has them:
 
@@ -28,9 +29,9 @@ or, with a lower bound, y = exp(A_log) x:
 
 As the judge this file shares no line with another: from the contract it has only the dataclasses.
 
-The state is float32, float64 for float64 inputs, whatever the dtype of q, k, v. Nothing is saved: backward
-walks forward once for the states at segment starts and again inside each segment, so memory grows with
-T / SEGMENT + SEGMENT states instead of T.
+The state is float32, float64 for float64 inputs, whatever the dtype of q, k, v. Nothing is saved:
+backward walks forward once for the states at segment starts and again inside each segment, so
+memory grows with T / SEGMENT + SEGMENT states instead of T.
 """
 
 from __future__ import annotations
@@ -120,7 +121,9 @@ def saved_shapes(call: Rule) -> Shapes:
 
 
 def _write(S: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Returns S_t from S_{t-1} [.., K, V] and one token's k [.., K], v [.., V], g [.., 1 or K], beta [..]."""
+    """Returns S_t from S_{t-1} [.., K, V] and one token's k [.., K], v [.., V],
+    g [.., 1 or K], beta [..].
+    """
     S = g.exp()[..., None] * S
     u = beta[..., None] * (v - _read(S, k))
     return S + _outer(k, u)
@@ -151,7 +154,9 @@ def _has_channels(call: Rule) -> bool:
 
 
 def _prepare(call: Rule) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns q, k, v, g, beta in the state's dtype, q and k normalized where asked, one per value head."""
+    """Returns q, k, v, g, beta in the state's dtype, q and k normalized where asked,
+    one per value head.
+    """
     dtype = _full(call)
     group = call.v.shape[2] // call.q.shape[2]
     q, k, v, g, beta = (x.to(dtype) for x in (call.q, call.k, call.v, call.g, call.beta))
@@ -213,14 +218,17 @@ def _bounded(x: Tensor, A_log: Tensor) -> Tensor:
 
 
 def _rate(A_log: Tensor) -> Tensor:
-    """Returns exp(A_log), finite: times a projection that is not tiny it bounds the sigmoid anyway."""
+    """Returns exp(A_log), finite: times a projection
+    that is not tiny it bounds the sigmoid anyway.
+    """
     return A_log.clamp(max=600.0 if A_log.dtype == torch.float64 else 80.0).exp()
 
 
 def _rate_times(y: Tensor, A_log: Tensor, x: Tensor) -> Tensor:
     """Returns exp(A_log) y for y = softplus(x) or sigmoid(x), which both are exp(x) far below 0.
 
-    Neither factor is infinite or 0 where the product is not: exp(A_log) overflows at 89, exp(x) ends at -103.
+    Neither factor is infinite or 0 where the product is not: exp(A_log) overflows at 89, exp(x)
+    ends at -103.
     """
     root = (0.5 * A_log.to(x.dtype).clamp(max=170.0)).exp()
     far = (root * (0.5 * x).exp()).square()
@@ -232,7 +240,8 @@ def _reciprocal_norm(x: Tensor) -> Tensor:
 
 
 def _gradient_of_input(dy: Tensor, x: Tensor, l2norm: bool) -> Tensor:
-    """Returns the gradient of x [B, T, H, K] from dy [B, T, HV, K], that of its copies y, one per value head.
+    """Returns the gradient of x [B, T, H, K] from dy [B, T, HV, K], that of its copies y, one per
+    value head.
 
     Normalized copies are y = r x with r = 1 / |x|:  dx = r (dy - y <y, dy>).
     """
@@ -255,7 +264,9 @@ def _zero_states(call: Rule) -> Tensor:
 
 
 def _sequences(call: Rule) -> Iterator[tuple[range, slice]]:
-    """Yields tokens, and the rows of their states: the whole batch at once, or one packed sequence."""
+    """Yields tokens, and the rows of their states: the whole batch at once,
+    or one packed sequence.
+    """
     if call.cu_seqlens is None:
         yield range(call.v.shape[1]), slice(None)
         return

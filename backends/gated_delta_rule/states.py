@@ -1,8 +1,9 @@
-"""States at chosen positions of a call, which a prefix cache keeps, and in a pool, as serving has them.
+"""States at chosen positions of a call, which a prefix cache keeps, and in a pool, as serving has
+them.
 
-The sequence is cut there, and its pieces run one after the other on the call's backend, each from the state
-that the one before left. A piece of packed sequences is packed, too: those that it has no token of are empty
-in it, and hand their states on.
+The sequence is cut there, and its pieces run one after the other on the call's backend, each from
+the state that the one before left. A piece of packed sequences is packed, too: those that it has no
+token of are empty in it, and hand their states on.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ def compute_states(
 
 
 def step_in_pool(call: Step, step: Callable[[Step], tuple[Tensor, ...]], native: bool) -> Tensor:
-    """Returns o, and writes the state after each token into the pool; `native` says whether `step` does.
+    """Returns o, and writes the state after each token into the pool; `native` says whether `step`
+    does.
 
-    The call's tensors are the caller's, [B, ...] or [B, T, ...]. Nothing here depends on data, so that it is
-    one graph under torch.compile, and no device is waited for.
+    The call's tensors are the caller's, [B, ...] or [B, T, ...]. Nothing here depends on data, so
+    that it is one graph under torch.compile, and no device is waited for.
     """
     pool, indices, accepted = call.state, call.indices, call.accepted
     assert indices is not None
@@ -69,7 +71,8 @@ def step_in_pool(call: Step, step: Callable[[Step], tuple[Tensor, ...]], native:
     S = pool[first[:, 0].long().clamp(min=0)].to(state_dtype(call.q.dtype))
     for t, slots in enumerate(indices.long().where(first >= 0, -1).unbind(1)):
         used = slots >= 0
-        # a skipped row does again what another one does; if all are skipped, slot 0 keeps what it has
+        # a skipped row does again what another one does; if all are skipped, slot 0 keeps what it
+        # has
         rows = torch.arange(len(used), device=used.device).where(used, used.int().argmax())
         slots = slots.clamp(min=0)[rows]
         token = {name: (x[:, t] if many else x)[rows] for name, x in tokens.items()}

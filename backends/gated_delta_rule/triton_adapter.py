@@ -1,7 +1,8 @@
-"""Triton's side of the operations: allocates, launches `triton_kernels`; `triton_time_adapter` cuts time.
+"""Triton's side of the operations: allocates, launches `triton_kernels`; `triton_time_adapter` cuts
+time.
 
-Runs on CUDA tensors; on CPU tensors under TRITON_INTERPRET=1. Nothing here waits for the device: packed
-lengths become tables by tensor operations, so every call may be captured in a CUDA graph.
+Runs on CUDA tensors; on CPU tensors under TRITON_INTERPRET=1. Nothing here waits for the device:
+packed lengths become tables by tensor operations, so every call may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from delta_trn.triton_kernels.launch import adjust as adjust
 
 MAKES_GATES = True  # of a layer's projections, in the kernels
 TAKES_POOL = True
-# How many bytes of S and U, the states at chunk starts and what chunks write, are kept by all calls that wait
-# for their backward: by a model's first layers, as many as fit. One without room is scanned once more in
-# backward, a fifth of its time. None: an eighth of the device's memory, 17 GB of an H200; the paper's model
-# of width 2048 has 0.94 GB per layer at 30 x 1024 tokens.
+# How many bytes of S and U, the states at chunk starts and what chunks write, are kept by all calls
+# that wait for their backward: by a model's first layers, as many as fit. One without room is
+# scanned once more in backward, a fifth of its time. None: an eighth of the device's memory, 17 GB
+# of an H200; the paper's model of width 2048 has 0.94 GB per layer at 30 x 1024 tokens.
 KEPT_BYTES: int | None = None
 FIXED_CALLS = (
     16  # in a compiled graph, which fixes what a call keeps before it runs, so many share them
@@ -57,10 +58,11 @@ kept_lock = Lock()  # pipelines and autograd call from several threads
 
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Returns o, final_state and what `backward` reads: T, P, rows; states, A; S, U; q_scaled, k_scaled.
+    """Returns o, final_state and what `backward` reads: T, P, rows; states, A; S, U; q_scaled,
+    k_scaled.
 
-    Empty are states and A, of segments, where sequences stay whole; S and U where they are not kept; q_scaled
-    and k_scaled except where float16 is normalized.
+    Empty are states and A, of segments, where sequences stay whole; S and U where they are not
+    kept; q_scaled and k_scaled except where float16 is normalized.
     """
     q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta)
     A_log, dt_bias, initial_state = contiguous(call.A_log, call.dt_bias, call.initial_state)
@@ -82,17 +84,42 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     q_scaled, k_scaled = (q.new_empty(q.shape) if _is_scaled(call) else None for _ in range(2))
     unit = _unit(call)
     gated_delta_rule_fwd.prepare(
-        q, k, g, beta, A_log, dt_bias, q_scaled=q_scaled, k_scaled=k_scaled, T=T, P=P, rows=rows,
-        scale=call.scale / unit, l2norm=call.l2norm, beta_max=call.beta_max, chunks=chunks, config=row,
-    )  # fmt: skip
+        q,
+        k,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        q_scaled=q_scaled,
+        k_scaled=k_scaled,
+        T=T,
+        P=P,
+        rows=rows,
+        scale=call.scale / unit,
+        l2norm=call.l2norm,
+        beta_max=call.beta_max,
+        chunks=chunks,
+        config=row,
+    )
     if alone:
         return o, final_state, list_saved(q, T, P, rows, None, None, None, None, q_scaled, k_scaled)
     if q_scaled is not None and k_scaled is not None:
         q, k = q_scaled, k_scaled
     kept = scan_forward(
-        call, q, k, v, (T, P, rows), o=o, final_state=final_state, save=save, chunks=chunks, row=row,
-        scale=call.scale, unit=unit, units=_units_of_states(call, chunks),
-    )  # fmt: skip
+        call,
+        q,
+        k,
+        v,
+        (T, P, rows),
+        o=o,
+        final_state=final_state,
+        save=save,
+        chunks=chunks,
+        row=row,
+        scale=call.scale,
+        unit=unit,
+        units=_units_of_states(call, chunks),
+    )
     return o, final_state, list_saved(q, T, P, rows, *kept, q_scaled, k_scaled) if save else []
 
 
@@ -103,9 +130,9 @@ def scan_forward(
 ) -> list[Tensor | None]:  # fmt: skip
     """Fills o and final_state from `prepared`, which is T, P and rows; in segments where these pay.
 
-    Returns states and A of segments, S and U: what of these there is, and S and U only with `save`. Where
-    these are not kept they have no memory: under checkpointing a call that is repeated must save tensors of
-    the same shapes, and may find other room.
+    Returns states and A of segments, S and U: what of these there is, and S and U only with `save`.
+    Where these are not kept they have no memory: under checkpointing a call that is repeated must
+    save tensors of the same shapes, and may find other room.
     scale, unit and units as in gated_delta_rule_fwd; kl and last are of a decay per channel.
     """
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
@@ -205,11 +232,24 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
 
 
 def scan_backward(
-    call: Rule, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dstate: Tensor | None,
-    prepared: Sequence[Tensor], kept: Sequence[Tensor], *, writes: Tensor | None, chunks: Chunks, row: Config,
-    scale: float, unit: float, units: Tensor | None = None, kl: Tensor | None = None,
+    call: Rule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    dstate: Tensor | None,
+    prepared: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    *,
+    writes: Tensor | None,
+    chunks: Chunks,
+    row: Config,
+    scale: float,
+    unit: float,
+    units: Tensor | None = None,
+    kl: Tensor | None = None,
     last: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Returns S, U, dY, dS, what initial states add to dg, and their gradient; fills `writes`.
 
     kept is what `scan_forward` returned, an empty tensor for None; the others are as there.
@@ -224,8 +264,8 @@ def scan_backward(
     cut = 0 if split is None else split.chunks.sequences
     if states.shape[0] != cut:
         raise RuntimeError(
-            f"forward cut its sequences into {states.shape[0]} segments and backward expects {cut}: "
-            "leave triton_time_adapter.SEGMENT as it is between the two"
+            f"forward cut its sequences into {states.shape[0]} segments and backward expects "
+            f"{cut}: leave triton_time_adapter.SEGMENT as it is between the two"
         )
     if split is not None:
         dlast, dstates = torch.empty_like(states), torch.empty_like(states)
@@ -236,7 +276,8 @@ def scan_backward(
         segments.chain(
             A, dlast, dstate, states=dstates, final=dinitial, segments=split, reverse=True
         )
-        # dlast has done its work: the scan keeps there what rounding takes of the first states' gradients
+        # dlast has done its work: the scan keeps there what rounding takes of the first states'
+        # gradients
         scanned, initial_state, dstate, dfirst = split.chunks, states, dstates, dlast
     if (
         U.untyped_storage().nbytes() < chunks.size
@@ -308,7 +349,9 @@ def new_final_state(call: Rule) -> Tensor | None:
 
 
 def contiguous(*tensors: Tensor | None) -> list[Any]:
-    """Returns the tensors as the kernels read them, one after the other; an absent one stays None."""
+    """Returns the tensors as the kernels read them, one after the other;
+    an absent one stays None.
+    """
     return [None if x is None else x.contiguous() for x in tensors]
 
 
@@ -318,21 +361,25 @@ def list_saved(like: Tensor, *tensors: Tensor | None) -> list[Tensor]:
 
 
 def sum_gates(call: Rule, *parts: Tensor) -> list[Tensor | None]:
-    """Returns the gradients of A_log and dt_bias, None where one is absent, of those in each chunk."""
+    """Returns the gradients of A_log and dt_bias, None where one is absent,
+    of those in each chunk.
+    """
     # two sums, since gradients may not share memory
     pairs = zip((call.A_log, call.dt_bias), parts, strict=True)
     return [None if x is None else part.sum(0).to(x.dtype) for x, part in pairs]
 
 
 def _is_one_token(call: Rule) -> bool:
-    """Returns whether the call is one of `step`, which then computes o and final_state: the same numbers
-    whether or not gradients are wanted.
+    """Returns whether the call is one of `step`, which then computes o and final_state: the same
+    numbers whether or not gradients are wanted.
     """
     return call.cu_seqlens is None and call.q.shape[1] == 1
 
 
 def _is_scaled(call: Rule) -> bool:
-    """Returns whether the kernels read q and k scaled by powers of two: see gated_delta_rule_fwd."""
+    """Returns whether the kernels read q and k scaled by powers of two:
+    see gated_delta_rule_fwd.
+    """
     return call.l2norm and call.q.dtype == torch.float16
 
 
@@ -346,7 +393,8 @@ def _unit(call: Rule) -> float:
 def _units_of_states(
     call: Rule, chunks: Chunks, do: Tensor | None = None, dstate: Tensor | None = None
 ) -> Tensor | None:
-    """Returns the powers of two that bring states and their gradients, both float32, into float16's range.
+    """Returns the powers of two that bring states and their gradients, both float32, into float16's
+    range.
 
     [chunks, HV, 2]: of S and U, and of dY and dS; see gated_delta_rule_fwd. None: all stay as they are.
     Nothing waits for the device, and a sequence's units depend on nothing but itself.
@@ -397,7 +445,9 @@ def _segment_shapes(count: int, HV: int, K: int, V: int) -> Shapes:
 
 
 def _keeps_states(call: Rule, chunks: Chunks, *, fixed: bool) -> bool:
-    """Returns whether a call keeps S and U for its backward; one of fixed shapes looks at no other call."""
+    """Returns whether a call keeps S and U for its backward;
+    one of fixed shapes looks at no other call.
+    """
     if _is_one_token(call):
         return False  # no scan runs
     (HV, V), K, device = call.v.shape[2:], call.q.shape[3], call.q.device

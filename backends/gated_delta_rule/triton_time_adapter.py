@@ -1,7 +1,7 @@
 """How the Triton kernels cut time: chunks, and segments of chunks where heads are few.
 
-Counts come from shapes alone; tables of packed sequences are made by tensor operations where cu_seqlens lies,
-so nothing waits for the device.
+Counts come from shapes alone; tables of packed sequences are made by tensor operations where
+cu_seqlens lies, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from delta_trn.backends.gated_delta_rule.once import once
 from delta_trn.triton_kernels.chunks import Chunks, Segments, chunks_per_segment
 from delta_trn.triton_kernels.launch import Config
 
-# How many chunks make a segment; segments of a sequence are scanned side by side. "auto" cuts where the scans
-# of whole sequences would leave most of the device idle; None never cuts. Backward must cut as forward did.
+# How many chunks make a segment; segments of a sequence are scanned side by side. "auto" cuts where
+# the scans of whole sequences would leave most of the device idle; None never cuts. Backward must
+# cut as forward did.
 SEGMENT: Literal["auto"] | int | None = "auto"
 
 
@@ -52,7 +53,9 @@ def chunk_tables(q: Tensor, cu_seqlens: Tensor | None, C: int) -> Chunks:
 
 
 def spread_over_chunks(x: Tensor, chunks: Chunks) -> Tensor:
-    """Returns for each chunk what x [sequences, ...] has of its sequence; packed, `chunks` has its tables."""
+    """Returns for each chunk what x [sequences, ...] has of its sequence;
+    packed, `chunks` has its tables.
+    """
     if chunks.packed:
         return x[_slots(chunks.offsets, chunks.count)[0]]
     return x.repeat_interleave(chunks.per_sequence, 0)
@@ -118,7 +121,9 @@ def _first_of_each(counts: Tensor) -> Tensor:
 
 
 def _slots(offsets: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns each slot's sequence and its place in that sequence; slots past the end go to the last one."""
+    """Returns each slot's sequence and its place in that sequence;
+    slots past the end go to the last one.
+    """
     slot = torch.arange(count, device=offsets.device)
     owner = torch.searchsorted(offsets[1:], slot, right=True).clamp_(max=offsets.shape[0] - 2)
     return owner, slot - offsets[owner]

@@ -1,7 +1,8 @@
-"""Kimi Delta Attention: the gated delta rule with a decay for each channel of a key (arXiv:2510.26692).
+"""Kimi Delta Attention: the gated delta rule with a decay for each channel of a key
+(arXiv:2510.26692).
 
-Contract, judge and backends are those of `backends.gated_delta_rule`, by the dimensions of g. NKI's kernels
-compute float32 and bfloat16, Triton's float16, too.
+Contract, judge and backends are those of `backends.gated_delta_rule`, by the dimensions of g. NKI's
+kernels compute float32 and bfloat16, Triton's float16, too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from delta_trn.backends.gated_delta_rule.contract import Rule, Step
 CHANNELS = " K"  # the last dimension of g, for the checks
 SAFE = -5.0  # the least bound of flash-linear-attention's safe gate
 NOTICE = (
-    "kimi_delta_attention runs on this GPU as PyTorch operations, chunk by chunk, since Triton's kernels do "
+    "kimi_delta_attention runs on this GPU as PyTorch operations, chunk by chunk, since Triton's "
+    "kernels do "
     'not take this call (backend="triton" says why), and it is many times slower than they are; name '
     'backend="chunked" to say that you know'
 )
@@ -67,23 +69,26 @@ def kimi_delta_attention(
     return_states_at: Sequence[int] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    r"""Kimi Delta Attention over sequences (arXiv:2510.26692): `gated_delta_rule` with a decay per channel.
+    r"""Kimi Delta Attention over sequences (arXiv:2510.26692): `gated_delta_rule` with a decay per
+    channel.
 
         S <- Diag(exp(g_t)) S ;  u = beta_t (v_t - S^T k_t) ;  S <- S + k_t u^T ;  o_t = scale S^T q_t
 
-    Shapes and dtypes are those of `gated_delta_rule`, but for g [B, T, HV, K], the natural logarithm of the
-    decay of each row of the state, -inf <= g <= 0; and so are scale, l2norm, sigmoid of beta, states, packed
-    sequences, return_states_at, backend, resets, gradients and errors. With all channels of g equal it is
-    that rule. The gates of g in the call, with x = g + dt_bias; A_log [HV], dt_bias [HV, K] or flat [HV K],
-    both any float, dt_bias may be None:
+    Shapes and dtypes are those of `gated_delta_rule`, but for g [B, T, HV, K], the natural
+    logarithm of the decay of each row of the state, -inf <= g <= 0; and so are scale, l2norm,
+    sigmoid of beta, states, packed sequences, return_states_at, backend, resets, gradients and
+    errors. With all channels of g equal it is that rule. The gates of g in the call, with x = g +
+    dt_bias; A_log [HV], dt_bias [HV, K] or flat [HV K], both any float, dt_bias may be None:
 
         use_gate_in_kernel              g <- -exp(A_log) softplus(x)
-        use_gate_in_kernel, lower_bound < 0     g <- lower_bound sigmoid(exp(A_log) x); A_log None: rate 1
+        use_gate_in_kernel, lower_bound < 0     g <- lower_bound sigmoid(exp(A_log) x); A_log None:
+                                                rate 1
 
-    Names and positions are those of chunk_kda of flash-linear-attention 0.6.0. safe_gate, which promises a
-    bounded g, is checked as there and changes nothing: no decay overflows here. cu_seqlens_cpu,
-    disable_recompute and chunk_size, 32 or 64, change nothing either. transpose_state_layout is another name
-    of state_v_first. cp_context, return_intermediate_states, use_graph and max_num_seqs are refused.
+    Names and positions are those of chunk_kda of flash-linear-attention 0.6.0. safe_gate, which
+    promises a bounded g, is checked as there and changes nothing: no decay overflows here.
+    cu_seqlens_cpu, disable_recompute and chunk_size, 32 or 64, change nothing either.
+    transpose_state_layout is another name of state_v_first. cp_context, return_intermediate_states,
+    use_graph and max_num_seqs are refused.
 
         >>> import torch
         >>> from delta_trn import kimi_delta_attention
@@ -117,9 +122,14 @@ def kimi_delta_attention(
     name, save = OPERATOR.choose(tensors, sizes(q, v), backend, *packed)
     _notice(q, backend, name)
     call = Rule(
-        *tensors, bounds_of(cu_seqlens), scale_of(q, scale), beta_max,
-        l2norm=use_qk_l2norm_in_kernel, output_final_state=output_final_state, lower_bound=lower_bound,
-    )  # fmt: skip
+        *tensors,
+        bounds_of(cu_seqlens),
+        scale_of(q, scale),
+        beta_max,
+        l2norm=use_qk_l2norm_in_kernel,
+        output_final_state=output_final_state,
+        lower_bound=lower_bound,
+    )
     positions = checks.positions(return_states_at, q.shape[1], output_final_state)
     return run(OPERATOR, call, positions, save, name, v_first)
 
@@ -145,10 +155,11 @@ def kimi_delta_attention_step(
     state_indices: Tensor | None = None,
     accepted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One token of Kimi Delta Attention per sequence; see `kimi_delta_attention`, `gated_delta_rule_step`.
-
-    g is [B, HV, K]; all other shapes, a pool of states, what is returned and the errors are those of
+    """One token of Kimi Delta Attention per sequence; see `kimi_delta_attention`,
     `gated_delta_rule_step`.
+
+    g is [B, HV, K]; all other shapes, a pool of states, what is returned and the errors are those
+    of `gated_delta_rule_step`.
 
         >>> import torch
         >>> from delta_trn import kimi_delta_attention_step
@@ -163,9 +174,21 @@ def kimi_delta_attention_step(
         use_beta_sigmoid_in_kernel, allow_neg_eigval,
     )  # fmt: skip
     call = Step(
-        q, k, v, g, beta, state, A_log, dt_bias, state_indices, accepted, scale_of(q, scale), beta_max,
-        use_qk_l2norm_in_kernel, lower_bound,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        A_log,
+        dt_bias,
+        state_indices,
+        accepted,
+        scale_of(q, scale),
+        beta_max,
+        use_qk_l2norm_in_kernel,
+        lower_bound,
+    )
     operator, name, save = choose_step(call, OPERATORS, backend)
     _notice(q, backend, name)
     return run_step(call, operator, name, save)
@@ -187,20 +210,20 @@ def _gates(
     if use_gate and lower_bound is not None:
         if not -math.inf < lower_bound < 0:
             raise ValueError(
-                f"lower_bound is {lower_bound}; the gate is lower_bound sigmoid(...), the logarithm of a "
-                "decay: pass a number below 0, such as -5.0"
+                f"lower_bound is {lower_bound}; the gate is lower_bound sigmoid(...), the "
+                "logarithm of a decay: pass a number below 0, such as -5.0"
             )
         A_log = torch.zeros(HV, device=q.device) if A_log is None else A_log
     if use_gate and safe_gate and not (lower_bound is not None and lower_bound >= SAFE):
         raise ValueError(
-            f"safe_gate=True with lower_bound={lower_bound}; it promises g in [-5, 0): pass a lower_bound "
-            "from -5 to 0, or leave safe_gate out, which changes nothing here"
+            f"safe_gate=True with lower_bound={lower_bound}; it promises g in [-5, 0): pass a "
+            "lower_bound from -5 to 0, or leave safe_gate out, which changes nothing here"
         )
     if isinstance(dt_bias, Tensor) and dt_bias.dim() == 1:
         if dt_bias.shape[0] != HV * K:
             raise ValueError(
-                f"dt_bias {shape_of(dt_bias)} has not HV K = {HV} * {K} = {HV * K} elements; there is a bias "
-                "for each channel of each value head: pass [HV, K], or that flat"
+                f"dt_bias {shape_of(dt_bias)} has not HV K = {HV} * {K} = {HV * K} elements; there "
+                "is a bias for each channel of each value head: pass [HV, K], or that flat"
             )
         dt_bias = dt_bias.view(HV, K)
     beta_max = checks.gate_arguments(

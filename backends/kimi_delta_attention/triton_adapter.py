@@ -2,8 +2,8 @@
 
 Runs on CUDA tensors; on CPU tensors under TRITON_INTERPRET=1. Nothing here waits for the device.
 
-float16 is computed in float32, and takes its time: the kernels store decayed keys and states, and their
-gradients, and a decay of exp(-20) alone leaves float16's range.
+float16 is computed in float32, and takes its time: the kernels store decayed keys and states, and
+their gradients, and a decay of exp(-20) alone leaves float16's range.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ step = rule.step
 
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Returns o, final_state and what `backward` reads: T, P, qg, kg, kl, last, rows; states, A; S, U.
+    """Returns o, final_state and what `backward` reads: T, P, qg, kg, kl, last, rows; states, A; S,
+    U.
 
-    Empty are states and A, of segments, where sequences stay whole, and S and U where they are not kept.
+    Empty are states and A, of segments, where sequences stay whole, and S and U where they are not
+    kept.
     """
     dtype, call = call.q.dtype, _widen(call)
     q, k, v, g, beta, A_log, dt_bias = rule.contiguous(
@@ -40,13 +42,42 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     prepared = [q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared_shapes(call, chunks)]
     T, P, qg, kg, kl, last, rows = prepared
     fwd.prepare(
-        q, k, g, beta, A_log, dt_bias, T=T, P=P, qg=qg, kg=kg, kl=kl, last=last, rows=rows, scale=call.scale,
-        l2norm=call.l2norm, beta_max=call.beta_max, lower_bound=call.lower_bound, chunks=chunks, config=row,
-    )  # fmt: skip
+        q,
+        k,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        T=T,
+        P=P,
+        qg=qg,
+        kg=kg,
+        kl=kl,
+        last=last,
+        rows=rows,
+        scale=call.scale,
+        l2norm=call.l2norm,
+        beta_max=call.beta_max,
+        lower_bound=call.lower_bound,
+        chunks=chunks,
+        config=row,
+    )
     kept = rule.scan_forward(
-        call, qg, kg, v, (T, P, rows), o=o, final_state=final_state, save=save, chunks=chunks, row=row,
-        scale=1.0, unit=1.0, kl=kl, last=last,
-    )  # fmt: skip
+        call,
+        qg,
+        kg,
+        v,
+        (T, P, rows),
+        o=o,
+        final_state=final_state,
+        save=save,
+        chunks=chunks,
+        row=row,
+        scale=1.0,
+        unit=1.0,
+        kl=kl,
+        last=last,
+    )
     return o.to(dtype), final_state, [*prepared, *rule.list_saved(q, *kept)] if save else []
 
 
@@ -69,9 +100,22 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
     T, P, qg, kg, kl, last, rows, *kept = saved
     S, U, dY, dS, carry, dinitial = rule.scan_backward(
-        call, qg, kg, v, do, dstate, (T, P, rows), kept, writes=None, chunks=chunks, row=row, scale=1.0,
-        unit=1.0, kl=kl, last=last,
-    )  # fmt: skip
+        call,
+        qg,
+        kg,
+        v,
+        do,
+        dstate,
+        (T, P, rows),
+        kept,
+        writes=None,
+        chunks=chunks,
+        row=row,
+        scale=1.0,
+        unit=1.0,
+        kl=kl,
+        last=last,
+    )
     dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
     products = [torch.empty_like(x) for x in (P, P, qg, qg, qg, last)]
     products.append(rows.new_empty(chunks.count, HV, row.C))
@@ -85,10 +129,33 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         make = torch.zeros if chunks.packed else torch.empty
         dgates = make((chunks.count, HV, K + 1), dtype=torch.float32, device=q.device)
     bwd.gradients(
-        q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, products=products, dq=dq, dk=dk,
-        dv=dv, dg=dg, dbeta=dbeta, dgates=dgates, scale=call.scale, beta_max=call.beta_max,
-        lower_bound=call.lower_bound, chunks=chunks, config=row,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        do,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        rows,
+        S,
+        U,
+        dY,
+        dS,
+        carry,
+        products=products,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dg=dg,
+        dbeta=dbeta,
+        dgates=dgates,
+        scale=call.scale,
+        beta_max=call.beta_max,
+        lower_bound=call.lower_bound,
+        chunks=chunks,
+        config=row,
+    )
     if combined:
         of_heads, dq, dk = (dq, dk), torch.empty_like(q), torch.empty_like(k)
         for x, dy, dx in zip((q, k), of_heads, (dq, dk), strict=True):

@@ -1,8 +1,8 @@
 """The small operations of a layer: short convolution, RMS norm, cross-entropy of a readout.
 
-Each is computed in PyTorch on any device (`layers.pytorch`), and by kernels where a backend has them. A name
-in `backend`, or the default backend, is strict: what it cannot run it refuses, unless `default_backend`
-allows another.
+Each is computed in PyTorch on any device (`layers.pytorch`), and by kernels where a backend has
+them. A name in `backend`, or the default backend, is strict: what it cannot run it refuses, unless
+`default_backend` allows another.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ def short_convolution(
         x           [B, T, C]       float64, float32, bfloat16, float16
         weight      [C, W]          any float; the last tap is the token's own
         prefix      [B, W - 1, C]   dtype of x: what came before; None: zeros
-        position    [T] int64       each token's place in its own sequence, for sequences packed in B = 1: it
-                                    sees none before its sequence's first, whose place is 0; without prefix
+        position    [T] int64       each token's place in its own sequence, for sequences packed in
+                                    B = 1: it sees none before its sequence's first, whose place is
+                                    0; without prefix
         returns y   [B, T, C]       dtype of x
 
-    Sums are float32 (float64 for float64 inputs). Differentiable once in x, weight and prefix. Raises
-    BackendRefusal, TypeError and ValueError as `gated_delta_rule` does.
+    Sums are float32 (float64 for float64 inputs). Differentiable once in x, weight and prefix.
+    Raises BackendRefusal, TypeError and ValueError as `gated_delta_rule` does.
     """
     checks.convolution(x, weight, prefix, position, activation)
     name, save = CONVOLUTION.choose(
@@ -57,7 +58,8 @@ def short_convolution(
 def gated_rms_norm(
     x: Tensor, gate: Tensor | None, weight: Tensor, *, eps: float, backend: str | None = None
 ) -> Tensor:
-    r"""RMS norm of rows, times a gain, times SiLU of a gate: Gated DeltaNet's output norm (arXiv:2412.06464).
+    r"""RMS norm of rows, times a gain, times SiLU of a gate: Gated DeltaNet's output norm
+    (arXiv:2412.06464).
 
         y = x / sqrt(mean(x^2) + eps) * weight * gate sigmoid(gate)
 
@@ -83,7 +85,8 @@ def add_rms_norm(
 
         total = residual + x        y = total / sqrt(mean(total^2) + eps) * weight
 
-        x, residual [..., N]    a dtype each, residual's no narrower: float64, float32, bfloat16, float16
+        x, residual [..., N]    a dtype each, residual's no narrower: float64, float32, bfloat16,
+                                float16
         weight      [N]         any float
         returns y, total        [..., N] in residual's dtype
 
@@ -107,17 +110,19 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     backend: str | None = None,
 ) -> Tensor:
-    r"""Mean cross-entropy of a linear readout; the logits of all tokens are never in memory together.
+    r"""Mean cross-entropy of a linear readout; the logits of all tokens are never in memory
+    together.
 
         mean over targets != ignore_index of  logsumexp(z) - z[target],  z = weight hidden
 
-        hidden      [M, d]              float64, float32, bfloat16, float16; times the logits' multiplier
+        hidden      [M, d]              float64, float32, bfloat16, float16; times the logits'
+                                        multiplier
         weight      [vocabulary, d]     any float; products are in hidden's dtype
         targets     [M] int64
         returns     [] float32 (float64 for float64), nats; 0 if every target is ignored
 
-    Gradients are computed together with the loss, some tokens at a time: one softmax, nothing recomputed.
-    Differentiable once in hidden and weight; raises as `gated_delta_rule` does.
+    Gradients are computed together with the loss, some tokens at a time: one softmax, nothing
+    recomputed. Differentiable once in hidden and weight; raises as `gated_delta_rule` does.
     """
     checks.readout(hidden, weight, targets)
     sizes = {"d": weight.shape[1], "vocabulary": weight.shape[0]}

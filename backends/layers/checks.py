@@ -1,4 +1,6 @@
-"""Checks of the layers' arguments, made once, before any work; in the manner of `backends.checks`."""
+"""Checks of the layers' arguments, made once, before any work;
+in the manner of `backends.checks`.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def norm(x: Tensor, other: Mapping[str, Tensor | None], weight: Tensor, eps: flo
 
 
 def readout(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
-    """Raises TypeError or ValueError unless shapes, dtypes and devices fit `linear_cross_entropy`."""
+    """Raises TypeError or ValueError unless shapes,
+    dtypes and devices fit `linear_cross_entropy`.
+    """
     letters = {"hidden": "M d", "weight": "vocabulary d", "targets": "M"}
     sizes = require_shapes(letters, {"hidden": hidden, "weight": weight, "targets": targets})
     _require_floats(hidden=hidden, weight=weight)

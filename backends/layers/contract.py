@@ -1,8 +1,9 @@
-"""The contract between the layers' operations and a backend: four calls, and two functions for each.
+"""The contract between the layers' operations and a backend: four calls, and two functions for
+each.
 
     OP_forward(call, *, save) -> (*outputs, saved)
-    OP_backward(*gradients of the outputs, call, saved) -> gradients
-    OP_saved_shapes(call) -> shape and dtype of each tensor in `saved`; a module without it saves nothing
+    OP_backward(*gradients of the outputs, call, saved) -> gradients OP_saved_shapes(call) -> shape
+    and dtype of each tensor in `saved`; a module without it saves nothing
 
 Shapes and equations are in `backends.layers`.
 """
@@ -42,8 +43,8 @@ class GatedNorm:
 class SumNorm:
     """One call of `add_rms_norm`, whose outputs are y and total.
 
-    Backward's call has the weight alone, and `saved` begins with total. It returns the gradient of the sum,
-    which is that of both its terms, and dweight.
+    Backward's call has the weight alone, and `saved` begins with total. It returns the gradient of
+    the sum, which is that of both its terms, and dweight.
     """
 
     x: Tensor
@@ -54,7 +55,8 @@ class SumNorm:
 
 @dataclass(frozen=True)
 class Readout:
-    """One call of `linear_cross_entropy`; forward saves its gradients, and backward's call has no tensors.
+    """One call of `linear_cross_entropy`; forward saves its gradients, and backward's call has no
+    tensors.
 
     Backward returns dhidden, dweight.
     """

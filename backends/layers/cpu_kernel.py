@@ -100,7 +100,9 @@ def norm_backward(
 def softmax_(
     logits: Tensor, target: Tensor, keep: Tensor, save: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns what `pytorch.tokenwise_cross_entropy` asks of its softmax_, in the place of the logits."""
+    """Returns what `pytorch.tokenwise_cross_entropy` asks of its softmax_,
+    in the place of the logits.
+    """
     losses = logits.new_empty(logits.shape[0])
     inputs = logits, target.contiguous(), keep.contiguous(), losses
     _run("softmax", *inputs, *logits.shape, save)

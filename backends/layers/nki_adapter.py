@@ -1,4 +1,5 @@
-"""NKI's side of the layers' operations that have a kernel: short convolution, gated RMS norm, cross-entropy.
+"""NKI's side of the layers' operations that have a kernel: short convolution, gated RMS norm,
+cross-entropy.
 
 Only the cross-entropy saves more than its inputs.
 """
@@ -66,9 +67,11 @@ def gated_rms_norm_backward(
 
 
 def linear_cross_entropy_forward(call: Readout, *, save: bool) -> tuple[Tensor, list[Tensor]]:
-    """Returns the mean loss; saves dhidden and dweight, times the number of targets, and that number.
+    """Returns the mean loss; saves dhidden and dweight, times the number of targets, and that
+    number.
 
-    The kernels compute logsumexp(z) of each token and the gradients; z[target] is one product per token.
+    The kernels compute logsumexp(z) of each token and the gradients; z[target] is one product per
+    token.
     """
     hidden, targets = call.hidden, call.targets
     w = call.weight.to(hidden.dtype)
@@ -89,7 +92,9 @@ def linear_cross_entropy_forward(call: Readout, *, save: bool) -> tuple[Tensor, 
 
 
 def readout_block(width: int) -> int:
-    """Returns how many words of the vocabulary the kernel takes at a time, each block in the same way."""
+    """Returns how many words of the vocabulary the kernel takes at a time,
+    each block in the same way.
+    """
     return cross_entropy.cut_words(2**24, width)[0][1]
 
 

@@ -1,8 +1,8 @@
 """The layers' operations in PyTorch, on any device.
 
-Sums are float32, float64 for float64 inputs. Forward keeps the gradients of the cross-entropy; of the others
-backward computes everything again, and autograd finds the gradients. On a CPU with a C++ compiler
-`cpu_kernel` computes float32 calls, and keeps one number a row of the norms.
+Sums are float32, float64 for float64 inputs. Forward keeps the gradients of the cross-entropy; of
+the others backward computes everything again, and autograd finds the gradients. On a CPU with a C++
+compiler `cpu_kernel` computes float32 calls, and keeps one number a row of the norms.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from delta_trn.backends.gated_delta_rule.contract import state_dtype
 from delta_trn.backends.layers import cpu_kernel
 from delta_trn.backends.layers.contract import Convolution, GatedNorm, Readout, Shapes, SumNorm
 
-# How many logits are in memory at a time: a CPU works from its caches, and a GPU is busy only with a thousand
-# tokens of a large vocabulary. On Neuron every part adds a sum to dweight, and 2^28 hold a sequence of 4,096.
+# How many logits are in memory at a time: a CPU works from its caches, and a GPU is busy only with
+# a thousand tokens of a large vocabulary. On Neuron every part adds a sum to dweight, and 2^28 hold
+# a sequence of 4,096.
 LOGITS = {"cpu": 2**20, "other": 2**26, "neuron": 2**28}
 NEURON = ("xla", "neuron")
 
@@ -65,7 +66,9 @@ def gated_rms_norm_backward(
 
 
 def add_rms_norm_forward(call: SumNorm, *, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Returns y and total; saves the reciprocal norms of total for the C++ kernel, and for Neuron's host."""
+    """Returns y and total; saves the reciprocal norms of total for the C++ kernel,
+    and for Neuron's host.
+    """
     if cpu_kernel.takes(call.x, call.residual, call.weight):
         y, total, r = cpu_kernel.norm_forward(call)
         assert total is not None
@@ -101,7 +104,9 @@ def add_rms_norm_backward(
 
 
 def linear_cross_entropy_forward(call: Readout, *, save: bool) -> tuple[Tensor, list[Tensor]]:
-    """Returns the mean loss; saves dhidden and dweight, times the number of targets, and that number."""
+    """Returns the mean loss; saves dhidden and dweight, times the number of targets,
+    and that number.
+    """
     softmax_ = cpu_kernel.softmax_ if cpu_kernel.takes(call.hidden) else _softmax_
     if call.hidden.device.type in NEURON:
         softmax_ = compare_softmax_
@@ -130,8 +135,8 @@ def tokenwise_cross_entropy(
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns the mean loss, and what is saved, from the logits of some tokens at a time.
 
-    softmax_(logits [n, vocabulary], targets [n, 1], kept [n, 1], save) returns the sum of their losses and,
-    in the dtype of the logits, softmax(z) - onehot, zero where kept is.
+    softmax_(logits [n, vocabulary], targets [n, 1], kept [n, 1], save) returns the sum of their
+    losses and, in the dtype of the logits, softmax(z) - onehot, zero where kept is.
     """
     hidden, weight = call.hidden, call.weight
     full = state_dtype(hidden.dtype)
@@ -157,7 +162,9 @@ def tokenwise_cross_entropy(
 
 
 def count_tokens(device: str, vocabulary: int) -> int:
-    """Returns of how many tokens the logits are in memory at a time; whole tiles of 128 on Neuron."""
+    """Returns of how many tokens the logits are in memory at a time;
+    whole tiles of 128 on Neuron.
+    """
     if device in NEURON:
         return max(LOGITS["neuron"] // vocabulary // 128, 1) * 128
     return max(LOGITS["cpu" if device == "cpu" else "other"] // vocabulary, 1)
@@ -166,7 +173,9 @@ def count_tokens(device: str, vocabulary: int) -> int:
 def compare_softmax_(
     logits: Tensor, target: Tensor, keep: Tensor, save: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes what `_softmax_` does without a gather or a scatter, for Neuron, where it has not yet run."""
+    """Computes what `_softmax_` does without a gather or a scatter, for Neuron,
+    where it has not yet run.
+    """
     log_p = torch.log_softmax(logits.to(keep.dtype), dim=1)
     here = target == torch.arange(logits.shape[1], device=logits.device)
     loss = -(log_p.masked_fill(~here, 0.0) * keep).sum()
@@ -187,7 +196,9 @@ def _softmax_(
 def _differentiate(
     compute: Callable[[Any], Tensor], call: Any, names: Sequence[str], douts: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of the call's tensors of these names; None for those that are absent."""
+    """Returns the gradients of the call's tensors of these names;
+    None for those that are absent.
+    """
     given = {name: getattr(call, name) for name in names}
     leaves = {name: x.detach().requires_grad_() for name, x in given.items() if x is not None}
     with torch.enable_grad():
@@ -213,7 +224,9 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _convolve(call: Convolution) -> Tensor:
-    """Returns y: W shifted multiply-adds take a quarter of the time of conv1d with groups on a CPU."""
+    """Returns y: W shifted multiply-adds take a quarter of the time
+    of conv1d with groups on a CPU.
+    """
     x, weight, position = call.x.to(state_dtype(call.x.dtype)), call.weight, call.position
     W, T = weight.shape[1], x.shape[1]
     before = (

@@ -1,7 +1,8 @@
-"""Triton's side of the layers' operations: allocates, flattens to rows, launches `triton_kernels`, adds up.
+"""Triton's side of the layers' operations: allocates, flattens to rows, launches `triton_kernels`,
+adds up.
 
-Only the cross-entropy saves more than its inputs. Each program writes its own row of partial sums of a
-weight's gradient, and the rows are added here, in a fixed order.
+Only the cross-entropy saves more than its inputs. Each program writes its own row of partial sums
+of a weight's gradient, and the rows are added here, in a fixed order.
 """
 
 from __future__ import annotations

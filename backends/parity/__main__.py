@@ -1,13 +1,14 @@
 """Judges every backend by the float64 judge: per case, tensor and dtype.
 
-    python -m backends.parity [--backend NAME] [--op NAME] [--case NAME] [--dtype NAME] [--whole] [--slow]
+    python -m backends.parity [--backend NAME] [--op NAME] [--case NAME] [--dtype NAME] [--whole]
+    [--slow]
         [--json FILE] [--markdown FILE]
     python -m backends.parity record FILE --backend NAME       goldens: what this machine computes
     python -m backends.parity check FILE                       judges what another machine computed
 
-DELTA_TRN_NKI=0.2.0 in the environment holds `nki-simulator` to the rules of that release of NKI; without it
-those of all releases hold. The exit status is 1 on a failure. `judge.py` says what is measured and what is
-allowed.
+DELTA_TRN_NKI=0.2.0 in the environment holds `nki-simulator` to the rules of that release of NKI;
+without it those of all releases hold. The exit status is 1 on a failure. `judge.py` says what is
+measured and what is allowed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from delta_trn.backends.parity.rule_cases import SMALL, find, select
 
 SHOWN = 20
 RELEASE = "DELTA_TRN_NKI"  # the environment variable that the simulator reads
-# What `--case quarter` stands for: a case of each kernel. A Trn1 compiles them in about a quarter of an hour.
+# What `--case quarter` stands for: a case of each kernel. A Trn1 compiles them in about a quarter
+# of an hour.
 QUARTER = (
     *(
         "ragged",
@@ -89,20 +91,24 @@ class Subject:
         return self.device in BACKENDS[self.backend].emulated
 
     def dtypes(self, op: str = "gated_delta_rule") -> list[torch.dtype]:
-        """Returns the dtypes of the grid in which the backend has the operation; none if it lacks it."""
+        """Returns the dtypes of the grid in which the backend has the operation;
+        none if it lacks it.
+        """
         row = BACKENDS[self.backend].rows.get(op)
         return [dtype for dtype in DTYPES if row is not None and dtype in row.dtypes]
 
     @property
     def nki(self) -> str | None:
-        """The release of NKI whose rules hold, or "all"; None on another backend than the simulator."""
+        """The release of NKI whose rules hold, or "all";
+        None on another backend than the simulator.
+        """
         return os.environ.get(RELEASE, "all") if self.backend == "nki-simulator" else None
 
     def cases(
         self, names: Sequence[str] | None, *, slow: bool, whole: bool = False
     ) -> dict[str, list[Any]]:
-        """Returns the cases of each grid: those named, or all; of the rule, emulators get the small ones,
-        unless they are to run the whole grid.
+        """Returns the cases of each grid: those named, or all; of the rule, emulators get the small
+        ones, unless they are to run the whole grid.
         """
         if names is not None:
             return {
@@ -114,7 +120,8 @@ class Subject:
 
 
 def subjects(names: Sequence[str] | None = None) -> list[Subject]:
-    """Returns the backends named, or all that run here, each on the first device type that it runs on.
+    """Returns the backends named, or all that run here, each on the first device type that it runs
+    on.
 
     Raises BackendRefusal, with the reasons, for one that was named and cannot run on this machine.
     """

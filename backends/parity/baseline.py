@@ -1,7 +1,8 @@
 """The implementation that parity compares errors with: plain PyTorch at the same precision.
 
-It is the chunkwise form of arXiv:2412.06464 with the WY representation of arXiv:2406.06484. For each chunk of
-C tokens, in the notation of `backends.gated_delta_rule`, with V standing for the values [C, V]:
+It is the chunkwise form of arXiv:2412.06464 with the WY representation of arXiv:2406.06484. For
+each chunk of C tokens, in the notation of `backends.gated_delta_rule`, with V standing for the
+values [C, V]:
 
     L  = strict lower triangle of diag(beta) K K^T . D       [C, C]
     T  = (I + L)^-1                                          [C, C]
@@ -10,18 +11,21 @@ C tokens, in the notation of `backends.gated_delta_rule`, with V standing for th
     O  = scale * diag(exp(b)) Q S + P U                      [C, V]
     S <- exp(b_C) S + K^T diag(exp(b_C - b)) U               [K, V]
 
-Where each channel of a key decays, D is a matrix for each of them, and what it multiplies is a sum of them:
+Where each channel of a key decays, D is a matrix for each of them, and what it multiplies is a sum
+of them:
 
     (K K^T . D)_ij -> sum over c of k_ic (k_jc D_ijc)        diag(exp(b)) Q -> Q . exp(b)      and so on
 
-Its gradients are PyTorch's own. It is what a careful reader of the papers would write first.
-Every product rounds its operands to the training dtype and adds in float32, forward and backward, as matrix
-units do. State, decay sums, exponentials and the triangular inverse are float32, float64 for float64 inputs.
-The logarithms of decays are summed segment by segment (Mamba-2's segment sums, arXiv:2405.21060) and not as
-differences of running sums, so that they keep their digits where strong and weak decays meet.
+Its gradients are PyTorch's own. It is what a careful reader of the papers would write first. Every
+product rounds its operands to the training dtype and adds in float32, forward and backward, as
+matrix units do. State, decay sums, exponentials and the triangular inverse are float32, float64 for
+float64 inputs. The logarithms of decays are summed segment by segment (Mamba-2's segment sums,
+arXiv:2405.21060) and not as differences of running sums, so that they keep their digits where
+strong and weak decays meet.
 
-It shares no line with the judge or with a backend, gates included. Several samples are computed at once, each
-with rounding errors of its own (`Rounding`), since one sample's error may be small by chance.
+It shares no line with the judge or with a backend, gates included. Several samples are computed at
+once, each with rounding errors of its own (`Rounding`), since one sample's error may be small by
+chance.
 """
 
 from __future__ import annotations
@@ -38,13 +42,15 @@ from torch.nn.functional import pad
 
 CHUNK = 64
 AT_ONCE = 1 << 18  # terms of channels that are computed together, where channels decay
-# Random samples of a short dtype scale v and states by this. Without it, beta = 1 and a single write give
-# U = v exactly, and no product would round, as it does with any other beta.
+# Random samples of a short dtype scale v and states by this. Without it, beta = 1 and a single
+# write give U = v exactly, and no product would round, as it does with any other beta.
 UNIT = 1.1
 
 
 class Noise:
-    """Draws random numbers as slices of one pool, at random places: drawing took longer than the products."""
+    """Draws random numbers as slices of one pool, at random places:
+    drawing took longer than the products.
+    """
 
     POOL = 1 << 21
 
@@ -61,7 +67,8 @@ class Noise:
     def factors(self, x: Tensor) -> Tensor:
         """Returns 1 for each element of x but one in eight, which gets 1 + eps or 1 - eps.
 
-        In float64 one in two: there the judge's own error counts, and a sample that moves nothing has it.
+        In float64 one in two: there the judge's own error counts, and a sample that moves nothing
+        has it.
         """
         if x.dtype not in self.ulps:
             few = 1 << (29 if x.dtype == torch.float64 else 27)
@@ -85,8 +92,9 @@ class Noise:
 class Rounding:
     """Rounds to the nearest; with `noise` at random (Monte Carlo arithmetic, Parker 1997).
 
-    dtype   of the operands of products. With noise an operand goes to either neighbor, so that its mean is
-            exact; and every result moves by an ulp one time in eight, about what rounding to it costs
+    dtype   of the operands of products. With noise an operand goes to either neighbor, so that its
+            mean is exact; and every result moves by an ulp one time in eight, about what rounding
+            to it costs
     """
 
     dtype: torch.dtype
@@ -163,15 +171,18 @@ class _Inverse(torch.autograd.Function):
 
 
 def invert(L: Tensor, rounding: Rounding) -> Tensor:
-    """Returns (I + L)^-1 for strictly lower L [.., C, C], by substitution: row j from the rows after it."""
+    """Returns (I + L)^-1 for strictly lower L [.., C, C], by substitution:
+    row j from the rows after it.
+    """
     return _Inverse.apply(L, rounding)  # pyright: ignore[reportReturnType]
 
 
 def add_up(a: Tensor, b: Tensor, rounding: Rounding) -> Tensor:
     """Returns a @ b; where operands are not rounded, terms are added one by one in their order.
 
-    These are the same sums on every CPU. A BLAS adds in the order that suits its registers and threads: with
-    one thread or two, with AVX-512 or without, the errors of case reflect differed by a factor of 20.
+    These are the same sums on every CPU. A BLAS adds in the order that suits its registers and
+    threads: with one thread or two, with AVX-512 or without, the errors of case reflect differed by
+    a factor of 20.
     """
     (M, K), N = a.shape[-2:], b.shape[-1]
     if rounding.dtype.itemsize < 4 or K == 0:
@@ -193,20 +204,29 @@ def add_up(a: Tensor, b: Tensor, rounding: Rounding) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, rounding: Rounding) -> Tensor:
-    """Returns a @ b for a [.., M, K], b [.., K, N], as a matrix unit fed with a shorter dtype computes it."""
+    """Returns a @ b for a [.., M, K], b [.., K, N],
+    as a matrix unit fed with a shorter dtype computes it.
+    """
     return _Product.apply(a, b, rounding)  # pyright: ignore[reportReturnType]
 
 
 def make_gates(
-    a: Tensor, z: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, beta_max: float, noise: Noise | None,
+    a: Tensor,
+    z: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    beta_max: float,
+    noise: Noise | None,
     lower_bound: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns g and beta of a call, in float32 at least: from a layer's projections, where they are such.
+) -> tuple[Tensor, Tensor]:
+    """Returns g and beta of a call, in float32 at least: from a layer's projections, where they are
+    such.
 
-        g = -exp(A_log) softplus(a + dt_bias) = -r (r softplus(x)) = -(r exp(x/2))^2 for x far below 0
+        g = -exp(A_log) softplus(a + dt_bias) = -r (r softplus(x)) = -(r exp(x/2))^2 for x far below
+        0
 
-    With r = exp(A_log / 2) no factor, and no gradient on its way, overflows where the other underflows. With
-    a lower bound g = lower_bound sigmoid(exp(A_log) x).
+    With r = exp(A_log / 2) no factor, and no gradient on its way, overflows where the other
+    underflows. With a lower bound g = lower_bound sigmoid(exp(A_log) x).
     """
     g, beta = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (a, z))
     rounding = Rounding(g.dtype, noise)
@@ -244,9 +264,10 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Returns o and final_state, with the shapes of `backends.gated_delta_rule`.
 
-    All tensors may have an axis of samples before those. With noise, each sample adds K and V up in an order
-    of its own, by a permutation of the channels, which changes nothing but rounding. Without it, a product
-    that nearly cancels has one error in all samples, and a backend that adds in another order has another.
+    All tensors may have an axis of samples before those. With noise, each sample adds K and V up in
+    an order of its own, by a permutation of the channels, which changes nothing but rounding.
+    Without it, a product that nearly cancels has one error in all samples, and a backend that adds
+    in another order has another.
     """
     channels, K, V = g.dim() == q.dim(), None, None
     if noise is not None:
@@ -303,13 +324,23 @@ def _reorder(x: Tensor, *orders: Tensor) -> Tensor:
 
 
 def _chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, S: Tensor, scale: float, unit: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    S: Tensor,
+    scale: float,
+    unit: float,
     rounding: Rounding,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns O, and the state after the chunk in the unit of v and S; P is scaled with O, at the end."""
+) -> tuple[Tensor, Tensor]:
+    """Returns O, and the state after the chunk in the unit of v and S;
+    P is scaled with O, at the end.
+    """
     r = rounding
-    # a sum of -170 is rounded by 3e-14. In float64 the judge is no better, and samples whose sums were alike
-    # had no such error
+    # a sum of -170 is rounded by 3e-14. In float64 the judge is no better, and samples whose sums
+    # were alike had no such error
     sums = r if g.dtype == torch.float64 else lambda x: x
     D = r(sums(_segment_sums(g)).exp())
     gam = r(sums(g.cumsum(-1)).exp())
@@ -327,10 +358,20 @@ def _chunk(
 
 
 def _channel_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, S: Tensor, scale: float, unit: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    S: Tensor,
+    scale: float,
+    unit: float,
     rounding: Rounding,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns the same where channels decay, g [.., C, K]; kk and P add up channel after channel."""
+) -> tuple[Tensor, Tensor]:
+    """Returns the same where channels decay, g [.., C, K];
+    kk and P add up channel after channel.
+    """
     r = rounding
     gam = r(r(g.cumsum(-2)).exp())
     lam = r(r(pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)).exp())

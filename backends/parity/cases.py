@@ -1,10 +1,13 @@
-"""Judges a case of an operation that has a formula: in float64, and at the case's precision for samples.
+"""Judges a case of an operation that has a formula: in float64, and at the case's precision for
+samples.
 
-    judge       the formula in float64, under autograd; that of a layer has the literal recurrence inside
-    samples     the formula in float32 with results rounded to the dtype: once to the nearest, and once for
-                each of `chunks` with rounding errors drawn at random
+    judge       the formula in float64, under autograd; that of a layer has the literal recurrence
+                inside
+    samples     the formula in float32 with results rounded to the dtype: once to the nearest, and
+                once for each of `chunks` with rounding errors drawn at random
 
-`layer_cases` and `mixer_cases` have the operations. Inputs are the same on every machine, as in `rule_cases`.
+`layer_cases` and `mixer_cases` have the operations. Inputs are the same on every machine, as in
+`rule_cases`.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from torch import Tensor
 from delta_trn.backends.parity.baseline import CHUNK, Noise, Rounding
 from delta_trn.backends.parity.judge import Reference, Spread, Verdict, absolute
 
-STEPS = 24  # roundings in a row of a gradient: through SiLU, the norm and its gain, or through a residual
+# roundings in a row of a gradient: through SiLU, the norm and its gain, or through a residual
+STEPS = 24
 
 Tensors = Mapping[str, Tensor]
 
@@ -51,7 +55,8 @@ class Operation:
     formula     (case, tensors, rounding, tokens of a chunk or None) -> outputs by name, literally
     run         (case, tensors, backend) -> outputs of the public operation
     terms       (case, result) -> how many float32 terms the result has added up
-    parts       (case, result, judge's tensor) -> the number of its part for each index of its first axes
+    parts       (case, result, judge's tensor) -> the number of its part for each index of its first
+                axes
     split       (case, result, tensor) -> the tensors that are judged apart
     full        results in float32 at least, whatever the case's dtype
     rounded     whether intermediate results have the case's dtype
@@ -69,7 +74,9 @@ class Operation:
     seed: int = 12
 
     def outcome(self, x: Inputs, backend: str) -> dict[str, Tensor]:
-        """Returns outputs and gradients by the public operation. Raises BackendRefusal where it refuses."""
+        """Returns outputs and gradients by the public operation.
+        Raises BackendRefusal where it refuses.
+        """
         return self.differentiate(x, partial(self.run, backend=backend))
 
     def judge(self, x: Inputs) -> dict[str, Tensor]:
@@ -107,7 +114,9 @@ class Operation:
     def verdicts(
         self, case: Any, dtype: torch.dtype, backend: str, device: str = "cpu"
     ) -> list[Verdict]:
-        """Runs a backend on a case and judges every tensor. Raises BackendRefusal where it refuses."""
+        """Runs a backend on a case and judges every tensor.
+        Raises BackendRefusal where it refuses.
+        """
         x = self.inputs(case, dtype)
         results = self.outcome(x.map(lambda y: y.to(device)), backend)  # first, since it may refuse
         judge = self.judge(x)

@@ -1,4 +1,6 @@
-"""The named cases of Kimi Delta Attention; `rule_cases` has the form of a case, and how inputs are made."""
+"""The named cases of Kimi Delta Attention; `rule_cases` has the form of a case,
+and how inputs are made.
+"""
 
 from __future__ import annotations
 

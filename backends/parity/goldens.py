@@ -1,8 +1,9 @@
 """Records outputs of a backend on one machine, and judges them on another.
 
-A golden is a safetensors file. It holds every output of every case; its metadata hold the fingerprint of the
-inputs, the errors measured where it was recorded, and the facts of that machine. `check` makes the inputs
-again, refuses the file if their fingerprint differs, and judges the recorded outputs here.
+A golden is a safetensors file. It holds every output of every case; its metadata hold the
+fingerprint of the inputs, the errors measured where it was recorded, and the facts of that machine.
+`check` makes the inputs again, refuses the file if their fingerprint differs, and judges the
+recorded outputs here.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class GoldenRefusal(ValueError):
 
 
 def record(path: Path, backend: str, cases: Iterable[Case], device: str) -> list[Verdict]:
-    """Runs `backend` on the cases in every parity dtype, writes `path`, and returns the verdicts."""
+    """Runs `backend` on the cases in every parity dtype, writes `path`,
+    and returns the verdicts.
+    """
     tensors: dict[str, torch.Tensor] = {}
     rows, verdicts = [], []
     for case in cases:
@@ -61,7 +64,8 @@ def record(path: Path, backend: str, cases: Iterable[Case], device: str) -> list
 def check(path: Path) -> list[Verdict]:
     """Judges the outputs recorded in `path` with the judge of this machine.
 
-    Raises GoldenRefusal where inputs, the file's format or the errors claimed for its outputs differ.
+    Raises GoldenRefusal where inputs, the file's format or the errors claimed for its outputs
+    differ.
     """
     verdicts = []
     with safe_open(path, framework="pt") as file:
@@ -78,8 +82,8 @@ def check(path: Path) -> list[Verdict]:
             here = inputs(case, dtype).digest()
             if here != row["inputs"]:
                 raise GoldenRefusal(
-                    f"{path} was recorded with other inputs for case {case.name} in {row['dtype']}: "
-                    f"{row['inputs'][:12]} there, {here[:12]} here; record it again"
+                    f"{path} was recorded with other inputs for case {case.name} in "
+                    f"{row['dtype']}: {row['inputs'][:12]} there, {here[:12]} here; record it again"
                 )
             outputs = {
                 name: file.get_tensor(f"{case.name}/{row['dtype']}/{name}")
@@ -91,7 +95,8 @@ def check(path: Path) -> list[Verdict]:
                 close = math.isclose(verdict.error, claimed, rel_tol=SAME_ERROR, abs_tol=1e-12)
                 if not close and not (math.isnan(claimed) and math.isnan(verdict.error)):
                     raise GoldenRefusal(
-                        f"{path} claims error {claimed:.6g} for {verdict}; the file or the judge was changed"
+                        f"{path} claims error {claimed:.6g} for {verdict}; the file or the judge "
+                        "was changed"
                     )
                 verdicts.append(verdict)
     return verdicts

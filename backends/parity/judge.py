@@ -1,35 +1,40 @@
 """Defines the criterion: how far a backend is off, and how far it may be.
 
     judge       the literal formula in float64, on the inputs rounded to the dtype
-    samples     a plain PyTorch implementation at the same precision, several times, with rounding errors of
-                its own each time
+    samples     a plain PyTorch implementation at the same precision, several times, with rounding
+                errors of its own each time
     error       of a part: root mean square of the difference to the judge
-    floor       sqrt(terms) u32 + (u / 2 if the dtype is shorter than float32), times the size of the judge
+    floor       sqrt(terms) u32 + (u / 2 if the dtype is shorter than float32), times the size of
+                the judge
 
 A result passes if none of these is exceeded; "largest" is over the samples:
 
     whole tensor            max(2 largest, floor)               sizes are root mean squares
     a sequence and head     max(4 largest, 2 floor)
-    an element              16 (largest + floor |judge| + sqrt(terms) u32 RMS of its sequence and head),
-                            where largest is at least the root mean square of those of its vector
+    an element              16 (largest + floor |judge| + sqrt(terms) u32 RMS of its sequence and
+                            head), where largest is at least the root mean square of those of its
+                            vector
 
-Why several samples, and these factors: where the error of a tensor is one number (dg of one head, when
-nothing decays), sample and backend draw it from one distribution, and chance makes the backend's twice one
-sample's in 30 of 100 draws. The largest of 14 normal samples is exceeded twofold by 2 in 1000, fourfold by 4
-in a million, eightfold by 1 in 10^9. So a few whole tensors, more parts and millions of elements can be
-judged; `chance_factor` has what lies between. Implementations also put their errors into different elements,
-which differ by a factor of up to 11 where the inverse is badly conditioned (near_2). The last term of an
-element is there because every implementation subtracts numbers of the size of their neighbors somewhere.
+Why several samples, and these factors: where the error of a tensor is one number (dg of one head,
+when nothing decays), sample and backend draw it from one distribution, and chance makes the
+backend's twice one sample's in 30 of 100 draws. The largest of 14 normal samples is exceeded
+twofold by 2 in 1000, fourfold by 4 in a million, eightfold by 1 in 10^9. So a few whole tensors,
+more parts and millions of elements can be judged; `chance_factor` has what lies between.
+Implementations also put their errors into different elements, which differ by a factor of up to 11
+where the inverse is badly conditioned (near_2). The last term of an element is there because every
+implementation subtracts numbers of the size of their neighbors somewhere.
 
-The floor covers what the samples happen to compute exactly. A sum of n float32 terms of either sign costs
-about sqrt(n) u32, u32 = 2^-24, because roundings in a row add in squares. Rounding to a shorter dtype costs
-at most u / 2, u = eps(dtype). In float64, u32 is 2^-53, and the judge is no more exact than the rest: its
-error is in the error of every sample, too, so that two right implementations pass that differ from it alike.
+The floor covers what the samples happen to compute exactly. A sum of n float32 terms of either sign
+costs about sqrt(n) u32, u32 = 2^-24, because roundings in a row add in squares. Rounding to a
+shorter dtype costs at most u / 2, u = eps(dtype). In float64, u32 is 2^-53, and the judge is no
+more exact than the rest: its error is in the error of every sample, too, so that two right
+implementations pass that differ from it alike.
 
-Products below the least normal number of the sums' dtype may be 0 in any implementation, so a difference of
-that size (`absolute`) is none. Where the judge is 0 everywhere, nothing is relative to it: the backend must
-be 0 where the samples are (the gradient of q when only the final state is used), and else as near to it as
-they are (that of the initial state after one token with q = k and beta = 1).
+Products below the least normal number of the sums' dtype may be 0 in any implementation, so a
+difference of that size (`absolute`) is none. Where the judge is 0 everywhere, nothing is relative
+to it: the backend must be 0 where the samples are (the gradient of q when only the final state is
+used), and else as near to it as they are (that of the initial state after one token with q = k and
+beta = 1).
 """
 
 from __future__ import annotations
@@ -52,7 +57,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Verdict:
     """Judges one tensor of one case: it passes if error <= allowed, and part and element <= 1.
 
-    part, element   the error of the worst sequence and head, and of the worst element, over what is allowed
+    part, element   the error of the worst sequence and head, and of the worst element, over what is
+                    allowed
 
     A NaN never passes.
     """
@@ -74,7 +80,9 @@ class Verdict:
 
     @property
     def ratio(self) -> float:
-        """Returns the largest error over what is allowed: above 1 it failed. A NaN counts as infinity."""
+        """Returns the largest error over what is allowed: above 1 it failed.
+        A NaN counts as infinity.
+        """
         whole = (
             0.0 if self.error == 0.0 else self.error / self.allowed if self.allowed else math.inf
         )
@@ -84,17 +92,20 @@ class Verdict:
     def __str__(self) -> str:
         verb = "within" if self.passed else "above"
         return (
-            f"{self.backend} {self.case} {dtype_name(self.dtype)} {self.tensor}: error {self.error:.3g} "
-            f"{verb} allowed {self.allowed:.3g} (baseline {self.baseline:.3g}); of what is allowed, "
-            f"worst sequence and head {self.part:.3g}, worst element {self.element:.3g}"
+            f"{self.backend} {self.case} {dtype_name(self.dtype)} {self.tensor}: error "
+            f"{self.error:.3g} {verb} allowed {self.allowed:.3g} (baseline {self.baseline:.3g}); "
+            f"of what is allowed, worst sequence and head {self.part:.3g}, worst element "
+            f"{self.element:.3g}"
         )
 
 
 @dataclass
 class Spread:
-    """Holds the largest errors of the samples: of the whole tensor, of each part and of each element.
+    """Holds the largest errors of the samples: of the whole tensor, of each part and of each
+    element.
 
-    parts   the number of its part for each index of the judge's first axes; None: the tensor has no parts
+    parts   the number of its part for each index of the judge's first axes; None: the tensor has no
+            parts
     energy  each part's squared errors, added up over elements and samples
     """
 
@@ -142,7 +153,8 @@ class Spread:
         return part[labels].reshape(labels.shape + (1,) * (self.judge.dim() - labels.dim()))
 
     def of_vectors(self) -> Tensor:
-        """Returns `element`, but at least the root mean square of the element's vector, the last axis.
+        """Returns `element`, but at least the root mean square of the element's vector, the last
+        axis.
 
         Another order of the same sums has its errors in other elements of a vector.
         """
@@ -153,8 +165,8 @@ class Spread:
     def add(self, samples: Iterable[Tensor]) -> None:
         """Adds samples of the tensor; what is not finite is no sample.
 
-        All of a sample's difference counts. Less `absolute`, it could be next to 0 beside what is left of a
-        backend's that is hardly larger.
+        All of a sample's difference counts. Less `absolute`, it could be next to 0 beside what is
+        left of a backend's that is hardly larger.
         """
         for sample in samples:
             difference = self.difference(sample)
@@ -196,8 +208,9 @@ class Reference:
     def verdicts(
         self, backend: str, outcome: Mapping[str, Tensor], names: Iterable[str] | None = None
     ) -> list[Verdict]:
-        """Judges the tensors of these names; None: all of the judge's. Raises ValueError for one that
-        `outcome` lacks."""
+        """Judges the tensors of these names; None: all of the judge's. Raises ValueError for one
+        that `outcome` lacks.
+        """
         names = list(self.judge if names is None else names)
         missing = sorted(set(names) - set(outcome))
         if missing:
@@ -228,8 +241,10 @@ class Reference:
 
 
 def absolute(dtype: torch.dtype, largest: float = 1.0, terms: int = 1) -> float:
-    """Returns the difference that is none: what underflows in sums of so many products with numbers up to
-    `largest`, and four roundings among the dtype's numbers near 0, each by half their distance."""
+    """Returns the difference that is none: what underflows in sums of so many products with numbers
+    up to `largest`, and four roundings among the dtype's numbers near 0, each by half their
+    distance.
+    """
     sums, result = torch.finfo(torch.promote_types(dtype, torch.float32)), torch.finfo(dtype)
     return max(sums.tiny * max(1.0, largest) * terms, 2 * result.tiny * result.eps)
 
@@ -255,18 +270,20 @@ def floor(terms: int, dtype: torch.dtype) -> float:
 def chance_factor(parts: float) -> float:
     """Returns which multiple of the largest sample's error chance exceeds 4 times in a million.
 
-    Where the error of a part is one number, normal of variance s_h, the tensor's squared error is a sum of
-    such squares, about chi-squared (Satterthwaite 1946) of nu degrees of freedom:
+    Where the error of a part is one number, normal of variance s_h, the tensor's squared error is a
+    sum of such squares, about chi-squared (Satterthwaite 1946) of nu degrees of freedom:
 
-        nu = (sum s_h)^2 / sum s_h^2        mean and variance of the sum are those of sum(s) chi2(nu) / nu
+        nu = (sum s_h)^2 / sum s_h^2        mean and variance of the sum are those of sum(s)
+                                            chi2(nu) / nu
 
-    nu is the number of parts if all err alike, and 1 if one carries everything. Backend and n samples draw
-    from it independently, with density p and distribution F, so that
+    nu is the number of parts if all err alike, and 1 if one carries everything. Backend and n
+    samples draw from it independently, with density p and distribution F, so that
 
         chance(f) = integral of p(x) F(x / f^2)^n dx        3.4e-6 at nu = 1, f = 4, n = 14
 
-    The f of that chance is 4, 2.81, 2.42, 2.21, 2.07 for nu = 1 to 5, which 1 + 3 nu^(-2/3) is within 3%;
-    from 5.2 on FACTOR is more. A part of many independent numbers varies less, and gets the factor of one.
+    The f of that chance is 4, 2.81, 2.42, 2.21, 2.07 for nu = 1 to 5, which 1 + 3 nu^(-2/3) is
+    within 3%; from 5.2 on FACTOR is more. A part of many independent numbers varies less, and gets
+    the factor of one.
     """
     return max(FACTOR, 1 + (PART_FACTOR - 1) * max(parts, 1.0) ** (-2 / 3))
 

@@ -1,7 +1,8 @@
-"""The cases of a layer's small operations and of `delta_residual`, judged by their literal formulas.
+"""The cases of a layer's small operations and of `delta_residual`, judged by their literal
+formulas.
 
-Of the samples only the products of the cross-entropy are in the dtype; the rest is float32 at least. A result
-has passed sums of some float32 terms, and STEPS roundings in a row.
+Of the samples only the products of the cross-entropy are in the dtype; the rest is float32 at
+least. A result has passed sums of some float32 terms, and STEPS roundings in a row.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ EPS = 1e-6
 class LayerCase:
     """Describes one case of an operation.
 
-    shape       short_convolution: B, T, C, W; the norms: M, N; linear_cross_entropy: M, d, vocabulary;
-                delta_residual: M tokens of a stream [D, DV]
+    shape       short_convolution: B, T, C, W; the norms: M, N; linear_cross_entropy: M, d,
+                vocabulary; delta_residual: M tokens of a stream [D, DV]
     lengths     packed sequences of short_convolution
     prefix      short_convolution continues from earlier tokens
     plain       no SiLU, no gate
     size        of the inputs, 1 if they are nearly normal
     ignored     linear_cross_entropy ignores every n-th target
     beta        of delta_residual, a constant; None: uniform in [0, 2)
-    k_eps       of delta_residual; None: k is a unit vector; else the operation normalizes vectors of `norm`
+    k_eps       of delta_residual; None: k is a unit vector; else the operation normalizes vectors
+                of `norm`
     """
 
     name: str
@@ -134,12 +136,16 @@ Draw = Callable[..., Tensor]
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Draws nearly normal numbers: sums of twelve uniforms, which are exact, so the same on every machine."""
+    """Draws nearly normal numbers: sums of twelve uniforms, which are exact,
+    so the same on every machine.
+    """
     return rng.random((12, *shape)).sum(0) - 6
 
 
 def inputs(case: LayerCase, dtype: torch.dtype) -> Inputs:
-    """Makes the tensors of a case: activations in `dtype`, weights in float32, or float64 with float64."""
+    """Makes the tensors of a case: activations in `dtype`, weights in float32,
+    or float64 with float64.
+    """
     rng = np.random.Generator(np.random.PCG64(zlib.crc32(case.name.encode())))
     full = torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -251,7 +257,8 @@ def _loss_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, Tensor]
     if r.noise is None and z.dtype == torch.float32:
         losses = z.logsumexp(-1) - z.gather(1, target).squeeze(1)
     else:
-        # the target's logit may be a sum of its own, whose rounding a sure token's loss does not cancel
+        # the target's logit may be a sum of its own, whose rounding a sure token's loss does not
+        # cancel
         largest, goal = z.detach().amax(-1, keepdim=True), r(z).gather(1, target)
         # z - max and not z: a logit of 1000 lacks the digits that a probability of nearly 1 needs
         losses = r(r(z - largest).exp().sum(-1)).log() - (goal - largest).squeeze(1)
@@ -275,8 +282,8 @@ def _residual_tensors(
 def _residual_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, Tensor]:
     """With noise, sums over D have an order of their own.
 
-    They are products of matrices in both directions, which add up term by term on many CPUs; a sum adds in
-    blocks and errs less.
+    They are products of matrices in both directions, which add up term by term on many CPUs; a sum
+    adds in blocks and errs less.
     """
     dtype, order = x["x"].dtype, torch.arange(x["k"].shape[1])
     if r.noise is not None:

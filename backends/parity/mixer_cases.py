@@ -1,11 +1,13 @@
 """The cases of `gated_delta_layer`, judged by its formulas in float64.
 
-    judge       the convolution and the gated norm of `layer_cases`, and between them the literal recurrence
-    samples     the same convolution and norm, and the rule by `baseline`; what one part hands to the next,
-                and its gradient, is rounded to the dtype, as if the parts had been called one after the other
+    judge       the convolution and the gated norm of `layer_cases`, and between them the literal
+                recurrence
+    samples     the same convolution and norm, and the rule by `baseline`; what one part hands to
+                the next, and its gradient, is rounded to the dtype, as if the parts had been called
+                one after the other
 
-The convolution's channels are judged as three tensors, q, k and v, because their gradients differ in size;
-each sequence and head is a part.
+The convolution's channels are judged as three tensors, q, k and v, because their gradients differ
+in size; each sequence and head is a part.
 """
 
 from __future__ import annotations
@@ -36,16 +38,19 @@ SHARED = (
 
 @dataclass(frozen=True)
 class MixerCase:
-    """Describes one case. Sizes are those of `backends.gated_delta_layer`; the rest describes the inputs.
+    """Describes one case. Sizes are those of `backends.gated_delta_layer`; the rest describes the
+    inputs.
 
     HV          value heads; None: H
-    keys        what becomes keys is equal for all tokens, near (equal but for .03 of noise), or zero for some
-    b           the gate's projection for every token; None: normal. At 20 the derivative of a sigmoid is 0 in
-                float32, in the baseline as in a backend, so other cases judge db
+    keys        what becomes keys is equal for all tokens, near (equal but for .03 of noise), or
+                zero for some
+    b           the gate's projection for every token; None: normal. At 20 the derivative of a
+                sigmoid is 0 in float32, in the baseline as in a backend, so other cases judge db
     reflect     beta_max is 2
     decay       plain, none, strong (g = -20), or reset: one token in eight forgets
                 everything
-    lengths     packed sequences, given by position and, with `bounds`, by cu_seqlens, else by resets
+    lengths     packed sequences, given by position and, with `bounds`, by cu_seqlens, else by
+                resets
     before      there are a prefix and an initial state
     loss        the outputs that the gradient comes from; with final_state, it is asked for
     size        of x
@@ -159,7 +164,9 @@ BY_NAME: Mapping[str, MixerCase] = {case.name: case for case in CASES}
 
 
 def inputs(case: MixerCase, dtype: torch.dtype) -> Inputs:
-    """Makes the tensors of a case: activations in `dtype`, the rest in float32, or float64 with float64."""
+    """Makes the tensors of a case: activations in `dtype`, the rest in float32,
+    or float64 with float64.
+    """
     rng = np.random.Generator(np.random.PCG64(zlib.crc32(case.name.encode())))
     full = torch.float64 if dtype == torch.float64 else torch.float32
     (B, T, H, K, V), HV = (case.B, case.T, case.H, case.K, case.V), case.value_heads
@@ -210,7 +217,9 @@ def inputs(case: MixerCase, dtype: torch.dtype) -> Inputs:
 
 
 def split(case: MixerCase, name: str, y: Tensor) -> dict[str, Tensor]:
-    """Returns a result by its name, the gradient of the convolution's channels as those of q, k and v."""
+    """Returns a result by its name, the gradient of the convolution's channels
+    as those of q, k and v.
+    """
     axis = {"dx": 2, "dprefix": 2, "dweight": 0}.get(name)
     if axis is None:
         return {name: y}
@@ -237,9 +246,18 @@ def formula(
     tensors = {**_channels(case, qkv.to(dtype), 2), "g": x["a"], "beta": x["b"]}
     tensors |= _only(x, "A_log", "dt_bias", "initial_state", "cu_seqlens")
     same = Case(
-        case.name, case.B, case.T, case.H, case.K, case.V, case.reason, gates="plain", norm="random",
-        reflect=case.reflect, scale=case.scale,
-    )  # fmt: skip
+        case.name,
+        case.B,
+        case.T,
+        case.H,
+        case.K,
+        case.V,
+        case.reason,
+        gates="plain",
+        norm="random",
+        reflect=case.reflect,
+        scale=case.scale,
+    )
     results = rule.formula(same, tensors, rounding, chunk)
     norm = LayerCase(case.name, "gated_rms_norm", (), case.reason)
     o = {"x": results["o"].to(dtype), "gate": x["gate"], "weight": x["gain"]}

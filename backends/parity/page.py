@@ -19,7 +19,8 @@ def page(
     refused: Mapping[tuple[str, torch.dtype], str],
     machine: Mapping[str, Any],
 ) -> str:
-    """Formats the verdicts of one machine: every case with why it is hard (`reasons`), and what was refused.
+    """Formats the verdicts of one machine: every case with why it is hard (`reasons`), and what was
+    refused.
 
     A number is the worst error over what is allowed, and the tensor that has it.
     """
@@ -30,10 +31,13 @@ def page(
     answer = "Failed" if failed or not verdicts else "Passed"
     lines = [
         f"# {answer}: {', '.join(f'`{name}`' for name in backends)}",
-        f"\n{failed} of {len(verdicts)} tensors failed. {'; '.join(f'{k}: {v}' for k, v in machine.items())}",
-        "\nA tensor's error is the root mean square of its difference to a float64 judge, over the judge's.",
+        f"\n{failed} of {len(verdicts)} tensors failed. "
+        f"{'; '.join(f'{k}: {v}' for k, v in machine.items())}",
+        "\nA tensor's error is the root mean square of its difference to a float64 judge, over the "
+        "judge's.",
         f"It may be at most {FACTOR:g} times the largest error of several runs of a plain PyTorch",
-        "implementation at the same precision; each sequence and head, and each element, has a bound of its",
+        "implementation at the same precision; each sequence and head, and each element, has a "
+        "bound of its",
         "own. 1.00 is all that is allowed.\n",
         "| case | why it is hard | "
         + " | ".join(f"`{x}` {dtype_name(y)}" for x, y in columns)

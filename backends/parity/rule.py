@@ -1,18 +1,19 @@
 """Runs the cases of both delta rules on a backend, by the judge, and by the baseline.
 
-    judge       the literal recurrence (`gated_delta_rule.recurrent`) in float64, called below the public
-                operation, whose checks, defaults and gates it does not use
-    samples     `parity.baseline`, chunk by chunk: once rounded to the nearest with chunks of 64, and SAMPLES
-                times for each of CHUNKS with rounding errors drawn at random. In float32 the literal
-                recurrence is one more: it errs less where the triangular inverse is badly conditioned, and
-                more where a state is overwritten often. A chunk has the tokens that a matrix unit takes at
-                once, 128 on Trainium. Its size decides an error: inside one chunk a decay of 1e-28 is
-                computed as a difference of numbers near 1, with an error of 1e-8; over two chunks as a
-                product of two, with one of 1e-16
+    judge       the literal recurrence (`gated_delta_rule.recurrent`) in float64, called below the
+                public operation, whose checks, defaults and gates it does not use
+    samples     `parity.baseline`, chunk by chunk: once rounded to the nearest with chunks of 64,
+                and SAMPLES times for each of CHUNKS with rounding errors drawn at random. In
+                float32 the literal recurrence is one more: it errs less where the triangular
+                inverse is badly conditioned, and more where a state is overwritten often. A chunk
+                has the tokens that a matrix unit takes at once, 128 on Trainium. Its size decides
+                an error: inside one chunk a decay of 1e-28 is computed as a difference of numbers
+                near 1, with an error of 1e-8; over two chunks as a product of two, with one of
+                1e-16
 
-A result has passed sums over K, over V and over a chunk of tokens. In a shorter dtype it has been rounded
-four times (into K S, into T X, into P U, and as a result). Evenly spread mantissas make that .38 u, since
-roundings add in squares; the floor allows u / 2.
+A result has passed sums over K, over V and over a chunk of tokens. In a shorter dtype it has been
+rounded four times (into K S, into T X, into P U, and as a result). Evenly spread mantissas make
+that .38 u, since roundings add in squares; the floor allows u / 2.
 """
 
 from __future__ import annotations
@@ -51,14 +52,18 @@ TENSORS = ("o", "final_state", *GRADIENTS)
 
 
 def terms(case: Case) -> int:
-    """Returns how many float32 terms a result of the case has added up: over K, V and a chunk of tokens."""
+    """Returns how many float32 terms a result of the case has added up:
+    over K, V and a chunk of tokens.
+    """
     return case.K + case.V + min(case.T, baseline.CHUNK)
 
 
 def outcome(
     x: Inputs, backend: str, operation: Callable[..., Any] | None = None
 ) -> dict[str, Tensor]:
-    """Computes o, final_state and every gradient by the public operation, or one like it, on a backend."""
+    """Computes o, final_state and every gradient by the public operation,
+    or one like it, on a backend.
+    """
     leaves = make_leaves(x)
     if operation is None:
         operation = kimi_delta_attention if x.case.has_channels else gated_delta_rule
@@ -131,9 +136,18 @@ def formula(
     noise, gates = rounding.noise, (x["g"], x["beta"], x.get("A_log"), x.get("dt_bias"))
     g, beta = baseline.make_gates(*gates, case.beta_max, noise, case.lower_bound)
     o, final_state = baseline.gated_delta_rule(
-        x["q"], x["k"], x["v"], g, beta, x.get("initial_state"), x.get("cu_seqlens"), case.exact_scale,
-        case.normalized_inside, chunk=chunk, noise=noise,
-    )  # fmt: skip
+        x["q"],
+        x["k"],
+        x["v"],
+        g,
+        beta,
+        x.get("initial_state"),
+        x.get("cu_seqlens"),
+        case.exact_scale,
+        case.normalized_inside,
+        chunk=chunk,
+        noise=noise,
+    )
     return {"o": o, "final_state": final_state}
 
 
@@ -197,7 +211,8 @@ def _with_gradients(
 def parts(case: Case, name: str) -> Tensor:
     """Returns the number of the sequence and head of each index of a tensor's first axes.
 
-    Where channels decay, each is a part of dg: what strong decay leaves of one is nothing beside another.
+    Where channels decay, each is a part of dg: what strong decay leaves of one is nothing beside
+    another.
     """
     if name in ("dA_log", "ddt_bias"):
         return torch.arange(case.value_heads)
@@ -218,7 +233,8 @@ def reference_for(x: Inputs) -> Reference:
     """Computes what any inputs are judged by, on a device that has float64."""
     case, dtype = x.case, x.q.dtype
     judge = judge_outcome(x)
-    # no product has g as a factor, nor q and k before they are normalized: -3.4e38 would hide any error
+    # no product has g as a factor, nor q and k before they are normalized: -3.4e38 would hide any
+    # error
     none = ("g", "q", "k") if case.normalized_inside else ("g",)
     floats = (
         y

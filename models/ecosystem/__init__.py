@@ -1,4 +1,6 @@
-"""Serves models that others wrote: our operations inside them, their weights, and checks of both."""
+"""Serves models that others wrote: our operations inside them,
+their weights, and checks of both.
+"""
 
 from delta_trn.models.ecosystem.heads import check_weights
 from delta_trn.models.ecosystem.packing import check_packing

@@ -1,16 +1,18 @@
-"""Turns flash-linear-attention's GatedDeltaNet and KDA language models into ours, and ours into those.
+"""Turns flash-linear-attention's GatedDeltaNet and KDA language models into ours, and ours into
+those.
 
-They are GatedDeltaNetForCausalLM of version 0.5.2 and KDAForCausalLM of 0.6.0. Both sides have the same
-layers under nearly the same names. Where one side has a setting that the other lacks, it is moved into the
-weights if that computes the same numbers. Otherwise it is refused by name.
+They are GatedDeltaNetForCausalLM of version 0.5.2 and KDAForCausalLM of 0.6.0. Both sides have the
+same layers under nearly the same names. Where one side has a setting that the other lacks, it is
+moved into the weights if that computes the same numbers. Otherwise it is refused by name.
 
-Our readout is S^T q sqrt(K), theirs is S^T q / sqrt(K), and one epsilon serves all norms of a model. On the
-way there, the whole residual stream is therefore made s = 1/K times as large, and epsilon s^2 times. Every
-norm then returns what it returned before.
+Our readout is S^T q sqrt(K), theirs is S^T q / sqrt(K), and one epsilon serves all norms of a
+model. On the way there, the whole residual stream is therefore made s = 1/K times as large, and
+epsilon s^2 times. Every norm then returns what it returned before.
 
     ours                                    times       because
     embedding; W_o, W_down of all layers    s           they write the stream
-    final norm, embedding tied              c / s       logits read the embedding, which is s times as large;
+    final norm, embedding tied              c / s       logits read the embedding, which is s times
+                                                        as large;
     final norm, readout of its own          c           c is our multiplier of the logits
 """
 
@@ -48,17 +50,35 @@ KEPT = (
 )
 # the values that a config.json without them stands for
 DEFAULTS: Mapping[str, Any] = {
-    "hidden_size": 2048, "num_hidden_layers": 21, "num_heads": 6, "num_v_heads": None, "head_dim": 256,
-    "expand_v": 2.0, "use_gate": True, "use_short_conv": True, "conv_size": 4, "allow_neg_eigval": False,
-    "hidden_ratio": 4, "intermediate_size": None, "hidden_act": "swish", "norm_eps": 1e-6, "attn": None,
-    "initializer_range": 0.02, "vocab_size": 32000, "tie_word_embeddings": False, "bos_token_id": 1,
-    "eos_token_id": 2, "attnres_block_size": None,
-}  # fmt: skip
+    "hidden_size": 2048,
+    "num_hidden_layers": 21,
+    "num_heads": 6,
+    "num_v_heads": None,
+    "head_dim": 256,
+    "expand_v": 2.0,
+    "use_gate": True,
+    "use_short_conv": True,
+    "conv_size": 4,
+    "allow_neg_eigval": False,
+    "hidden_ratio": 4,
+    "intermediate_size": None,
+    "hidden_act": "swish",
+    "norm_eps": 1e-6,
+    "attn": None,
+    "initializer_range": 0.02,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attnres_block_size": None,
+}
 
 
 @dataclass(frozen=True)
 class Family:
-    """Their models with one of our mixers: the settings, and defaults, that the other family has not."""
+    """Their models with one of our mixers: the settings, and defaults,
+    that the other family has not.
+    """
 
     mixer: str
     architecture: str
@@ -98,7 +118,9 @@ BACK = tuple((ours, theirs) for theirs, ours in NAMES)
 
 
 def to_config(theirs: Mapping[str, Any]) -> DeltaConfig:
-    """Returns our configuration for their config.json. Raises ValueError that names what has no equal."""
+    """Returns our configuration for their config.json.
+    Raises ValueError that names what has no equal.
+    """
     family = FAMILIES[theirs["model_type"]]
     given = {**DEFAULTS, **family.defaults, **theirs}
     wrong = []
@@ -136,7 +158,9 @@ def to_config(theirs: Mapping[str, Any]) -> DeltaConfig:
 
 
 def from_config(config: DeltaConfig) -> dict[str, Any]:
-    """Returns their config.json for our configuration. Raises ValueError that names what has no equal."""
+    """Returns their config.json for our configuration.
+    Raises ValueError that names what has no equal.
+    """
     only: dict[str, Any] = {
         "residual": "additive",
         "norm": "rms",
@@ -207,7 +231,9 @@ def _channels(config: DeltaConfig) -> tuple[int, int, int]:
 
 
 def _rename(name: str, pairs: tuple[tuple[str, str], ...]) -> str:
-    """Returns a parameter's name with each part that stands on the left of `pairs` replaced once."""
+    """Returns a parameter's name with each part that stands on the left
+    of `pairs` replaced once.
+    """
     for one, other in pairs:
         if name.startswith(one) or (one.startswith(".") and one in name):
             name = name.replace(one, other, 1)
@@ -215,7 +241,9 @@ def _rename(name: str, pairs: tuple[tuple[str, str], ...]) -> str:
 
 
 def _scale(x: Tensor, factor: float) -> Tensor:
-    """Returns factor x in x's dtype; x itself, to the bit, if the factor is 1 but for its own rounding."""
+    """Returns factor x in x's dtype; x itself, to the bit,
+    if the factor is 1 but for its own rounding.
+    """
     return x if isclose(factor, 1) else (x.double() * factor).to(x.dtype)
 
 

@@ -1,10 +1,11 @@
-"""The two numbers of each head of a Gated DeltaNet layer: kept in float32, and checked for dead heads.
+"""The two numbers of each head of a Gated DeltaNet layer: kept in float32, and checked for dead
+heads.
 
     g = -exp(A_log) softplus(W_a x + dt_bias)           the logarithm of a head's decay
 
-In bfloat16 one step of A_log is 0.4% of its value, so most updates are lost. And A drawn from U(0, 16) in
-bfloat16 can be exactly 0, so that A_log = log A is -inf: such a head never forgets, its gradient is 0, and
-training cannot revive it.
+In bfloat16 one step of A_log is 0.4% of its value, so most updates are lost. And A drawn from U(0,
+16) in bfloat16 can be exactly 0, so that A_log = log A is -inf: such a head never forgets, its
+gradient is 0, and training cannot revive it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch import nn
 from delta_trn.models.head_numbers import NUMBERS, head_layers
 
 _EFFECTS = {
-    "0": "decay 1: the head never forgets, and its gradient is 0, so that training cannot change it",
+    "0": (
+        "decay 1: the head never forgets, and its gradient is 0, so that training cannot change it"
+    ),
     "inf": "decay 0: the head remembers nothing, and its gradient is not finite",
     "nan": "the head computes NaN",
 }
@@ -26,7 +29,9 @@ _EFFECTS = {
 
 @dataclass(frozen=True)
 class DeadHead:
-    """One head whose rate exp(A_log), or time step softplus(dt_bias), is 0, infinite or NaN in float32."""
+    """One head whose rate exp(A_log), or time step softplus(dt_bias),
+    is 0, infinite or NaN in float32.
+    """
 
     name: str
     head: int
@@ -62,10 +67,11 @@ class WeightsReport:
 
 
 def check_weights(model: nn.Module) -> WeightsReport:
-    """Finds dead heads: A_log or dt_bias at -inf, +inf or NaN, or so far out that float32 has no decay.
+    """Finds dead heads: A_log or dt_bias at -inf, +inf or NaN, or so far out that float32 has no
+    decay.
 
-    It reads every module that has these two parameters: Gated DeltaNet layers of ours, of transformers and of
-    flash-linear-attention. Raises ValueError for a model that has none.
+    It reads every module that has these two parameters: Gated DeltaNet layers of ours, of
+    transformers and of flash-linear-attention. Raises ValueError for a model that has none.
 
         >>> from delta_trn import DeltaConfig, DeltaForCausalLM, check_weights
         >>> model = DeltaForCausalLM(DeltaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1))
@@ -87,13 +93,16 @@ def check_weights(model: nn.Module) -> WeightsReport:
                     dead.append(DeadHead(name, head, values[head].item(), effect))
     if heads == 0:
         raise ValueError(
-            f"{type(model).__name__} has no layer with A_log and dt_bias, so there is nothing to check"
+            f"{type(model).__name__} has no layer with A_log and dt_bias, so there is nothing to "
+            "check"
         )
     return WeightsReport(heads, tuple(dead))
 
 
 def keep_float32(kind: type) -> Callable[[], None]:
-    """Lets `from_pretrained` of a class keep the two numbers in float32; returns what takes that back."""
+    """Lets `from_pretrained` of a class keep the two numbers in float32;
+    returns what takes that back.
+    """
     name = "_keep_in_fp32_modules_strict"
     before = vars(kind).get(name)
     setattr(kind, name, sorted({*(getattr(kind, name, None) or ()), *NUMBERS}))

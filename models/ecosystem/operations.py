@@ -1,7 +1,8 @@
 """Our operations under the names and in the layouts of transformers' own.
 
-A delta-rule layer of transformers looks four functions up in its module: the rule over a sequence, that over
-a token, the short convolution, and that of a token. `replacements` returns ours by these names.
+A delta-rule layer of transformers looks four functions up in its module: the rule over a sequence,
+that over a token, the short convolution, and that of a token. `replacements` returns ours by these
+names.
 """
 
 from __future__ import annotations
@@ -57,11 +58,12 @@ def chunk_rule(
     backend: str | None = None,
     **unused: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns o and the state of a rule of ours. Packed sequences have no state: a patched model refuses a
-    cache with them.
+    """Returns o and the state of a rule of ours. Packed sequences have no state: a patched model
+    refuses a cache with them.
 
-    cu_seqlens, or cu_seq_lens_q    [N + 1] bounds over rows put end to end; or, while torch.compile traces,
-                                    [B, T] places of tokens in their sequences, where a decay of 0 forgets
+    cu_seqlens, or cu_seq_lens_q    [N + 1] bounds over rows put end to end; or, while torch.compile
+                                    traces, [B, T] places of tokens in their sequences, where a
+                                    decay of 0 forgets
     """
     rows, tokens = query.shape[:2]
     cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
@@ -105,7 +107,9 @@ def recurrent_rule(
     backend: str | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns o and the state after one token; more tokens, or no state, go the way of a sequence."""
+    """Returns o and the state after one token; more tokens, or no state,
+    go the way of a sequence.
+    """
     tensors = query, key, value, g, beta
     named: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "backend": backend}
     if query.shape[1] != 1 or initial_state is None:
@@ -150,7 +154,9 @@ def convolve_token(
     activation: str | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Returns the convolution of [B, C, T] after `conv_state`, which gets the last inputs in place."""
+    """Returns the convolution of [B, C, T] after `conv_state`,
+    which gets the last inputs in place.
+    """
     taps = weight.shape[-1]
     prefix = (
         conv_state[..., conv_state.shape[-1] - taps + 1 :].transpose(1, 2).to(hidden_states.dtype)

@@ -13,21 +13,32 @@ from torch import Tensor, nn
 
 LENGTHS = (5, 64, 1, 130, 2, 63)
 PADS = 3
-# A packed row may differ from its sequences alone by this many times what a longer row changes by rounding.
+# A packed row may differ from its sequences alone by this many times what a longer row changes by
+# rounding.
 SPREAD = 8
 # All but the first four are what collators and callers add to position_ids, or give in their place.
 Way = Literal[
-    "position_ids", "cu_seqlens", "cu_seq_lens_q", "seq_idx", "default cache", "mask of ones", "padding",
-    "bounds alone", "numbered mask", "three axes",
-]  # fmt: skip
+    "position_ids",
+    "cu_seqlens",
+    "cu_seq_lens_q",
+    "seq_idx",
+    "default cache",
+    "mask of ones",
+    "padding",
+    "bounds alone",
+    "numbered mask",
+    "three axes",
+]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One packed sequence: errors are root mean squares of differences in logits, over that of the logits.
+    """One packed sequence: errors are root mean squares of differences in logits, over that of the
+    logits.
 
     error       packed against alone
-    rounding    alone against alone with other tokens after it, which a causal model must not see either
+    rounding    alone against alone with other tokens after it, which a causal model must not see
+                either
     leak        one sequence with all that stand before it, against alone: what ignored bounds do
     """
 
@@ -40,7 +51,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Has what `check_packing` measured: true if no sequence sees another, whichever way the model is told.
+    """Has what `check_packing` measured: true if no sequence sees another, whichever way the model
+    is told.
 
     refused     the ways that the model refuses, each with its words
     """
@@ -72,13 +84,15 @@ class PackingReport:
 def check_packing(
     model: nn.Module, lengths: Sequence[int] = LENGTHS, by: Way | None = None, seed: int = 0
 ) -> PackingReport:
-    """Compares the logits of packed sequences with those of each sequence alone, for any causal model.
+    """Compares the logits of packed sequences with those of each sequence alone, for any causal
+    model.
 
         lengths     tokens of each sequence; all are packed into one row
         by          how the model is told; None: every way that its arguments allow
             position_ids    they start again at 0, with use_cache=False
             cu_seqlens      its argument of that name
-            cu_seq_lens_q   and what belongs to it, as transformers' DataCollatorWithFlattening makes them
+            cu_seq_lens_q   and what belongs to it, as transformers' DataCollatorWithFlattening
+                            makes them
             seq_idx         the number of each token's sequence, beside position_ids
             default cache   position_ids, and nothing said of a cache
             mask of ones    position_ids, and the attention_mask that tokenizers add
@@ -87,8 +101,9 @@ def check_packing(
             numbered mask   an attention_mask with the number of each token's sequence in place of 1
             three axes      position_ids of time, height and width, for a model that reads images
 
-    The allowed error comes from controls in the same run. A way that the model refuses is no leak. Raises
-    ValueError for lengths that cannot show anything. Weights, mode and gradients stay as they are.
+    The allowed error comes from controls in the same run. A way that the model refuses is no leak.
+    Raises ValueError for lengths that cannot show anything. Weights, mode and gradients stay as
+    they are.
 
         >>> from delta_trn import DeltaConfig, DeltaForCausalLM, check_packing
         >>> model = DeltaForCausalLM(DeltaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2))
@@ -139,8 +154,9 @@ def check_packing(
     largest = max(x.leak for x in found)
     if not largest > allowed:
         raise ValueError(
-            f"what stands before a sequence changes its logits by {largest:.1e}, no more than the allowed "
-            f"{allowed:.1e}; check a model whose weights have been trained, or draw larger ones"
+            f"what stands before a sequence changes its logits by {largest:.1e}, no more than the "
+            f"allowed {allowed:.1e}; check a model whose weights have been trained, or draw larger "
+            "ones"
         )
     return PackingReport(tuple(found), allowed, refused)
 
@@ -152,7 +168,9 @@ def _logits(model: nn.Module, row: Tensor, **options: Any) -> Tensor:
 def _ways(
     model: nn.Module, lengths: Sequence[int], device: torch.device
 ) -> dict[str, dict[str, Any]]:
-    """Returns what a model is told in each way: those that its forward, or its configuration, knows."""
+    """Returns what a model is told in each way: those that its forward,
+    or its configuration, knows.
+    """
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
     places = torch.cat([torch.arange(n, device=device) for n in lengths])[None]

@@ -39,14 +39,15 @@ NO_CACHE = (
     "Pass use_cache=False, or one sequence per row"
 )
 NO_ROWS = (
-    "under torch.compile, transformers' flash attention reads each of several rows as one sequence, though "
-    "position_ids may tell of more. Put sequences end to end in one row, or use another attention"
+    "under torch.compile, transformers' flash attention reads each of several rows as one "
+    "sequence, though position_ids may tell of more. Put sequences end to end in one row, or use "
+    "another attention"
 )
 # the family whose attention layers are told nothing but which tokens are padding
 INDEXED = "glm5_next"
 NO_BOUNDS = (
-    "transformers' indexed attention reads a row as one sequence, so that packed ones would see each other. "
-    "Give it one sequence per row"
+    "transformers' indexed attention reads a row as one sequence, so that packed ones would see "
+    "each other. Give it one sequence per row"
 )
 
 
@@ -54,8 +55,8 @@ NO_BOUNDS = (
 class Row:
     """One layer, or one family: which backend computes each operation, or why none of ours does.
 
-    notes   how the rule is computed where its backend has a slower way, what else was done to the layer, and
-            its dead heads, as `check_weights` finds them
+    notes   how the rule is computed where its backend has a slower way, what else was done to the
+            layer, and its dead heads, as `check_weights` finds them
     """
 
     name: str
@@ -100,7 +101,9 @@ class Patch:
         self._undo.append(restore)
 
     def replace(self, owner: Any, function: Callable[..., Any]) -> None:
-        """Makes `function` the `forward` of a class or a module. Raises ValueError if it has one of ours."""
+        """Makes `function` the `forward` of a class or a module.
+        Raises ValueError if it has one of ours.
+        """
         before = vars(owner).get("forward")
         if getattr(before, "from_delta_trn", False):
             name = owner.__name__ if isinstance(owner, type) else type(owner).__name__
@@ -122,21 +125,24 @@ class Patch:
 def patch_transformers(model: nn.Module | None = None, backend: str | None = None) -> Patch:
     """Computes the delta-rule layers of transformers' models with this package's operations.
 
-        model     a model of Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid, ...) or Kimi Delta Attention
-                  (Kimi Linear, GLM-5 Next, Bailing Hybrid), of which every such layer is patched; None: every
-                  model of these families in this process, those made later included
+        model     a model of Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-Hybrid, ...) or Kimi Delta
+                  Attention (Kimi Linear, GLM-5 Next, Bailing Hybrid), of which every such layer is
+                  patched; None: every model of these families in this process, those made later
+                  included
         backend   the backend of every operation; None: the one for the device of the tensors
-        returns   a Patch, whose rows say which layer or family got which kernel, or why it did not; they are
-                  printed, too. It is a context manager, and `undo()` takes the patch back
+        returns   a Patch, whose rows say which layer or family got which kernel, or why it did not;
+                  they are printed, too. It is a context manager, and `undo()` takes the patch back
 
-    Replaced are the delta rule, its step of one token, and the short convolution; caches and the rest
-    of a layer stay. A_log and dt_bias in half precision become float32, and remain so after `undo`; without a
-    model, from_pretrained keeps them in float32 from now on. Dead heads are reported (`check_weights`).
+    Replaced are the delta rule, its step of one token, and the short convolution; caches and the
+    rest of a layer stay. A_log and dt_bias in half precision become float32, and remain so after
+    `undo`; without a model, from_pretrained keeps them in float32 from now on. Dead heads are
+    reported (`check_weights`).
 
-    Packed sequences are kept apart in every layer, attention too, whether `position_ids` start again at 0,
-    `cu_seq_lens_q`, `seq_idx` or numbers in the mask tell of them; they cannot use a cache, and GLM-5 Next's
-    indexed attention refuses them. Raises ValueError for a model without such a layer or patched already, and
-    BackendRefusal, with the reasons, if no layer can be computed. An exception leaves nothing patched.
+    Packed sequences are kept apart in every layer, attention too, whether `position_ids` start
+    again at 0, `cu_seq_lens_q`, `seq_idx` or numbers in the mask tell of them; they cannot use a
+    cache, and GLM-5 Next's indexed attention refuses them. Raises ValueError for a model without
+    such a layer or patched already, and BackendRefusal, with the reasons, if no layer can be
+    computed. An exception leaves nothing patched.
 
         >>> from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
         >>> from delta_trn import patch_transformers
@@ -145,7 +151,8 @@ def patch_transformers(model: nn.Module | None = None, backend: str | None = Non
         >>> model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **layers))
         >>> with patch_transformers(model, backend="chunked"):
         ...     loss = model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss
-        model.layers.0.linear_attn: chunked for gated_delta_rule, gated_delta_rule_step, short_convolution
+        model.layers.0.linear_attn: chunked for gated_delta_rule, gated_delta_rule_step,
+        short_convolution
     """
     patch = Patch()
     ours = replacements(backend)
@@ -191,7 +198,8 @@ def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: 
         patch.replace(layer, _rebind(type(layer).forward, ours, backend))
         if any(p.is_meta for p in layer.parameters()):
             notes = (
-                "its weights are not in memory: A_log and dt_bias are neither checked nor made float32",
+                "its weights are not in memory: A_log and dt_bias are neither checked nor made "
+                "float32",
             )
         else:
             notes = (
@@ -210,20 +218,24 @@ def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: 
 
 
 def _describe_rule(layer: Any, rule: str, kernels: dict[str, str]) -> list[str]:
-    """Returns a line that says how the rule is computed; none where its backend has one way only."""
+    """Returns a line that says how the rule is computed;
+    none where its backend has one way only.
+    """
     how = describe_choice(kernels[rule], _dtype(layer), layer.conv1d.weight.device.type)
     return [] if how == kernels[rule] else [f"{rule} by {how}"]
 
 
 def _explain_no_layer(model: nn.Module) -> str:
     return (
-        f"{type(model).__name__} has no Gated DeltaNet or Kimi Delta Attention layer of transformers; pass a "
-        f"model of one of the families {', '.join(FAMILIES)}"
+        f"{type(model).__name__} has no Gated DeltaNet or Kimi Delta Attention layer of "
+        f"transformers; pass a model of one of the families {', '.join(FAMILIES)}"
     )
 
 
 def _choose_kernels(layer: Any, rule: str, backend: str | None) -> dict[str, str]:
-    """Returns the backend of each operation. Raises BackendRefusal if there is none for one of them."""
+    """Returns the backend of each operation. Raises BackendRefusal
+    if there is none for one of them.
+    """
     weight, operations = layer.conv1d.weight, _operations(rule)
     if (
         weight.is_meta
@@ -242,9 +254,14 @@ def _choose_kernels(layer: Any, rule: str, backend: str | None) -> dict[str, str
         options = ("silu" if fused else "linear",) if is_convolution else ()
         gradients = torch.is_grad_enabled() and not op.endswith("_step")
         call = Call(
-            op, weight.device.type, _dtype(layer), convolution if is_convolution else heads, options,
-            gradients, compute_capability(weight.device.type, weight.device.index),
-        )  # fmt: skip
+            op,
+            weight.device.type,
+            _dtype(layer),
+            convolution if is_convolution else heads,
+            options,
+            gradients,
+            compute_capability(weight.device.type, weight.device.index),
+        )
         kernels[op] = choose(call, backend).name
     return kernels
 
@@ -254,7 +271,9 @@ def _operations(rule: str) -> tuple[str, str, str]:
 
 
 def _dtype(layer: Any) -> torch.dtype:
-    """Returns the dtype in which a layer computes: some models keep a convolution's weight in float32."""
+    """Returns the dtype in which a layer computes:
+    some models keep a convolution's weight in float32.
+    """
     return getattr(layer, "o_norm", layer.conv1d).weight.dtype
 
 
@@ -282,9 +301,10 @@ def _rebind(
 ) -> Callable[..., Any]:
     """Returns the same forward, which looks our functions up where it looked up transformers'.
 
-    A copy of the function with globals of its own needs no switch, so that threads, torch.compile and
-    checkpointed backward passes see what this layer was patched with. torch.compile finds the globals of a
-    function by the name of its module, so they are those of a module that can be imported under that name.
+    A copy of the function with globals of its own needs no switch, so that threads, torch.compile
+    and checkpointed backward passes see what this layer was patched with. torch.compile finds the
+    globals of a function by the name of its module, so they are those of a module that can be
+    imported under that name.
     """
     inner: Any = inspect.unwrap(forward)
     name = f"{inner.__globals__['__name__']}__delta_trn_{backend or 'by_device'}"
@@ -302,8 +322,9 @@ def _rebind(
 def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a model's forward that keeps packed sequences apart, however it is told of them.
 
-    transformers tells only attention layers, and only where it finds position_ids that start again, no mask
-    and no cache. So the layers with a state are given the bounds, and attention layers are told in that way.
+    transformers tells only attention layers, and only where it finds position_ids that start again,
+    no mask and no cache. So the layers with a state are given the bounds, and attention layers are
+    told in that way.
     """
     names = list(inspect.signature(inspect.unwrap(forward)).parameters)[1:]
     indexed = f".{INDEXED}." in inspect.unwrap(forward).__module__
@@ -330,7 +351,8 @@ def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
                 kwargs |= _tell_attention(kwargs, places)
                 kwargs |= {**lengths, "max_length_q": longest, "max_length_k": longest}
         elif (found := packed_places(told, mask, shape)) is not None:
-            # whether rows are packed is not known while torch.compile traces: one sequence is read alike
+            # whether rows are packed is not known while torch.compile traces: one sequence is read
+            # alike
             places, is_packed = found
             if shape[0] > 1 and "flash" in str(self.config._attn_implementation):
                 raise ValueError(NO_ROWS)

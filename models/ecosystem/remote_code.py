@@ -1,9 +1,11 @@
-"""Writes the models' code beside a checkpoint, for machines that have transformers and not this package.
+"""Writes the models' code beside a checkpoint, for machines that have transformers and not this
+package.
 
-With `trust_remote_code=True` transformers imports one file that lies beside the weights. Ours has the sources
-of the models and of PyTorch's backend as they are, each as a string under its module's name, and lets Python
-import them from there. Where the package is installed, the file uses that instead. One module is another:
-`delta_trn.models.settings` has no pydantic, since a saved configuration was checked already.
+With `trust_remote_code=True` transformers imports one file that lies beside the weights. Ours has
+the sources of the models and of PyTorch's backend as they are, each as a string under its module's
+name, and lets Python import them from there. Where the package is installed, the file uses that
+instead. One module is another: `delta_trn.models.settings` has no pydantic, since a saved
+configuration was checked already.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ models = import_module("delta_trn.models")
 
 
 def write_remote_code(folder: Path, config: PretrainedConfig) -> None:
-    """Writes the code into the folder, and tells `config`, which is saved next, which class is where."""
+    """Writes the code into the folder, and tells `config`, which is saved next,
+    which class is where.
+    """
     (folder / f"{FILE}.py").write_text(remote_code(), encoding="utf-8")
     config.auto_map = {auto: f"{FILE}.{name}" for auto, name in CLASSES.items()}
 

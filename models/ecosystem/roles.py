@@ -1,8 +1,9 @@
-"""The muP role of every parameter of any module: from comparing its shapes with those of a base model.
+"""The muP role of every parameter of any module: from comparing its shapes with those of a base
+model.
 
-A dimension that is larger than in the base model grows with width. Fan-in is exact: m is that of the
-dimension which a matrix sums over, also where a model rounds its sizes. Where shapes do not tell a role, the
-caller names it, and m is still taken from the dimension that the role sums over.
+A dimension that is larger than in the base model grows with width. Fan-in is exact: m is that of
+the dimension which a matrix sums over, also where a model rounds its sizes. Where shapes do not
+tell a role, the caller names it, and m is still taken from the dimension that the role sums over.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 
 @dataclass(frozen=True)
 class Sizes:
-    """The shape of a parameter of the base model, and its root mean square, None where it has no values."""
+    """The shape of a parameter of the base model, and its root mean square,
+    None where it has no values.
+    """
 
     shape: tuple[int, ...]
     rms: float | None
@@ -47,7 +50,9 @@ Base = (
 
 @dataclass(frozen=True)
 class Scaled:
-    """One parameter: its role, m, the ratio of the dimension that counts for it, and the base's sizes."""
+    """One parameter: its role, m, the ratio of the dimension that counts for it,
+    and the base's sizes.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -71,10 +76,12 @@ class TiedReadout(nn.Module):
 
 
 def scaled_parameters(model: nn.Module, base: Base, roles: Roles | None = None) -> list[Scaled]:
-    """Returns the role and ratio of every parameter. Raises ValueError that names those without a role.
+    """Returns the role and ratio of every parameter. Raises ValueError that names those without a
+    role.
 
-    Names are those of the model inside of torch.compile, DistributedDataParallel and the like. A layer that
-    the base model lacks is compared with the base's layers of the same names, if those have one shape.
+    Names are those of the model inside of torch.compile, DistributedDataParallel and the like. A
+    layer that the base model lacks is compared with the base's layers of the same names, if those
+    have one shape.
     """
     model, known = find_inside(model), describe(base, "meta")
     patterns = {pattern: _role(role) for pattern, role in (roles or {}).items()}
@@ -83,7 +90,8 @@ def scaled_parameters(model: nn.Module, base: Base, roles: Roles | None = None) 
     if tied and not isinstance(head, TiedReadout):
         raise ValueError(
             "the readout is tied to the embedding, which needs a multiplier on the logits: call "
-            "mup.scale_readout(model, base=...) first, or make the model with tie_word_embeddings=False"
+            "mup.scale_readout(model, base=...) first, or make the model with "
+            "tie_word_embeddings=False"
         )
     rows, unknown, gates = [], [], []
     for name, parameter, owner in name_parameters(model):
@@ -126,7 +134,8 @@ def scaled_parameters(model: nn.Module, base: Base, roles: Roles | None = None) 
 
 
 def describe(base: Base, device: str) -> dict[str, Sizes]:
-    """Returns the sizes of every parameter of a base model by name; torch's random numbers stay as they are.
+    """Returns the sizes of every parameter of a base model by name; torch's random numbers stay as
+    they are.
 
     Raises ValueError for a file that `save_base` did not write.
     """
@@ -150,7 +159,9 @@ def describe(base: Base, device: str) -> dict[str, Sizes]:
 
 
 def make_model(model: nn.Module | Callable[[], nn.Module], device: str) -> nn.Module:
-    """Returns the model, or what a function makes on a device; torch's random numbers stay as they are."""
+    """Returns the model, or what a function makes on a device;
+    torch's random numbers stay as they are.
+    """
     if isinstance(model, nn.Module):
         return model
     with torch.random.fork_rng(devices=[]), torch.device(device):
@@ -166,7 +177,9 @@ def save_base(model: Base, path: str | PathLike[str]) -> None:
 
 
 def name_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """Yields (name, parameter, its module), each parameter once, without what wrappers add to names."""
+    """Yields (name, parameter, its module), each parameter once,
+    without what wrappers add to names.
+    """
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         owner = modules[name.rpartition(".")[0]]
@@ -174,7 +187,9 @@ def name_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Mo
 
 
 def find_inside(model: nn.Module) -> nn.Module:
-    """Returns the model that torch.compile, DistributedDataParallel or the like wraps, or else the model."""
+    """Returns the model that torch.compile, DistributedDataParallel or the like wraps,
+    or else the model.
+    """
     children = dict(model.named_children())
     own = next(model.parameters(recurse=False), None)
     if len(children) == 1 and own is None and {*children} <= WRAPPERS | {"module"}:
@@ -183,10 +198,11 @@ def find_inside(model: nn.Module) -> nn.Module:
 
 
 def find_readout(model: nn.Module) -> nn.Module | None:
-    """Returns the module that reads the width and writes the vocabulary; None if the model has none.
+    """Returns the module that reads the width and writes the vocabulary; None if the model has
+    none.
 
-    Models of transformers say which. In others it is the last linear layer with one output per row of an
-    embedding.
+    Models of transformers say which. In others it is the last linear layer with one output per row
+    of an embedding.
     """
     find = getattr(model, "get_output_embeddings", None)
     if find is not None:
@@ -226,7 +242,9 @@ def _find(known: Mapping[str, Sizes], name: str) -> Sizes | None:
 def _infer(
     module: nn.Module, attribute: str, ratios: list[float], is_readout: bool
 ) -> tuple[Role | None, float]:
-    """Returns a parameter's role, None where shapes do not tell, and the ratio that counts for it."""
+    """Returns a parameter's role, None where shapes do not tell,
+    and the ratio that counts for it.
+    """
     growing = [ratio for ratio in ratios if ratio > 1]
     if isinstance(module, nn.Embedding):
         return (Role.EMBEDDING, ratios[1]) if ratios[0] == 1 else (None, 1.0)
@@ -246,12 +264,15 @@ def _infer(
 
 
 def _ratio(role: Role, module: nn.Module, ratios: list[float]) -> float | None:
-    """Returns the ratio that counts for a role that the caller has named; None if there is no such dimension.
+    """Returns the ratio that counts for a role that the caller has named; None if there is no such
+    dimension.
 
-    A hidden matrix, a gate and a readout sum over their inputs, an embedding has one output per channel:
+    A hidden matrix, a gate and a readout sum over their inputs, an embedding has one output per
+    channel:
 
-        linear layer [outputs, inputs]; convolution [outputs, inputs, ...]; transposed [inputs, outputs, ...];
-        embedding [vocabulary, outputs]; of anything else inputs, or outputs, are the last dimension
+        linear layer [outputs, inputs]; convolution [outputs, inputs, ...]; transposed [inputs,
+        outputs, ...]; embedding [vocabulary, outputs]; of anything else inputs, or outputs, are the
+        last dimension
     """
     if role in (Role.CONSTANT, Role.SCALAR):
         return 1.0

@@ -1,6 +1,8 @@
-"""Carries past training what a language model does not load: a vision tower, layers for further tokens.
+"""Carries past training what a language model does not load: a vision tower, layers for further
+tokens.
 
-    model.visual.*     the vision tower of Qwen3.5, whose language model is then model.language_model.*
+    model.visual.*     the vision tower of Qwen3.5, whose language model is then
+                       model.language_model.*
     mtp.*              layers that predict a second token (MTP), of Qwen3.5 and Qwen3-Next
 
 transformers drops both without a word where it opens such a folder as a language model.
@@ -30,7 +32,9 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "
 
 
 def untouched(folder: Path) -> dict[str, Path]:
-    """Returns the tensors that the language model of a folder drops without a word: name -> file."""
+    """Returns the tensors that the language model of a folder drops without a word:
+    name -> file.
+    """
     classes: Any = AutoModelForCausalLM._model_mapping
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     patterns = (
@@ -51,16 +55,20 @@ def describe(names: dict[str, Path]) -> str:
 def complete_weights(
     folder: str | Path, source: str | Path, dtype: torch.dtype | str | None = None
 ) -> list[str]:
-    """Makes a folder of trained weights what its source was: with all of its tensors, and in its dtype.
+    """Makes a folder of trained weights what its source was: with all of its tensors, and in its
+    dtype.
 
         folder      what `save_pretrained` or a Trainer wrote of a whole model, its adapters merged
         source      the folder that the model was opened from
-        dtype       of the trained weights; None: each tensor's in the source. A_log and dt_bias stay float32
-        returns     the names of the tensors that were added, which are as in the source, bit for bit
+        dtype       of the trained weights; None: each tensor's in the source. A_log and dt_bias
+                    stay float32
+        returns     the names of the tensors that were added, which are as in the source, bit for
+                    bit
 
-    config.json becomes the source's, with what training changed, so that a vision-language model opens as one
-    again; settings of its image processor are copied. README.md names the source as base_model, and its
-    license, where it does not name them yet. Raises ValueError where there are no weights.
+    config.json becomes the source's, with what training changed, so that a vision-language model
+    opens as one again; settings of its image processor are copied. README.md names the source as
+    base_model, and its license, where it does not name them yet. Raises ValueError where there are
+    no weights.
     """
     folder, source = Path(folder), Path(source)
     if folder.resolve() == source.resolve():
@@ -74,7 +82,8 @@ def complete_weights(
     for place, found in ((folder, trained), (source, stored)):
         if not found:
             raise ValueError(
-                f"{place} has no {FILES}: merge adapters into their model (merge_and_unload), and save that"
+                f"{place} has no {FILES}: merge adapters into their model (merge_and_unload), and "
+                "save that"
             )
     here, carried = {name for file in trained for name in _dtypes(file)}, untouched(source)
     rest = {name: file for name, file in carried.items() if name not in here}
@@ -102,7 +111,9 @@ def cast_weights(folder: Path, dtype: torch.dtype | str) -> None:
 
 
 def check_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
-    """Returns the dtype of that name. Raises ValueError for one that weights cannot be written in."""
+    """Returns the dtype of that name. Raises ValueError for one
+    that weights cannot be written in.
+    """
     if name is None:
         return None
     found = getattr(torch, name, None) if isinstance(name, str) else name
@@ -115,7 +126,9 @@ def check_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def _dtypes(file: Path) -> dict[str, torch.dtype | None]:
-    """Returns the names of a file's tensors, each with its dtype; None: none of floating-point numbers."""
+    """Returns the names of a file's tensors, each with its dtype; None:
+    none of floating-point numbers.
+    """
     with safe_open(file, "pt") as tensors:
         return {name: _DTYPES.get(tensors.get_slice(name).get_dtype()) for name in tensors.keys()}  # noqa: SIM118
 
@@ -157,7 +170,9 @@ def _add(folder: Path, trained: list[Path], rest: dict[str, Tensor]) -> None:
 
 
 def _write_config(folder: Path, source: Path, dtype: torch.dtype | None) -> None:
-    """Writes config.json: the source's, with the language model's settings as training left them."""
+    """Writes config.json: the source's, with the language model's settings
+    as training left them.
+    """
     ours, theirs = (json.loads((place / "config.json").read_text()) for place in (folder, source))
     kind = theirs.get("dtype", theirs.get("torch_dtype"))
     kind = kind if dtype is None else str(dtype).removeprefix("torch.")
@@ -174,7 +189,9 @@ def _write_config(folder: Path, source: Path, dtype: torch.dtype | None) -> None
 
 
 def _write_card(card: Path, source: Path) -> None:
-    """Writes into a model card which model the weights come from: its name on the Hub, or its folder's."""
+    """Writes into a model card which model the weights come from:
+    its name on the Hub, or its folder's.
+    """
     cached = re.search(r"models--([^/]+)/snapshots/", f"{source.resolve()}/")
     base = cached[1].replace("--", "/") if cached else source.resolve().name
     written, theirs = (

@@ -34,21 +34,23 @@ from delta_trn.models.language_model import DeltaForCausalLM
 def load_model(folder: str | Path, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
     """Returns the model that a folder with config.json and weights holds, ready to use.
 
-        folder      our model; a Gated DeltaNet model of transformers (Qwen3-Next, Qwen3.5, OLMo-Hybrid, ...);
-                    or one of flash-linear-attention, which becomes ours
+        folder      our model; a Gated DeltaNet model of transformers (Qwen3-Next, Qwen3.5,
+                    OLMo-Hybrid, ...); or one of flash-linear-attention, which becomes ours
         dtype       of the weights; None: as they are stored. A_log and dt_bias are always float32
 
-    Warns of dead heads by layer and head, and of tensors that the model leaves out, such as a vision tower:
-    `save_model` and `complete_weights` carry them over. Raises ValueError for a folder without a model, and
-    for a model that has no equivalent here, or whose code lies in the folder, naming what it is.
+    Warns of dead heads by layer and head, and of tensors that the model leaves out, such as a
+    vision tower: `save_model` and `complete_weights` carry them over. Raises ValueError for a
+    folder without a model, and for a model that has no equivalent here, or whose code lies in the
+    folder, naming what it is.
     """
     try:
         return _load(Path(folder), dtype)
     except UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         raise ValueError(
-            f"{folder} has a PyTorch file with more than tensors in it ({found[1] if found else 'damaged'}), "
-            "which could run code, so it is not opened; get the weights as safetensors"
+            f"{folder} has a PyTorch file with more than tensors in it "
+            f"({found[1] if found else 'damaged'}), which could run code, so it is not opened; get "
+            "the weights as safetensors"
         ) from None
 
 
@@ -65,8 +67,8 @@ def _load(folder: Path, dtype: torch.dtype | str | None) -> PreTrainedModel:
         code = theirs.get("auto_map")
         if code and theirs["model_type"] not in CONFIG_MAPPING:
             raise ValueError(
-                f"{folder} is a {theirs['model_type']}, whose code lies in the folder and is not run: "
-                f"{', '.join(map(str, code.values()))}; look at it, and open it with "
+                f"{folder} is a {theirs['model_type']}, whose code lies in the folder and is not "
+                f"run: {', '.join(map(str, code.values()))}; look at it, and open it with "
                 "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)"
             )
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -89,8 +91,9 @@ def _load(folder: Path, dtype: torch.dtype | str | None) -> PreTrainedModel:
             )
         if rest := untouched(folder):
             warnings.warn(
-                f"{type(model).__name__} has no use for {len(rest)} tensors of {folder}: {describe(rest)}. "
-                "save_model(model, ...) and complete_weights(..., source) write them as they are",
+                f"{type(model).__name__} has no use for {len(rest)} tensors of {folder}: "
+                f"{describe(rest)}. save_model(model, ...) and complete_weights(..., source) write "
+                "them as they are",
                 stacklevel=3,
             )
     if any(head_layers(model)) and not (dead := check_weights(model)):
@@ -105,14 +108,18 @@ def save_model(
     max_shard_size: str = "5GB",
     dtype: torch.dtype | str | None = None,
 ) -> None:
-    """Writes config.json and safetensors that load_model, and the code that `format` names, can open.
+    """Writes config.json and safetensors that load_model, and the code that `format` names, can
+    open.
 
-        format      "delta": as save_pretrained does, and with the tensors of the folder that the model was
-                    opened from and does not use (`complete_weights`); "fla": flash-linear-attention 0.5.2's
-                    GatedDeltaNetForCausalLM, or 0.6.0's KDAForCausalLM for Kimi Delta Attention
-        dtype       of the weights; None: as in the folder that the model was opened from, or else as they are
+        format      "delta": as save_pretrained does, and with the tensors of the folder that the
+                    model was opened from and does not use (`complete_weights`); "fla":
+                    flash-linear-attention 0.5.2's GatedDeltaNetForCausalLM, or 0.6.0's
+                    KDAForCausalLM for Kimi Delta Attention
+        dtype       of the weights; None: as in the folder that the model was opened from, or else
+                    as they are
 
-    Raises ValueError for a model that the other code cannot be, naming what it lacks, and for adapters.
+    Raises ValueError for a model that the other code cannot be, naming what it lacks, and for
+    adapters.
     """
     folder = Path(folder)
     check_dtype(dtype)
@@ -176,7 +183,9 @@ def _read_weights(folder: Path) -> State:
 
 
 def _require_all(state: State, config: DeltaConfig) -> None:
-    """Raises ValueError that names weights which the model lacks, or has not, or has in another shape."""
+    """Raises ValueError that names weights which the model lacks, or has not,
+    or has in another shape.
+    """
     with torch.device("meta"):
         model = DeltaForCausalLM(config)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -2,11 +2,12 @@
 
 With m = the ratio to the base model, a parameter's role and m give the powers of `models.mup`.
 
-A model that was not written for muP has no multipliers in its forward pass. An untied readout's multiplier
-1/m is therefore moved into its initial values and its learning rate, which computes the same (Tensor Programs
-V, arXiv:2203.03466, section J.2.1): with W = W' / m, initial values are 1/m times W', AdamW's rate is 1/m and
-SGD's 1/m^2 times that of W'. A tied readout shares its values with the embedding, whose size and rate do not
-depend on m: its multiplier has to be in the forward pass, where `scale_readout` puts it.
+A model that was not written for muP has no multipliers in its forward pass. An untied readout's
+multiplier 1/m is therefore moved into its initial values and its learning rate, which computes the
+same (Tensor Programs V, arXiv:2203.03466, section J.2.1): with W = W' / m, initial values are 1/m
+times W', AdamW's rate is 1/m and SGD's 1/m^2 times that of W'. A tied readout shares its values
+with the embedding, whose size and rate do not depend on m: its multiplier has to be in the forward
+pass, where `scale_readout` puts it.
 """
 
 from __future__ import annotations
@@ -59,21 +60,24 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Returns groups for an optimizer of torch, with the learning rates of muP for any model.
 
-        base            the same architecture at the width for which lr was found: a module (on the meta
-                        device will do), a function that makes one, a file of `save_base`, or shapes by name
+        base            the same architecture at the width for which lr was found: a module (on the
+                        meta device will do), a function that makes one, a file of `save_base`, or
+                        shapes by name
         lr              learning rate of the base model
-        optimizer       "adamw", "sgd" or "muon"; SGD's groups have no eps. Muon's have use_muon: true for
-                        hidden matrices, which are for torch.optim.Muon, the others for AdamW
+        optimizer       "adamw", "sgd" or "muon"; SGD's groups have no eps. Muon's have use_muon:
+                        true for hidden matrices, which are for torch.optim.Muon, the others for
+                        AdamW
         adjust_lr_fn    muon: what torch.optim.Muon is given under this name
         weight_decay    of matrices that read the width, at the base width: torch multiplies it by a
                         group's rate, so it is divided by the rate's factor, unless
                         independent_weight_decay is false
         table           "mup", "mup_original", "sp", ...: see `delta-trn parameters`
-        roles           {pattern of names: role}, which goes before what is inferred: "embedding", "readout",
-                        "hidden", "gate", "scalar", "vector", "constant"
-        wider           the model at any larger width: at the base width nothing grows, so only this tells
-                        which matrices decay, and which are Muon's
-        returns         dicts with params, names, role, lr, weight_decay and eps; each parameter once
+        roles           {pattern of names: role}, which goes before what is inferred: "embedding",
+                        "readout", "hidden", "gate", "scalar", "vector", "constant"
+        wider           the model at any larger width: at the base width nothing grows, so only this
+                        tells which matrices decay, and which are Muon's
+        returns         dicts with params, names, role, lr, weight_decay and eps; each parameter
+                        once
 
     Raises ValueError for parameters whose role cannot be inferred, all of them by name.
 
@@ -125,7 +129,9 @@ def _roles_at_base(
     roles: Roles | None,
     wider: nn.Module | Callable[[], nn.Module] | None,
 ) -> Roles | None:
-    """Returns roles that a wider model tells, if the model has the base's shapes; else those given."""
+    """Returns roles that a wider model tells, if the model has the base's shapes;
+    else those given.
+    """
     known = describe(base, "meta")
     if any(
         known.get(name, MISSING).shape != p.shape
@@ -134,8 +140,8 @@ def _roles_at_base(
         return roles
     if wider is None:
         raise ValueError(
-            "the model has the base's shapes, which do not tell the matrices that decay or are Muon's: pass "
-            "wider=..., a function that makes the model at any larger width"
+            "the model has the base's shapes, which do not tell the matrices that decay or are "
+            "Muon's: pass wider=..., a function that makes the model at any larger width"
         )
     found = scaled_parameters(make_model(wider, "meta"), known, roles)
     return {**(roles or {}), **{row.name: row.role for row in found}}
@@ -144,9 +150,9 @@ def _roles_at_base(
 def muon_factor(scaled: Scaled, adjust_lr_fn: Adjustment) -> float:
     """Returns the factor on Muon's rate of a matrix W [rows, columns].
 
-    Muon's step is rate * adjustment(rows, columns) times a matrix whose singular values are about 1. What W
-    computes changes by one size at every width if those of the step go as sqrt(rows / columns), the spectral
-    condition of arXiv:2310.17813. So with
+    Muon's step is rate * adjustment(rows, columns) times a matrix whose singular values are about
+    1. What W computes changes by one size at every width if those of the step go as sqrt(rows /
+    columns), the spectral condition of arXiv:2310.17813. So with
 
         "original"           adjustment = sqrt(max(1, rows / columns))
         "match_rms_adamw"    adjustment = 0.2 sqrt(max(rows, columns))
@@ -177,19 +183,20 @@ def initialize(
     readout_init: float = 1.0,
     loaded: bool = False,
 ) -> None:
-    """Rescales the initial values of a model so that they have muP's sizes, seen from the base model's.
+    """Rescales the initial values of a model so that they have muP's sizes, seen from the base
+    model's.
 
-    Hidden matrices, gates, embeddings and readouts are multiplied so that their root mean square is that of
-    the base model's times m to the power of the table: it does not matter whether a model draws matrices with
-    std 0.02 at any width or with 1/sqrt(fan-in). If one of these laws explains both sizes, the factor is that
-    of the law, without the scatter of the values drawn. Biases that are drawn within 1/sqrt(fan-in), as
-    torch's are, keep the base's size. All else stays as it is, as does everything where m = 1. The readout is
-    multiplied by readout_init: with 0, which Tensor Programs V recommends, a model is the same function at
-    every width.
+    Hidden matrices, gates, embeddings and readouts are multiplied so that their root mean square is
+    that of the base model's times m to the power of the table: it does not matter whether a model
+    draws matrices with std 0.02 at any width or with 1/sqrt(fan-in). If one of these laws explains
+    both sizes, the factor is that of the law, without the scatter of the values drawn. Biases that
+    are drawn within 1/sqrt(fan-in), as torch's are, keep the base's size. All else stays as it is,
+    as does everything where m = 1. The readout is multiplied by readout_init: with 0, which Tensor
+    Programs V recommends, a model is the same function at every width.
 
-    base must have values: give a function that makes the model, a module that is not on the meta device, or a
-    file of `save_base`. Raises ValueError if the model has loaded weights, unless `loaded`, and for a second
-    call. Warns of convolution taps that `draw_taps` would draw again.
+    base must have values: give a function that makes the model, a module that is not on the meta
+    device, or a file of `save_base`. Raises ValueError if the model has loaded weights, unless
+    `loaded`, and for a second call. Warns of convolution taps that `draw_taps` would draw again.
 
         >>> from delta_trn import mup
         >>> make = lambda width: torch.nn.Linear(width, width, bias=False)
@@ -205,18 +212,19 @@ def initialize(
     path = getattr(getattr(model, "config", None), "_name_or_path", "")
     if path and not loaded:
         raise ValueError(
-            f"this model was loaded from {path!r}, and initialize() would scale its weights: leave it out, or"
-            " pass loaded=True"
+            f"this model was loaded from {path!r}, and initialize() would scale its weights: leave "
+            "it out, or pass loaded=True"
         )
     if readout_init != 1 and is_tied(find_inside(model)):
         raise ValueError(
-            f"readout_init={readout_init}: the readout is tied, and would take the embedding with it"
+            f"readout_init={readout_init}: the readout is tied, and would take the embedding with "
+            "it"
         )
     small = describe(base, "cpu")
     if any(sizes.rms is None for sizes in small.values()):
         raise ValueError(
-            "base is on the meta device or made of shapes, and has no values; pass a function that makes the "
-            "model"
+            "base is on the meta device or made of shapes, and has no values; pass a function that "
+            "makes the model"
         )
     rows = {scaled.parameter: scaled for scaled in scaled_parameters(model, small, roles)}
     # of every matrix, found before any is scaled
@@ -237,8 +245,8 @@ def initialize(
             p.mul_(laws[weight])
     if next(small_taps(model), None) is not None:
         warnings.warn(
-            "taps of a Gated DeltaNet layer are so small that the epsilon of its output norm decides; call "
-            "mup.draw_taps(model) at every width, that of the base model too",
+            "taps of a Gated DeltaNet layer are so small that the epsilon of its output norm "
+            "decides; call mup.draw_taps(model) at every width, that of the base model too",
             stacklevel=3,
         )
     setattr(model, MARK, True)
@@ -247,8 +255,8 @@ def initialize(
 def _law(scaled: Scaled) -> float:
     """Returns the size of the base's parameter over this one's; 1 where one is 0, and at m = 1.
 
-    The ratio has a relative error of sqrt(1/2n + 1/2n'), n and n' the numbers of values: one of the laws 1
-    and sqrt(m) within four of those is taken for it.
+    The ratio has a relative error of sqrt(1/2n + 1/2n'), n and n' the numbers of values: one of the
+    laws 1 and sqrt(m) within four of those is taken for it.
     """
     size, wanted, m = rms(scaled.parameter), scaled.base.rms or 0.0, scaled.m
     if m == 1 or size * wanted == 0:
@@ -263,15 +271,17 @@ def _law(scaled: Scaled) -> float:
 def draw_taps(model: nn.Module) -> None:
     """Draws small taps of Gated DeltaNet layers again, uniform within 1/sqrt(taps).
 
-    With Qwen3-Next's std of 0.02 a layer's output is so small that the epsilon of its norm decides. This
-    changes the model: call it for the base model, too.
+    With Qwen3-Next's std of 0.02 a layer's output is so small that the epsilon of its norm decides.
+    This changes the model: call it for the base model, too.
     """
     for taps in small_taps(model):
         taps.uniform_(-(taps.shape[-1] ** -0.5), taps.shape[-1] ** -0.5)
 
 
 def small_taps(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields the convolution weights of Gated DeltaNet layers that are below a tenth of 1/sqrt(taps)."""
+    """Yields the convolution weights of Gated DeltaNet layers
+    that are below a tenth of 1/sqrt(taps).
+    """
     for layer in model.modules():
         convolution = getattr(layer, "conv1d", None)
         if hasattr(layer, "A_log") and isinstance(convolution, nn.Conv1d):
@@ -283,18 +293,20 @@ def small_taps(model: nn.Module) -> Iterator[torch.Tensor]:
 def scale_readout(model: nn.Module, *, base: Base, table: Parametrization = "mup") -> None:
     """Puts muP's multiplier 1/m before a readout that is tied to the embedding.
 
-    The readout module is replaced by a `TiedReadout` with the same weight, under the same name. It is part of
-    the model's code and not of its weights: a model that is loaded again needs the call again, and a loss
-    that reads `lm_head.weight` past the module does not see it. Raises ValueError for a readout that is not
-    tied, or scaled already.
+    The readout module is replaced by a `TiedReadout` with the same weight, under the same name. It
+    is part of the model's code and not of its weights: a model that is loaded again needs the call
+    again, and a loss that reads `lm_head.weight` past the module does not see it. Raises ValueError
+    for a readout that is not tied, or scaled already.
     """
     inner = find_inside(model)
     readout = find_readout(inner)
     if readout is None or not is_tied(inner) or isinstance(readout, TiedReadout):
         raise ValueError(
-            "the readout is scaled already" if isinstance(readout, TiedReadout) else
-            "the model has no readout that is tied to its embedding: initialize and parameter_groups do it"
-        )  # fmt: skip
+            "the readout is scaled already"
+            if isinstance(readout, TiedReadout)
+            else "the model has no readout that is tied to its embedding: initialize and "
+            "parameter_groups do it"
+        )
     known = describe(base, "meta")
     name, weight, _ = next(row for row in name_parameters(inner) if row[1] is readout.weight)
     if name not in known:

@@ -1,4 +1,6 @@
-"""Computes a layer's mixer in one kernel, and its gradients in another: convolution, rule and gated norm."""
+"""Computes a layer's mixer in one kernel, and its gradients in another:
+convolution, rule and gated norm.
+"""
 
 from delta_trn.nki_kernels.gated_delta_layer import bwd, fwd
 

@@ -1,12 +1,13 @@
-"""Computes the gradients of a layer's mixer in one kernel: of its norm, the rule, and the convolution.
+"""Computes the gradients of a layer's mixer in one kernel: of its norm, the rule, and the
+convolution.
 
     u = conv(x)    q, k, v = SiLU(u)    o = gated_delta_rule(q, k, v, g, beta)    y = RMSNorm(o) w SiLU(z)
 
-Forward leaves q, k, v and o, u as [channels, tokens], and the state before each chunk but the first. u is
-float32, since SiLU'(u) may be near 0. Chunks are taken from the last one to the first. The equations of the
-stages are in `nki_kernels.gated_rms_norm`, `nki_kernels.gated_delta_rule_bwd` and
-`nki_kernels.gated_delta_layer.convolution`. What one hands to the next stays on chip: dO leaves the norm for
-the rule, and dq, dk and dv leave PSUM as du = dq SiLU'(u).
+Forward leaves q, k, v and o, u as [channels, tokens], and the state before each chunk but the
+first. u is float32, since SiLU'(u) may be near 0. Chunks are taken from the last one to the first.
+The equations of the stages are in `nki_kernels.gated_rms_norm`, `nki_kernels.gated_delta_rule_bwd`
+and `nki_kernels.gated_delta_layer.convolution`. What one hands to the next stays on chip: dO leaves
+the norm for the rule, and dq, dk and dv leave PSUM as du = dq SiLU'(u).
 """
 
 from delta_trn.nki_kernels.chunk import load_chunk
@@ -185,16 +186,41 @@ def open_stream(bundle, largest, call):
 
 @nki.jit
 def gated_delta_layer_bwd(
-    dy, x, weight_t, q, k, v, o, u, g, beta, z, gain, position, packed, prefix, continued, dstate, has_dstate,
-    initial_state, has_state, states, scale, eps, C, lanes, width,
-):  # fmt: skip
+    dy,
+    x,
+    weight_t,
+    q,
+    k,
+    v,
+    o,
+    u,
+    g,
+    beta,
+    z,
+    gain,
+    position,
+    packed,
+    prefix,
+    continued,
+    dstate,
+    has_dstate,
+    initial_state,
+    has_state,
+    states,
+    scale,
+    eps,
+    C,
+    lanes,
+    width,
+):
     """Computes the gradients of `gated_delta_layer_fwd`, called with save and the same C.
 
     Args:
         dy              like y
         weight_t        [W, channels] float32
         q, k, v, o, u, states   as forward left them; states: any tensor if there is but one chunk
-        dstate          of the final state [N, HV, K, V] float32, read if `has_dstate`; else any tensor
+        dstate          of the final state [N, HV, K, V] float32, read if `has_dstate`; else any
+                        tensor
         the others      as in forward; no group of value heads is larger than `width`
 
     Returns:
@@ -239,17 +265,43 @@ def gated_delta_layer_bwd(
     largest = min(C, pad_to_rows(T))
     constants = build_gradient_constants(largest, x.dtype)
     call = {
-        "dy": dy, "x": x, "weight_t": weight_t, "inputs": (q, k, v, g, beta), "o": o, "u": u, "z": z,
-        "position": position, "packed": packed, "prefix": prefix, "continued": continued, "dstate": dstate,
-        "has_dstate": has_dstate, "initial_state": initial_state, "has_state": has_state, "states": states,
-        "H": H, "K": K, "V": V, "W": W, "C": C, "scale": scale, "parts": split_evenly(K),
-        "value_parts": split_evenly(V), "dx": dx, "dz": dz, "gradients": (dx, dx, dx, dg, dbeta),
-        "leaving": leaving, "sizes": sizes,
-        "gain": load_everywhere(gain), "norm": build_norm(eps),
-        "eye": build_identity(PARTITIONS, nl.float32), "constants": constants,
-        "blocks": build_block_constants(largest), "shifts": build_shifts(max(largest, W - 1), W),
+        "dy": dy,
+        "x": x,
+        "weight_t": weight_t,
+        "inputs": (q, k, v, g, beta),
+        "o": o,
+        "u": u,
+        "z": z,
+        "position": position,
+        "packed": packed,
+        "prefix": prefix,
+        "continued": continued,
+        "dstate": dstate,
+        "has_dstate": has_dstate,
+        "initial_state": initial_state,
+        "has_state": has_state,
+        "states": states,
+        "H": H,
+        "K": K,
+        "V": V,
+        "W": W,
+        "C": C,
+        "scale": scale,
+        "parts": split_evenly(K),
+        "value_parts": split_evenly(V),
+        "dx": dx,
+        "dz": dz,
+        "gradients": (dx, dx, dx, dg, dbeta),
+        "leaving": leaving,
+        "sizes": sizes,
+        "gain": load_everywhere(gain),
+        "norm": build_norm(eps),
+        "eye": build_identity(PARTITIONS, nl.float32),
+        "constants": constants,
+        "blocks": build_block_constants(largest),
+        "shifts": build_shifts(max(largest, W - 1), W),
         "l2norm": True,
-    }  # fmt: skip
+    }
     work = list_work(ORDER, chunks)
     for wave in list_waves(N, H, HV, width, lanes, BACKWARD_BUNDLES):
         streams = []
@@ -283,6 +335,30 @@ def example(
     u, weight_t, gain = normals("float32", (B, channels, T), (W, channels), (V,))
     states = normals("float32", (B, kept, K, HV, V))[0] * K**-0.5 if kept else beta
     return gated_delta_layer_bwd, (
-        dy, x, weight_t, q, k, v, o, u, g, beta, z, gain, x, False, x, False, beta, False, beta, False,
-        states, K**-0.5, 1e-5, C, lanes, width,
-    )  # fmt: skip
+        dy,
+        x,
+        weight_t,
+        q,
+        k,
+        v,
+        o,
+        u,
+        g,
+        beta,
+        z,
+        gain,
+        x,
+        False,
+        x,
+        False,
+        beta,
+        False,
+        beta,
+        False,
+        states,
+        K**-0.5,
+        1e-5,
+        C,
+        lanes,
+        width,
+    )

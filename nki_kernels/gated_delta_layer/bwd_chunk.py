@@ -30,7 +30,9 @@ def load_channels(u, n, first, width, start, tokens):
 
 
 def differentiate_rows(stage, chunk, own, stream, call):
-    """Runs a stage of the gradients of the norm, as `gated_rms_norm` has them, or one that makes du."""
+    """Runs a stage of the gradients of the norm, as `gated_rms_norm` has them,
+    or one that makes du.
+    """
     bundle, start, tokens, rows = stream.bundle, own.start, own.tokens, own.rows
     normalize(stage, own, call)
     if stage == "load rows":

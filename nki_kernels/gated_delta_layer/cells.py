@@ -1,7 +1,8 @@
 """Lists the cells of a layer's convolution, and when each is computed.
 
-A cell is what `nki_kernels.tiles` calls one: up to 128 channels of a stretch of tokens. It has three stages.
-In step i the first one is of cell i, the second one of the cell before, and the third one of that before.
+A cell is what `nki_kernels.tiles` calls one: up to 128 channels of a stretch of tokens. It has
+three stages. In step i the first one is of cell i, the second one of the cell before, and the third
+one of that before.
 """
 
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, list_sides, split
@@ -52,11 +53,20 @@ def list_cells(wave, T, call, order):
                         a0, a1 = parts[part]
                         own.append(
                             {
-                                "b": bundle["n"], "t0": t0, "t1": t1, "c0": low + bank[0],
-                                "c1": low + bank[1], "part": part, "a0": a0, "a1": a1, "group": len(own),
-                                "stream": b, "side": side, "turn": t0 // C + late[b % 2],
+                                "b": bundle["n"],
+                                "t0": t0,
+                                "t1": t1,
+                                "c0": low + bank[0],
+                                "c1": low + bank[1],
+                                "part": part,
+                                "a0": a0,
+                                "a1": a1,
+                                "group": len(own),
+                                "stream": b,
+                                "side": side,
+                                "turn": t0 // C + late[b % 2],
                             }
-                        )  # fmt: skip
+                        )
             for cell in own:
                 cell["parts"] = len(own)
                 cells.append(cell)
@@ -64,7 +74,8 @@ def list_cells(wave, T, call, order):
 
 
 def plan_steps(cells, turns):
-    """Lists (first, step, stop) of each turn: steps first .. step come before it, and step .. stop in it.
+    """Lists (first, step, stop) of each turn: steps first .. step come before it, and step .. stop
+    in it.
 
     What a turn loads is done before it. The steps that later turns need are spread evenly.
     """
@@ -86,7 +97,8 @@ def plan_steps(cells, turns):
 
 
 def list_layer_work(order, cells, chunks):
-    """Lists what a layer issues, as `schedule.list_work` does; for the convolution a step stands for a chunk.
+    """Lists what a layer issues, as `schedule.list_work` does; for the convolution a step stands
+    for a chunk.
 
     An entry of these stages stands for its share of the turn's steps.
     """

@@ -2,22 +2,26 @@
 
     dx_t = sum_j w_j du_{t + W - 1 - j}        dw_j = sum_t du_t x_{t - W + 1 + j}        W taps
 
-Nothing is transposed: tiles are [tokens, channels]. A tap's x comes from HBM as far shifted as it was read,
-and a product with a shifted identity brings w_j du to the token that it belongs to. What goes to tokens of
-the chunk before waits for that chunk. Sums over tokens are products with a column of ones.
+Nothing is transposed: tiles are [tokens, channels]. A tap's x comes from HBM as far shifted as it
+was read, and a product with a shifted identity brings w_j du to the token that it belongs to. What
+goes to tokens of the chunk before waits for that chunk. Sums over tokens are products with a column
+of ones.
 
 Of packed sequences, a tap counts where it stays in the token's sequence, position >= W - 1 - j.
 
-A bundle's channels, those of its q, k and v, lie side by side on the free axis, cut into cells of equal
-width, at most one bank of PSUM; the last one may have columns that are no channel. `outline` makes a dict of
+A bundle's channels, those of its q, k and v, lie side by side on the free axis, cut into cells of
+equal width, at most one bank of PSUM; the last one may have columns that are no channel. `outline`
+makes a dict of
 
     segments    [(first column, column behind the last, channel)] of q, k and v
     cells       [(first column, column behind the last)]
     columns     of all cells
     channels    of q, k and v
-    gain        [(first column of a view, first column, column behind the last)] of z, where heads lie side by
-                side: views as wide as a cell, in whose columns the gradient of the norm's gain is summed
-    rows        of the sums in PSUM: a row for each tap of each cell, then one for each entry of `gain`
+    gain        [(first column of a view, first column, column behind the last)] of z, where heads
+                lie side by side: views as wide as a cell, in whose columns the gradient of the
+                norm's gain is summed
+    rows        of the sums in PSUM: a row for each tap of each cell, then one for each entry of
+                `gain`
 """
 
 from delta_trn.nki_kernels.language import nisa, nl
@@ -52,13 +56,19 @@ def outline(bundle, H, K, V, W):
         low, high = span
         gain.append((max(0, min(low, values - width)), low, high))
     return {
-        "segments": segments, "cells": cells, "columns": count * width, "channels": channels, "gain": gain,
+        "segments": segments,
+        "cells": cells,
+        "columns": count * width,
+        "channels": channels,
+        "gain": gain,
         "rows": count * W + len(gain),
-    }  # fmt: skip
+    }
 
 
 def find_channels(plan, low, high):
-    """Lists where columns low .. high are channels: [(first column, column behind the last, channel)]."""
+    """Lists where columns low .. high are channels:
+    [(first column, column behind the last, channel)].
+    """
     spans = []
     for segment in plan["segments"]:
         start, stop, channel = segment
@@ -72,8 +82,8 @@ def build_shifts(C, W):
     """Builds what products with shifted tokens take, once per call.
 
     identity    [C, 2 C + W - 1]: 1 where column = C + row; its views are identities, shifted
-    crossing    [W (W - 1) / 2, C]: for each tap j but the last, and each of the first W - 1 - j tokens of a
-                chunk, 1 at the token of the chunk before to which the tap leads
+    crossing    [W (W - 1) / 2, C]: for each tap j but the last, and each of the first W - 1 - j
+                tokens of a chunk, 1 at the token of the chunk before to which the tap leads
     """
     identity_sb = sbuf((C, 2 * C + W - 1))
     nisa.memset(dst=identity_sb, value=1.0)
@@ -93,7 +103,9 @@ def find_row(j, W):
 
 
 def load_weights(weight_t, plan, rows):
-    """Loads w of a bundle's channels to all partitions: [rows, W, columns], from HBM [W, channels]."""
+    """Loads w of a bundle's channels to all partitions: [rows, W, columns],
+    from HBM [W, channels].
+    """
     W, channels = weight_t.shape
     out_sb = sbuf((rows, W, plan["columns"]))
     if plan["columns"] > plan["channels"]:
@@ -122,7 +134,8 @@ def build_counts(plan, C):
 def load_masks(own, stream, call):
     """Loads where taps stay in a token's sequence.
 
-    keep is [tokens, W], 1 or 0; counts is for each tap what `build_counts` returns, 0 where it does not stay.
+    keep is [tokens, W], 1 or 0; counts is for each tap what `build_counts` returns, 0 where it does
+    not stay.
     """
     tokens, W = own.tokens, call["W"]
     position_sb, own.keep, own.counts = sbuf((tokens, 1)), sbuf((tokens, W)), []
@@ -140,7 +153,9 @@ def load_masks(own, stream, call):
 
 
 def load_taps(own, stream, cell, taps, call):
-    """Loads what taps read of a cell, x of W - 1 - j tokens before each token: [tokens, taps, width]."""
+    """Loads what taps read of a cell, x of W - 1 - j tokens before each token:
+    [tokens, taps, width].
+    """
     x, continued, plan, n = call["x"], call["continued"], stream.plan, stream.bundle["n"]
     start, tokens, W = own.start, own.tokens, call["W"]
     low, high = cell
@@ -217,8 +232,8 @@ def count_columns(heads, sizes):
 def view_leaving(leaving, stream, index, first, stop, low, high):
     """Views what chunk `index` leaves for the one before: rows and columns of the bundle, in HBM.
 
-    It lies there, since in SBUF six rows take as much as 128. Two kernels with HBM of their own in one graph
-    have failed on Trn1, so it is an output of the kernel, which its caller drops.
+    It lies there, since in SBUF six rows take as much as 128. Two kernels with HBM of their own in
+    one graph have failed on Trn1, so it is an output of the kernel, which its caller drops.
     """
     n, column = stream.bundle["n"], stream.first_column
     return leaving[n, index, first:stop, column + low : column + high]

@@ -1,14 +1,16 @@
-"""Computes the mixer of a layer forward in one kernel: convolution, gated delta rule, gated RMS norm.
+"""Computes the mixer of a layer forward in one kernel: convolution, gated delta rule, gated RMS
+norm.
 
     q, k, v = SiLU(conv(x))     o = gated_delta_rule(q, k, v, g, beta)     y = RMSNorm(o) w SiLU(z)
 
-The stages are those of the three kernels that do the same one after the other. What one hands to the next
-stays in SBUF: the convolution's results lie there as [channels, tokens], until the chunk that they belong to
-takes them, and o goes from PSUM to the norm. So engines that wait in one of the kernels work for another.
+The stages are those of the three kernels that do the same one after the other. What one hands to
+the next stays in SBUF: the convolution's results lie there as [channels, tokens], until the chunk
+that they belong to takes them, and o goes from PSUM to the norm. So engines that wait in one of the
+kernels work for another.
 
-The convolution runs ahead of the rule, by stretches of tokens. A cell is what `nki_kernels.tiles` calls one:
-up to 128 channels of a stretch. Cells are listed in the order in which chunks need them, and as many are
-computed in each turn of the rule as let the next turn find what it loads.
+The convolution runs ahead of the rule, by stretches of tokens. A cell is what `nki_kernels.tiles`
+calls one: up to 128 channels of a stretch. Cells are listed in the order in which chunks need them,
+and as many are computed in each turn of the rule as let the next turn find what it loads.
 """
 
 from delta_trn.nki_kernels.chunk import load_lanes, store_keys, store_lanes
@@ -77,7 +79,9 @@ ORDER = rank("gated_delta_layer_fwd", STAGES, ORDERS["LAYER_FORWARD"])
 
 
 def convolve(stage, step, cells, streams, call):
-    """Runs a stage of the convolution's step: "window" of that cell, or another one of a cell before."""
+    """Runs a stage of the convolution's step: "window" of that cell,
+    or another one of a cell before.
+    """
     at = step
     for kind in range(len(CONVOLUTION)):
         if CONVOLUTION[kind] == stage:
@@ -116,7 +120,8 @@ def open_window(cell, stream, call):
 def activate(cell, stream, call):
     """Applies SiLU to what the convolution made of a cell, [channels, tokens].
 
-    Where a head's channels fill whole cells, those of q and k become what the rule takes as q_t and k_t.
+    Where a head's channels fill whole cells, those of q and k become what the rule takes as q_t and
+    k_t.
     """
     z, C, K = cell["z"], call["C"], call["K"]
     if call["save"]:
@@ -167,7 +172,9 @@ def list_transposed(sides, stream, index, tokens, call):
 
 
 def collect_rows(out_sb, views, eye, op=nl.copy):
-    """Sets out [rows, channels] to op(x) of views x [channels, tokens]; a bank of PSUM is read at once."""
+    """Sets out [rows, channels] to op(x) of views x [channels, tokens];
+    a bank of PSUM is read at once.
+    """
     low, first = 0, 0
     while first < len(views):
         stop, width, tokens = first, 0, views[first].shape[1]
@@ -220,7 +227,9 @@ def load_layer(stream, index, call):
 
 
 def normalize(stage, own, call):
-    """Runs a stage of the norm of o, in forward or in backward: its squares, r of their sums, or h = o r."""
+    """Runs a stage of the norm of o, in forward or in backward: its squares,
+    r of their sums, or h = o r.
+    """
     if stage == "square o":
         own.o_squares = sum_slots(own.o, nl.square)
     elif stage == "invert norm of o":
@@ -263,9 +272,26 @@ def run_layer_stage(stage, share, shares, streams, index, call):
 
 @nki.jit
 def gated_delta_layer_fwd(
-    x, weight, g, beta, z, gain, position, packed, prefix, continued, initial_state, has_state, K, scale, eps,
-    save, C, lanes, width,
-):  # fmt: skip
+    x,
+    weight,
+    g,
+    beta,
+    z,
+    gain,
+    position,
+    packed,
+    prefix,
+    continued,
+    initial_state,
+    has_state,
+    K,
+    scale,
+    eps,
+    save,
+    C,
+    lanes,
+    width,
+):
     """Computes a layer's mixer over whole sequences.
 
     Dimensions are those of `gated_delta_rule_fwd`; channels = 2 H K + HV V, W taps.
@@ -282,9 +308,11 @@ def gated_delta_layer_fwd(
     Returns:
         y               [N, T, HV, V] in x's dtype
         final_state     [N, HV, K, V] float32
-        q, k, v, o      as the rule takes and leaves them, in x's dtype; only if save, like all that follow
+        q, k, v, o      as the rule takes and leaves them, in x's dtype; only if save, like all that
+                        follow
         u               conv(x) [N, channels, T] float32
-        states          before each chunk but the first, as of `gated_delta_rule_fwd`, only if there are any
+        states          before each chunk but the first, as of `gated_delta_rule_fwd`, only if there
+                        are any
 
     Pseudocode, chunk by chunk:
         for wave in waves:
@@ -316,13 +344,37 @@ def gated_delta_layer_fwd(
         u = nl.ndarray((N, channels, T), dtype=nl.float32, buffer=nl.shared_hbm)
     largest = min(C, pad_to_rows(T))
     call = {
-        "x": x, "weight": weight, "g": g, "beta": beta, "z": z, "position": position, "packed": packed,
-        "prefix": prefix, "continued": continued, "W": W, "H": H, "K": K, "V": V,
-        "gain": load_everywhere(gain), "norm": build_norm(eps), "save": save, "saved": saved, "u": u,
-        "constants": build_constants(largest, x.dtype), "channels": False,
-        "blocks": build_block_constants(largest), "parts": parts, "scale": scale, "l2norm": True,
-        "every": 1 if save else 0, "C": C, "o": o, "y": y, "states": states, "whole": K % PARTITIONS == 0,
-    }  # fmt: skip
+        "x": x,
+        "weight": weight,
+        "g": g,
+        "beta": beta,
+        "z": z,
+        "position": position,
+        "packed": packed,
+        "prefix": prefix,
+        "continued": continued,
+        "W": W,
+        "H": H,
+        "K": K,
+        "V": V,
+        "gain": load_everywhere(gain),
+        "norm": build_norm(eps),
+        "save": save,
+        "saved": saved,
+        "u": u,
+        "constants": build_constants(largest, x.dtype),
+        "channels": False,
+        "blocks": build_block_constants(largest),
+        "parts": parts,
+        "scale": scale,
+        "l2norm": True,
+        "every": 1 if save else 0,
+        "C": C,
+        "o": o,
+        "y": y,
+        "states": states,
+        "whole": K % PARTITIONS == 0,
+    }
     for wave in list_waves(N, H, HV, width, lanes):
         groups = [[], [], []]  # streams: EVEN, ODD, ALL
         for b in range(len(wave)):

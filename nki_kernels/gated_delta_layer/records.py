@@ -1,4 +1,6 @@
-"""Names what a layer's kernels hold on chip beside the tiles of the rule: per chunk, and per bundle."""
+"""Names what a layer's kernels hold on chip beside the tiles of the rule:
+per chunk, and per bundle.
+"""
 
 from typing import Any
 
@@ -6,7 +8,9 @@ from delta_trn.nki_kernels.language import nl
 
 
 class LayerTiles(nl.NKIObject):
-    """Has the tiles of the norm and the convolution of one chunk of one bundle; stages fill them in."""
+    """Has the tiles of the norm and the convolution of one chunk of one bundle;
+    stages fill them in.
+    """
 
     index: Any = 0  # of the chunk
     start: Any = 0  # its first token

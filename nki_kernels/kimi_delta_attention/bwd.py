@@ -1,7 +1,8 @@
-"""Computes the gradients of Kimi Delta Attention: from the states that forward kept, last chunk first.
+"""Computes the gradients of Kimi Delta Attention: from the states that forward kept, last chunk
+first.
 
-The modules `chunk` and `chunk_gradients` beside this one have the equations. Stretches of chunks are solved
-again as in `nki_kernels.gated_delta_rule_bwd`.
+The modules `chunk` and `chunk_gradients` beside this one have the equations. Stretches of chunks
+are solved again as in `nki_kernels.gated_delta_rule_bwd`.
 """
 
 from delta_trn.nki_kernels import gated_delta_rule_bwd
@@ -44,9 +45,24 @@ ORDER = rank("kimi_delta_attention_bwd", STAGES, ORDERS["CHANNELS_BACKWARD"])
 
 @nki.jit
 def kimi_delta_attention_bwd(
-    q, k, v, g, beta, do, dstate, initial_state, states, scale, l2norm, has_dstate, has_state, every, C,
-    lanes, width,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    g,
+    beta,
+    do,
+    dstate,
+    initial_state,
+    states,
+    scale,
+    l2norm,
+    has_dstate,
+    has_state,
+    every,
+    C,
+    lanes,
+    width,
+):
     """Computes the gradients of `kimi_delta_attention_fwd`, with the same C and every.
 
     Args, Returns:

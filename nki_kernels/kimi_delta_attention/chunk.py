@@ -1,24 +1,29 @@
-"""Computes one chunk of Kimi Delta Attention on chip: a decay per channel in place of one per token.
+"""Computes one chunk of Kimi Delta Attention on chip: a decay per channel in place of one per
+token.
 
-Letters and tiles are those of `nki_kernels.chunk`, but Q and K are normalized before (float32), b, gamma and
-lambda are [C, K], and what scales rows there is multiplied into copies of Q and K here:
+Letters and tiles are those of `nki_kernels.chunk`, but Q and K are normalized before (float32), b,
+gamma and lambda are [C, K], and what scales rows there is multiplied into copies of Q and K here:
 
     gamma = exp(b)    lambda_i = exp(b_C - b_i)    gamma_C [K]
-    kk_ij = sum_c k_ic k_jc exp(b_ic - b_jc), i > j        P_ij = sum_c q_ic k_jc exp(b_ic - b_jc), i >= j
+    kk_ij = sum_c k_ic k_jc exp(b_ic - b_jc), i > j        P_ij = sum_c q_ic k_jc exp(b_ic - b_jc),
+                                                           i >= j
     L = diag(beta) kk    R = diag(beta) (V - (gamma . K) S)    O = scale ((gamma . Q) S + (P T) R)
     S' = Diag(gamma_C) S + W^T R,  W = T^T (lambda . K)
 
-Source: arXiv:2510.26692. Neither b_i - b_j nor exp(-b_j) is taken. Blocks of 1, 2, 4, .. tokens are joined in
-pairs, a level each, and a pair i > j of tokens belongs to the level that joins its blocks, at token m:
+Source: arXiv:2510.26692. Neither b_i - b_j nor exp(-b_j) is taken. Blocks of 1, 2, 4, .. tokens are
+joined in pairs, a level each, and a pair i > j of tokens belongs to the level that joins its
+blocks, at token m:
 
     exp(b_i - b_j) = f_i f_j    f_i = exp(sum of g over m <= t <= i)    f_j = exp(sum of g over j < t < m)
 
-In the left half of a block f is of the second kind, in the right half of the first. All exponents of a level
-are products of g with a matrix of zeros and ones, W_level [C, C], sums of g <= 0. A level is a product of
-f . K with f . Q and f . K, of which the pairs that belong to it are kept. The last chunk of a sequence has as
-many rows as the others; those behind its tokens have q = k = v = g = beta = 0.
+In the left half of a block f is of the second kind, in the right half of the first. All exponents
+of a level are products of g with a matrix of zeros and ones, W_level [C, C], sums of g <= 0. A
+level is a product of f . K with f . Q and f . K, of which the pairs that belong to it are kept. The
+last chunk of a sequence has as many rows as the others; those behind its tokens have q = k = v = g
+= beta = 0.
 
-gamma and lambda multiply states: their sums are of two parts of g, as `plan.split_decays` makes them.
+gamma and lambda multiply states: their sums are of two parts of g, as `plan.split_decays` makes
+them.
 """
 
 from delta_trn.nki_kernels.chunk import (
@@ -99,7 +104,9 @@ def scale_channels(x_sb, factors_sb, dtype=nl.float32):
 
 
 def spread_keys(chunk, bundle, l2norm):
-    """Adds `keys` to the chunk: q and k of each lane, normalized if asked, float32 [rows, 2, lanes, K]."""
+    """Adds `keys` to the chunk: q and k of each lane, normalized if asked,
+    float32 [rows, 2, lanes, K].
+    """
     rows, _, _, K = chunk.qk.shape
     if l2norm:
         chunk.inverse_norms = invert_key_squares(
@@ -114,7 +121,9 @@ def spread_keys(chunk, bundle, l2norm):
 
 
 def transpose_keys(chunk):
-    """Adds the transposes of q and k, [K, 2, lanes, rows], and their products `own` [rows, lanes]."""
+    """Adds the transposes of q and k, [K, 2, lanes, rows],
+    and their products `own` [rows, lanes].
+    """
     rows, _, lanes, K = chunk.keys.shape
     tiles = transpose(chunk.keys.reshape((rows, 2 * lanes, K)), [(0, K)], chunk.table)
     chunk.qk_t = tiles[0].reshape((K, 2, lanes, rows))
@@ -125,7 +134,9 @@ def transpose_keys(chunk):
 
 
 def decay_rows(parts, ones):
-    """Returns exp(ones^T g) of g in two parts, [rows, lanes, K]: the product of two exponentials."""
+    """Returns exp(ones^T g) of g in two parts, [rows, lanes, K]:
+    the product of two exponentials.
+    """
     rows, lanes, K = parts[0].shape
     tiles = []
     for part_sb in parts:
@@ -160,7 +171,9 @@ def sum_channel_decays(chunk, table):
 
 
 def scale_keys(chunk, table, both):
-    """Adds gamma . Q and gamma . K, rounded, lambda . K, and transposes: of gamma . Q unless `both`."""
+    """Adds gamma . Q and gamma . K, rounded, lambda . K, and transposes:
+    of gamma . Q unless `both`.
+    """
     products, whole = table["products"], [(0, chunk.keys.shape[3])]
     chunk.gamma_q = scale_channels(chunk.keys[:, 0, :, :], chunk.gamma, products)
     chunk.erased_k = scale_channels(chunk.keys[:, 1, :, :], chunk.gamma, products)
@@ -171,7 +184,9 @@ def scale_keys(chunk, table, both):
 
 
 def multiply_factors(chunk, levels, table):
-    """Adds what levels multiply: f . Q and f . K, `scaled` [K, levels, lanes, 2, rows] of dtype products."""
+    """Adds what levels multiply: f . Q and f . K,
+    `scaled` [K, levels, lanes, 2, rows] of dtype products.
+    """
     rows, lanes, K = chunk.g.shape
     count = levels["count"]
     flat_sums = levels["sums"].reshape((rows, count * rows))

@@ -1,20 +1,22 @@
 """Computes the gradients of one chunk of Kimi Delta Attention on chip.
 
-Letters and tiles are those of the module `chunk` beside this one and of `nki_kernels.chunk_gradients`. dS' is
-the gradient of the state that the chunk leaves; dO is scaled, and -dV is what the tile `dR_rounded` has here.
+Letters and tiles are those of the module `chunk` beside this one and of
+`nki_kernels.chunk_gradients`. dS' is the gradient of the state that the chunk leaves; dO is scaled,
+and -dV is what the tile `dR_rounded` has here.
 
     dU = P^T dO + (lambda . K) dS'    dR = T^T dU    dV = diag(beta) dR
     dS = Diag(gamma_C) dS' + (gamma . Q)^T dO - (gamma . K)^T dV
     dP = strict_lower(dO U^T)    dkk = -strict_lower(dV U^T)    own_i = <dO_i, U_i>                    [C, C]
     reads_q = gamma . (dO S^T)    reads_k = -gamma . (dV S^T)    written = lambda . (U dS'^T)          [C, K]
-    per level, G = dP + dP^T and H = dkk + dkk^T masked, and e = f in right halves of blocks, 0 in left ones:
+    per level, G = dP + dP^T and H = dkk + dkk^T masked, and e = f in right halves of blocks, 0 in
+    left ones:
     x = e . (G (f . K))    y = f . (G (e . Q) + H (f . K))
     dQ = reads_q + own K + sum of x        dK = reads_k + written + own Q + sum of y
     dg_t = sum_{i >= t} (Q . reads_q + K . reads_k)_i + sum_{j < t} (K . written)_j
            + gamma_C . rowsum(S . dS') + per level W_level (Q . x + K . y)      [C, K]
 
-Q . x + K . y is the gradient of the exponents of f, which are W_level^T g. So each pair of tokens counts at
-the tokens that its decay crosses, and nothing is added and taken away again.
+Q . x + K . y is the gradient of the exponents of f, which are W_level^T g. So each pair of tokens
+counts at the tokens that its decay crosses, and nothing is added and taken away again.
 """
 
 from delta_trn.nki_kernels.chunk import (
@@ -109,7 +111,9 @@ def add_to_keys(chunk, x_sb, first):
 
 
 def weigh_sums(chunk, raw_sb, factors, first, dtype=nl.float32):
-    """Returns factors . raw sums, rounded, and the exponents' gradients, [rows, sides, lanes, K] of dtype."""
+    """Returns factors . raw sums, rounded, and the exponents' gradients,
+    [rows, sides, lanes, K] of dtype.
+    """
     x_sb, terms_sb = sbuf(raw_sb.shape, chunk.table["products"]), sbuf(raw_sb.shape, dtype)
     multiply_on_gpsimd(x_sb, raw_sb, factors)
     multiply_on_gpsimd(terms_sb, x_sb, chunk.keys[:, first:2, :, :])
@@ -117,7 +121,9 @@ def weigh_sums(chunk, raw_sb, factors, first, dtype=nl.float32):
 
 
 def add_sums(chunk, weighed, weights, first):
-    """Adds what `weigh_sums` returns to dq and dk, and to dg, there as sums over tokens by weights^T."""
+    """Adds what `weigh_sums` returns to dq and dk, and to dg,
+    there as sums over tokens by weights^T.
+    """
     x_sb, terms_sb = weighed
     rows, sides, lanes, K = x_sb.shape
     add_to_keys(chunk, x_sb, first)
@@ -126,7 +132,9 @@ def add_sums(chunk, weighed, weights, first):
 
 
 def read_channel_states(chunk):
-    """Adds what states and `own` make of dq and dk, a tile each: `reads`, two for q and k, and one for k."""
+    """Adds what states and `own` make of dq and dk, a tile each: `reads`,
+    two for q and k, and one for k.
+    """
     rows, lanes, K = chunk.g.shape
     reads_ps, written_ps = psum((rows, 2, lanes, K)), psum((rows, 1, lanes, K))
     reads_sb, written_sb = sbuf(reads_ps.shape), sbuf(written_ps.shape)
@@ -176,7 +184,9 @@ def compute_factors(chunk, levels, level):
 
 
 def multiply_level(chunk, level, scaled_sb):
-    """Returns G (f . K), and G (e . Q) + H (f . K), [rows, 2, lanes, K]; scaled are e . Q and f . K."""
+    """Returns G (f . K), and G (e . Q) + H (f . K), [rows, 2, lanes, K];
+    scaled are e . Q and f . K.
+    """
     out_ps, out_sb = psum(scaled_sb.shape), sbuf(scaled_sb.shape)
     G_sb, H_sb = chunk.masked
     for lane in range(scaled_sb.shape[2]):

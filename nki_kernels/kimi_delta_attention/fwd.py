@@ -1,9 +1,11 @@
-"""Computes Kimi Delta Attention forward: the delta rule with a decay per channel, several heads side by side.
+"""Computes Kimi Delta Attention forward: the delta rule with a decay per channel, several heads
+side by side.
 
     S <- Diag(exp(g_t)) S    u = beta_t (v_t - S^T k_t)    S <- S + k_t u^T    o_t = scale S^T q_t
 
-Source: arXiv:2510.26692. Value head j reads query and key of head j // (HV / H). The module
-`chunk` has the equations of a chunk; once its tiles are made, it is advanced as one of the gated delta rule.
+Source: arXiv:2510.26692. Value head j reads query and key of head j // (HV / H). The module `chunk`
+has the equations of a chunk; once its tiles are made, it is advanced as one of the gated delta
+rule.
 """
 
 from delta_trn.nki_kernels import gated_delta_rule_fwd
@@ -46,7 +48,8 @@ def kimi_delta_attention_fwd(
     """Computes Kimi Delta Attention over whole sequences.
 
     Args, Returns:
-        as `gated_delta_rule_fwd`, but g [N, T, HV, K] float32, the decay's logarithm, -1e4 to 0; K <= 128
+        as `gated_delta_rule_fwd`, but g [N, T, HV, K] float32, the decay's logarithm, -1e4 to 0; K
+        <= 128
     """
     assert q.shape[3] <= PARTITIONS, (
         f"K={q.shape[3]} exceeds {PARTITIONS} partitions, one for each channel"
@@ -63,5 +66,7 @@ def give_channels(arguments):
 
 
 def example(**shape):
-    """Returns the kernel and arguments as in training: no initial state, l2norm; every=0: as in inference."""
+    """Returns the kernel and arguments as in training: no initial state,
+    l2norm; every=0: as in inference.
+    """
     return kimi_delta_attention_fwd, give_channels(gated_delta_rule_fwd.example(**shape)[1])

@@ -1,10 +1,12 @@
-"""A simulator of NKI, AWS's kernel language for Trainium, for everyone who writes NKI kernels without a chip.
+"""A simulator of NKI, AWS's kernel language for Trainium, for everyone who writes NKI kernels
+without a chip.
 
 It stands alone: it needs NumPy and ml_dtypes only, and runs kernels of any origin. Its page is
 docs/simulator.md.
 
-    It checks      what the instruction set, the compiler or the chip would refuse: operands, dtypes, engines,
-                   partitions, capacity, reads of unwritten memory, Python that the compiler does not accept.
+    It checks      what the instruction set, the compiler or the chip would refuse: operands,
+                   dtypes, engines, partitions, capacity, reads of unwritten memory, Python that the
+                   compiler does not accept.
     It computes    what the instructions compute, in float32 and rounded to the destination's dtype.
     It estimates   peak memory and time on trn1 (the default), trn2 or trn3.
 

@@ -1,19 +1,21 @@
-"""A simulator of NKI, AWS's kernel language for Trainium, for everyone who writes NKI kernels without a chip.
+"""A simulator of NKI, AWS's kernel language for Trainium, for everyone who writes NKI kernels
+without a chip.
 
-In Python it runs a kernel on NumPy arrays and refuses what the instruction set, the compiler or the chip
-would refuse; docs/simulator.md shows how. From the command line it runs a kernel on seeded inputs, with the
-same checks, and prints how long each engine is busy, what binds, the peak memory and the instructions:
+In Python it runs a kernel on NumPy arrays and refuses what the instruction set, the compiler or the
+chip would refuse; docs/simulator.md shows how. From the command line it runs a kernel on seeded
+inputs, with the same checks, and prints how long each engine is busy, what binds, the peak memory
+and the instructions:
 
     python -m delta_trn.nki_kernels.simulator report KERNEL SHAPE [SHAPE ...] [--target trn2]
     python -m delta_trn.nki_kernels.simulator calibrate      # the model against published measurements
 
-    KERNEL   MODULE:FUNCTION for any kernel, or a module of delta_trn.nki_kernels (gated_delta_rule_fwd) whose
-             function example(...) returns (kernel, arguments)
+    KERNEL   MODULE:FUNCTION for any kernel, or a module of delta_trn.nki_kernels
+             (gated_delta_rule_fwd) whose function example(...) returns (kernel, arguments)
     SHAPE    for MODULE:FUNCTION one array per argument: 128x512,128x64:bfloat16
              for a module the keywords of its example: B=1,T=256,H=2,K=64,V=128
 
-Every time is an estimate, under two readings of the Tensor engine's rate: a range until a chip decides.
-Nothing was ever measured on a chip here.
+Every time is an estimate, under two readings of the Tensor engine's rate: a range until a chip
+decides. Nothing was ever measured on a chip here.
 """
 
 import argparse
@@ -127,7 +129,9 @@ def _array(word: str) -> np.ndarray:
 
 
 def numbers(run: Run, readings: Sequence[Estimate], arguments: Any) -> dict[str, Any]:
-    """Return the slowest estimate without its steps, the other readings' bounds, memory peaks and traffic."""
+    """Return the slowest estimate without its steps, the other readings' bounds,
+    memory peaks and traffic.
+    """
     costs = readings[-1]
     fields = vars(costs).copy()
     del fields["steps"], fields["target"]
@@ -153,7 +157,9 @@ def numbers(run: Run, readings: Sequence[Estimate], arguments: Any) -> dict[str,
 
 
 def table(name: str, shape: str, run: Run, readings: Sequence[Estimate]) -> str:
-    """Return the estimates of a kernel call as a Markdown table; shares are those of the slowest reading."""
+    """Return the estimates of a kernel call as a Markdown table;
+    shares are those of the slowest reading.
+    """
     slow, target = readings[-1], readings[-1].target
     whole = slow.lower or 1
     counts = Counter(step.engine for step in slow.steps)
@@ -164,9 +170,11 @@ def table(name: str, shape: str, run: Run, readings: Sequence[Estimate]) -> str:
     lines = [
         f"## {name} {shape} on one core of {target.name}",
         "",
-        f"_{LABEL}. Microseconds under each reading of the Tensor engine's rate; the slower one counts._",
+        f"_{LABEL}. Microseconds under each reading of the Tensor engine's rate; the slower one "
+        "counts._",
         "",
-        f"| | {' | '.join(e.reading.name for e in readings)} | share of lower bound | instructions |",
+        f"| | {' | '.join(e.reading.name for e in readings)} | share of lower bound | instructions "
+        "|",
         f"| --- |{' ---: |' * len(readings)} ---: | ---: |",
     ]
     rows: list[tuple[str, Callable[[Estimate], float], str]] = [
@@ -178,7 +186,8 @@ def table(name: str, shape: str, run: Run, readings: Sequence[Estimate]) -> str:
     rows.append(("dependency path", lambda e: e.path, ""))
     lines += [f"| {row} | {times(of)} | {of(slow) / whole:.0%} | {n} |" for row, of, n in rows]
     lines += [
-        f"| **lower bound** (set by {slow.binding}) | {times(lambda e: e.lower)} | | {run.instructions} |",
+        f"| **lower bound** (set by {slow.binding}) | {times(lambda e: e.lower)} | | "
+        f"{run.instructions} |",
         f"| **in program order** | {times(lambda e: e.schedule)} | {slow.schedule / whole:.0%} | |",
         f"| **upper bound** (no overlap) | {times(lambda e: e.upper)} | | |",
         "",

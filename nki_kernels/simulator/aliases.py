@@ -1,4 +1,5 @@
-"""Let `import nki` find the simulator, so that kernel files written for the real package run unmodified.
+"""Let `import nki` find the simulator, so that kernel files written for the real package run
+unmodified.
 
 from delta_trn.nki_kernels.simulator.aliases import as_nki
 
@@ -27,7 +28,9 @@ class _Anything:
 
 
 class _Collectives(ModuleType):
-    """Stands for nki.collectives. Groups of ranks can be made, but its functions connect devices."""
+    """Stands for nki.collectives. Groups of ranks can be made,
+    but its functions connect devices.
+    """
 
     class ReplicaGroup(language.NKIObject):
         groups: Any

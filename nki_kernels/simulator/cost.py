@@ -1,39 +1,44 @@
-"""A cost model over the instruction trace. Everything that it says is an estimate; nothing was measured here.
+"""A cost model over the instruction trace. Everything that it says is an estimate; nothing was
+measured here.
 
-Each instruction has two costs: `busy`, the time that it occupies its engine, and `latency`, how much longer
-an instruction waits that needs its result. From them and the dependencies of the trace:
+Each instruction has two costs: `busy`, the time that it occupies its engine, and `latency`, how
+much longer an instruction waits that needs its result. From them and the dependencies of the trace:
 
     engine    sum of busy, for each engine
-    port      sum of busy on gen2's shared ports, where engines take turns: Vector and GpSimd at SBUF, Vector
-              and Scalar at PSUM
+    port      sum of busy on gen2's shared ports, where engines take turns: Vector and GpSimd at
+              SBUF, Vector and Scalar at PSUM
     dma       sum of bytes / bandwidth
     path      the longest chain of dependent instructions, latencies included
     lower     max(engine, port, dma, path): everything overlaps
-    schedule  every engine runs in program order, each instruction waits for its operands; loads and stores
-              are two queues that share the DMA bandwidth
+    schedule  every engine runs in program order, each instruction waits for its operands; loads and
+              stores are two queues that share the DMA bandwidth
     upper     one instruction after the other
 
-Sources: cycles from the instruction pages of NKI Beta 1 (SDK 2.26), which later pages dropped; clocks and
-bandwidths from the architecture guides; latencies from both and from the performance guide (100 cycles
-between dependent Vector instructions, 264 Scalar cycles per small dependent activation, 64 cycles to fill
-the Tensor engine's array, 60 to reach SBUF or PSUM). Three costs are inferred: a DMA descriptor costs at
-least 512 bytes of bandwidth; a float32 transposition on the Tensor engine costs four passes; elementwise
-work on GpSimd costs 150 cycles, and one more per element, or four for roots and powers (NKI's documentation
-has a root there four times as slow as the Scalar engine's).
+Sources: cycles from the instruction pages of NKI Beta 1 (SDK 2.26), which later pages dropped;
+clocks and bandwidths from the architecture guides; latencies from both and from the performance
+guide (100 cycles between dependent Vector instructions, 264 Scalar cycles per small dependent
+activation, 64 cycles to fill the Tensor engine's array, 60 to reach SBUF or PSUM). Three costs are
+inferred: a DMA descriptor costs at least 512 bytes of bandwidth; a float32 transposition on the
+Tensor engine costs four passes; elementwise work on GpSimd costs 150 cycles, and one more per
+element, or four for roots and powers (NKI's documentation has a root there four times as slow as
+the Scalar engine's).
 
 Four constants differ from the documentation, because published measurements do:
 
-    Tensor      512 columns take a sixth longer than documented, in bfloat16 and in float32. Nobody has
-                published what fewer columns take on Trn1, so there are two `READINGS`, which agree at 512:
+    Tensor      512 columns take a sixth longer than documented, in bfloat16 and in float32. Nobody
+                has published what fewer columns take on Trn1, so there are two `READINGS`, which
+                agree at 512:
                     rate    every column takes 7/6 cycle, as if the clock were 2.4 GHz
                     issue   every pass takes 85 cycles more, as if loading weights were not hidden
                 The issue reading is the slower one at every size, and the default.
     Scalar      an instruction takes 55 cycles more than its elements
     reciprocal  3 cycles per element on the Vector engine, not 8
-    scan        1 cycle per element on the Vector engine, not 2 as other instructions with two full inputs
+    scan        1 cycle per element on the Vector engine, not 2 as other instructions with two full
+                inputs
 
-Beside its instructions, the Scalar engine loads tables of functions (`core.tables`): as soon as it is free,
-as the compiler moves loads forward, before the first instruction whose function the resident table lacks.
+Beside its instructions, the Scalar engine loads tables of functions (`core.tables`): as soon as it
+is free, as the compiler moves loads forward, before the first instruction whose function the
+resident table lacks.
 """
 
 from bisect import bisect_right, insort
@@ -96,7 +101,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated times of one kernel call in microseconds, the bytes that it moves, and instruction counts."""
+    """Estimated times of one kernel call in microseconds, the bytes that it moves,
+    and instruction counts.
+    """
 
     target: Target
     reading: Reading
@@ -279,10 +286,11 @@ def find_queue(record: Record) -> str:
 
 
 def _reserve(transfers: list[tuple[float, float]], earliest: float, busy: float) -> float:
-    """Add a transfer to `transfers` (begin, end) in the first gap that holds it, and return its begin.
+    """Add a transfer to `transfers` (begin, end) in the first gap that holds it, and return its
+    begin.
 
-    A load that is issued behind a store need not wait for what the store waits for, but both together never
-    have more than the whole bandwidth.
+    A load that is issued behind a store need not wait for what the store waits for, but both
+    together never have more than the whole bandwidth.
     """
     start = earliest
     for begin, end in transfers[max(0, bisect_right(transfers, (earliest,)) - 1) :]:
@@ -301,10 +309,11 @@ def accumulates(first: Record, second: Record) -> bool:
 
 
 def list_dependencies(trace: Sequence[Record]) -> list[set[int]]:
-    """Return which instructions each one waits for: writers of what it reads, users of what it overwrites.
+    """Return which instructions each one waits for: writers of what it reads, users of what it
+    overwrites.
 
-    This holds on chip and in HBM alike, except that two writes to HBM never wait for each other: there the
-    tiles of different heads interleave without overlapping.
+    This holds on chip and in HBM alike, except that two writes to HBM never wait for each other:
+    there the tiles of different heads interleave without overlapping.
     """
     writers: dict[int, list[tuple[Operand, int]]] = defaultdict(list)
     readers: dict[int, list[tuple[Operand, int]]] = defaultdict(list)

@@ -23,7 +23,9 @@ STRICT = "DELTA_TRN_NKI_STRICT"
 
 @dataclass(frozen=True)
 class Run:
-    """What one kernel call did. The peaks are live bytes per partition of SBUF, and live banks of PSUM."""
+    """What one kernel call did. The peaks are live bytes per partition of SBUF,
+    and live banks of PSUM.
+    """
 
     outputs: Any
     target: Target
@@ -98,10 +100,11 @@ def record(
     Arguments that the kernel writes are updated.
 
     target         trn1, trn2 or trn3
-    nki            the release of NKI whose rules hold, "0.2.0" to "0.7.0"; without one, here or in the
-                   environment variable DELTA_TRN_NKI, those of all of them
-    strict         False drops the checks that AWS's simulator does not make; without it, here or as 0 in
-                   DELTA_TRN_NKI_STRICT, which reaches runs that a package starts itself, they are made
+    nki            the release of NKI whose rules hold, "0.2.0" to "0.7.0"; without one, here or in
+                   the environment variable DELTA_TRN_NKI, those of all of them
+    strict         False drops the checks that AWS's simulator does not make; without it, here or as
+                   0 in DELTA_TRN_NKI_STRICT, which reaches runs that a package starts itself, they
+                   are made
     check_source   False drops only the check of the compiler's Python subset
     numerics       makes the engines less exact
 
@@ -194,14 +197,15 @@ def _argument(machine: Machine, name: str, value: Any) -> Any:
         return tensor
     if type(value).__module__.partition(".")[0] in ("torch", "jax"):
         raise TypeError(
-            f"argument {name} is a {type(value).__name__}; pass NumPy arrays (ml_dtypes for bfloat16)"
+            f"argument {name} is a {type(value).__name__}; pass NumPy arrays (ml_dtypes for "
+            "bfloat16)"
         )
     if isinstance(value, tuple):
         return tuple(_argument(machine, f"{name}[{i}]", item) for i, item in enumerate(value))
     if machine.strict and isinstance(value, (list, dict)):
         raise StrictError(
-            f"kernel argument {name} is a {type(value).__name__}; pass one argument per tensor, and tuples "
-            "of numbers"
+            f"kernel argument {name} is a {type(value).__name__}; pass one argument per tensor, "
+            "and tuples of numbers"
         )
     return value
 
@@ -241,8 +245,8 @@ def _output(machine: Machine, i: int, tensor: Any, nan_in: bool) -> Any:
     if machine.partial_reads and not nan_in and _has_nan(tensor.array):
         where = [int(n) for n in np.argwhere(np.isnan(tensor.array))[0]]
         raise StrictError(
-            f"kernel output {i} `{tensor.name}` is NaN at {where} and memory was read before it was written: "
-            f"{machine.partial_reads[0]}"
+            f"kernel output {i} `{tensor.name}` is NaN at {where} and memory was read before it "
+            f"was written: {machine.partial_reads[0]}"
         )
     return tensor.array
 

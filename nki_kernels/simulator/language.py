@@ -1,4 +1,6 @@
-"""nki.language, imported as `nl`: dtypes, buffers, operators, tensors and tile functions, named as in NKI."""
+"""nki.language, imported as `nl`: dtypes, buffers, operators,
+tensors and tile functions, named as in NKI.
+"""
 
 # ruff: noqa: F401, F403 (a namespace: every imported name is part of nl)
 
@@ -52,9 +54,11 @@ globals().update({operator.name: TileOperator(operator) for operator in _operato
 
 
 class NKIObject:
-    """Base of a kernel's configuration classes, whose fields become constructor arguments as in NKI.
+    """Base of a kernel's configuration classes, whose fields become constructor arguments as in
+    NKI.
 
-    To the compiler, class attributes without annotations are fields too. They get annotations here, so that a
+    To the compiler, class attributes without annotations are fields too. They get annotations here,
+    so that a
     @dataclass decorator sees them.
     """
 
@@ -158,7 +162,9 @@ def shared_identity_matrix(n: int, dtype: Any = "uint8", dst: NkiTensor | None =
 
 
 def _assign(self: NkiTensor, key: object, value: Any) -> None:
-    """Write a tensor, or a number, to a part of a tensor by the instruction that can: tensor[key] = value."""
+    """Write a tensor, or a number, to a part of a tensor by the instruction that can:
+    tensor[key] = value.
+    """
     dst = self[key]
     if not isinstance(value, NkiTensor):
         memset(dst=dst, value=value)

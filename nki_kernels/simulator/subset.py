@@ -1,8 +1,9 @@
-"""The Python subset of NKI's compiler, checked on the source of a kernel and of every helper that it reaches.
+"""The Python subset of NKI's compiler, checked on the source of a kernel and of every helper that
+it reaches.
 
-A kernel runs here as ordinary Python, but the compilers of NKI 0.2 to 0.6 parse its source and accept less.
-`check` raises for what a release, or one of all releases, refuses, and warns of what AWS's text refuses and
-its own kernels do. `core.releases` has the rules and their sources.
+A kernel runs here as ordinary Python, but the compilers of NKI 0.2 to 0.6 parse its source and
+accept less. `check` raises for what a release, or one of all releases, refuses, and warns of what
+AWS's text refuses and its own kernels do. `core.releases` has the rules and their sources.
 """
 
 import ast
@@ -54,7 +55,9 @@ SUBSET = "Python outside the compiler's subset"
 
 
 def check(kernel: Callable[..., Any], nki: str | None = None) -> None:
-    """Raise SubsetError with every construct that the release `nki`, or without one some release, refuses."""
+    """Raise SubsetError with every construct that the release `nki`,
+    or without one some release, refuses.
+    """
     refused = [text for text, warns in _find(kernel, nki) if not warns]
     for text, warns in _find(kernel, nki):
         if warns:
@@ -68,7 +71,8 @@ def check(kernel: Callable[..., Any], nki: str | None = None) -> None:
 
 
 def findings(kernel: Callable[..., Any], nki: str | None = None) -> tuple[str, ...]:
-    """Return what in the kernel, or in a function that it reaches, a release or one of them does not take.
+    """Return what in the kernel, or in a function that it reaches, a release or one of them does
+    not take.
 
     A finding is file:line: what is wrong, and what to write instead.
 
@@ -124,7 +128,9 @@ def _body(tree: Any) -> Iterator[ast.AST]:
 
 
 def _find_outside(tree: Any, root: bool) -> Iterator[tuple[Any, str]]:
-    """Yield each node that is outside the subset of every release that has one, and what to write instead."""
+    """Yield each node that is outside the subset of every release that has one,
+    and what to write instead.
+    """
     if tree.args.kwonlyargs:
         yield tree, "keyword-only separator * in a signature is not supported"
     if root and (tree.args.vararg or tree.args.kwarg):
@@ -161,7 +167,8 @@ def _identity(node: ast.Compare, *, with_none: bool) -> bool:
 def _find_refused(
     tree: Any, scope: dict[str, Any], outer: Mapping[str, Any], nki: str | None
 ) -> Iterator[tuple[Any, str, bool]]:
-    """Yield each node that the rules of the release refuse, what to write instead, and whether they warn.
+    """Yield each node that the rules of the release refuse, what to write instead, and whether they
+    warn.
 
     `outer` are the variables of enclosing functions that the source reads.
     """
@@ -228,7 +235,9 @@ def _list_reached(tree: Any, scope: dict[str, Any]) -> list[Any]:
 
 
 def _own(function: FunctionType) -> bool:
-    """Return whether a function is the kernel's own, not the simulator's, NKI's, NumPy's or Python's."""
+    """Return whether a function is the kernel's own, not the simulator's,
+    NKI's, NumPy's or Python's.
+    """
     module = function.__module__ or ""
     installed = module.partition(".")[0] in ("numpy", "nki", "ml_dtypes")
     if installed or module.startswith(__package__ or "") or hasattr(builtins, module):

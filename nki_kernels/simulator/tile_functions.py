@@ -1,8 +1,8 @@
 """The functions of nki.language on whole tiles.
 
-Each allocates its result in SBUF and issues the instructions for it. They are conveniences, as in NKI:
-elementwise functions broadcast along free axes, reductions keep the partition axis. A kernel that must
-decide which engine runs what calls nisa.
+Each allocates its result in SBUF and issues the instructions for it. They are conveniences, as in
+NKI: elementwise functions broadcast along free axes, reductions keep the partition axis. A kernel
+that must decide which engine runs what calls nisa.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,18 @@ from delta_trn.nki_kernels.simulator.isa.matmul import nc_matmul, nc_transpose
 from delta_trn.nki_kernels.simulator.isa.reduction import tensor_reduce
 
 __all__ = [
-    "broadcast_to", "ceil", "floor", "matmul", "mean", "rms_norm", "softmax", "transpose", "trunc", "var",
+    "broadcast_to",
+    "ceil",
+    "floor",
+    "matmul",
+    "mean",
+    "rms_norm",
+    "softmax",
+    "transpose",
+    "trunc",
+    "var",
     "where",
-]  # fmt: skip
+]
 
 
 def tile(shape: Any, dtype: Any) -> NkiTensor:
@@ -178,16 +187,24 @@ def rms_norm(
     squares = _unary(ops.square, x, float32)
     total = reduce(ops.add, squares, axis, float32, keepdims=True)
     mean_square = issue(
-        tensor_scalar, total.shape, float32, data=total, op0=ops.multiply, operand0=1.0 / n, op1=ops.add,
+        tensor_scalar,
+        total.shape,
+        float32,
+        data=total,
+        op0=ops.multiply,
+        operand0=1.0 / n,
+        op1=ops.add,
         operand1=float(epsilon),
-    )  # fmt: skip
+    )
     result = dtype_of(dtype or x.dtype)
     out = _binary(ops.multiply, x, _unary(ops.rsqrt, mean_square, float32), result)
     return out if w is None else _binary(ops.multiply, out, stretch(w, x.shape), result)
 
 
 def where(condition: NkiTensor, x: Any, y: Any, dtype: Any = None) -> NkiTensor:
-    """Select x where the condition is not zero and y elsewhere; y + (x - y) * c would spoil infinities."""
+    """Select x where the condition is not zero and y elsewhere; y + (x - y)
+    * c would spoil infinities.
+    """
     sides = (x, y) if isinstance(x, NkiTensor) or isinstance(y, NkiTensor) else (condition,)
     result = _result_dtype(sides, dtype)
     shape = condition.shape

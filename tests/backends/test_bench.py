@@ -1,4 +1,6 @@
-"""bench times nothing whose parity fails, gives contenders alternate turns, and says what it did not run."""
+"""bench times nothing whose parity fails, gives contenders alternate turns,
+and says what it did not run.
+"""
 
 import json
 import sys
@@ -25,7 +27,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Times three rounds, and does not measure memory, which takes seconds and has a test of its own."""
+    """Times three rounds, and does not measure memory,
+    which takes seconds and has a test of its own.
+    """
     monkeypatch.setattr(timing, "ROUNDS", (3, 3))
     monkeypatch.setattr(bench, "memory", lambda name, case, dtype, device: 1024)
 
@@ -63,7 +67,9 @@ def test_a_case_of_the_rule_is_timed_beside_its_peer(tmp_path, capsys, monkeypat
 
 
 def test_what_flash_linear_attention_hands_its_calls_to_is_named(monkeypatch):
-    """Its release 0.6.0 notes every function that another backend than Triton has computed, or refused."""
+    """Its release 0.6.0 notes every function that another backend than Triton has computed,
+    or refused.
+    """
     assert name_backends() == "Triton"
     notes = {
         "gated_delta_rule:chunk_gated_delta_rule:flash_qla",
@@ -167,7 +173,9 @@ def test_unknown_cases_and_backends_are_refused_by_name(capsys):
 
 
 def test_floors_agree_with_the_published_counts():
-    """For d = 1024, B = 30, T = 1024: 54.9 GFLOP and 285 MB forward, 163 GFLOP backward with its rescan."""
+    """For d = 1024, B = 30, T = 1024: 54.9 GFLOP and 285 MB forward,
+    163 GFLOP backward with its rescan.
+    """
     case = BY_NAME["paper_1024"]
     least = work(case, torch.bfloat16)
     assert least["forward"].flops == pytest.approx(54.9e9, rel=2e-3)

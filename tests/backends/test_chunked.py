@@ -1,4 +1,6 @@
-"""The chunked backend beyond parity and random cases: resets, the inverse, saved shapes, speed, memory."""
+"""The chunked backend beyond parity and random cases: resets, the inverse,
+saved shapes, speed, memory.
+"""
 
 import math
 import statistics
@@ -91,7 +93,9 @@ def test_a_packed_sequence_has_the_bits_that_it_has_alone(K, dtype):
 @pytest.mark.parametrize("C", [1, 2, 16, 32, 64, 128])
 @pytest.mark.parametrize("beta", [1.0, 2.0])
 def test_the_triangular_inverse_is_accurate_for_equal_keys(C, beta):
-    """For equal unit keys, L is beta below the diagonal; what lies on and above the diagonal is ignored."""
+    """For equal unit keys, L is beta below the diagonal;
+    what lies on and above the diagonal is ignored.
+    """
     L = torch.full((3, C, C), beta)
     L += torch.full((C, C), float("nan")).triu(1).nan_to_num(7.0) + 5 * torch.eye(C)
     expected = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + L.double().tril(-1))
@@ -164,8 +168,9 @@ def peak_bytes(run) -> int:
 def test_chunks_take_less_time_and_memory_than_transformers():
     """Compares forward and backward at B=8 T=512 H=6 K=32 V=64 in float32.
 
-    How much less time depends on the CPU; the bench prints the ratio. What counts is processors' time, to
-    which other processes hardly add, and of that the shortest of twenty turns; a busy host gets up to sixty.
+    How much less time depends on the CPU; the bench prints the ratio. What counts is processors'
+    time, to which other processes hardly add, and of that the shortest of twenty turns; a busy host
+    gets up to sixty.
     """
     theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     runs = (

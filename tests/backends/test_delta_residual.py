@@ -44,7 +44,9 @@ def gates(beta: float, dtype: torch.dtype) -> Tensor:
 
 
 def operator(backend: str, k: Tensor, beta: float) -> Tensor:
-    """Returns the matrix I - beta k k^T [M, D, D]: the operation applied to the identity, with v = 0."""
+    """Returns the matrix I - beta k k^T [M, D, D]:
+    the operation applied to the identity, with v = 0.
+    """
     X = torch.eye(D, dtype=k.dtype).expand(M, D, D).contiguous()
     return delta_residual(
         X, k, torch.zeros(M, D, dtype=k.dtype), gates(beta, k.dtype), backend=backend

@@ -1,4 +1,6 @@
-"""Dispatch chooses a backend by sizes and devices, gives reasons, and never falls back in silence."""
+"""Dispatch chooses a backend by sizes and devices, gives reasons,
+and never falls back in silence.
+"""
 
 import re
 import subprocess

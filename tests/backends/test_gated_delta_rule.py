@@ -1,4 +1,6 @@
-"""The public functions refuse bad arguments by name, run the backend asked for, and keep what they promise."""
+"""The public functions refuse bad arguments by name, run the backend asked for,
+and keep what they promise.
+"""
 # ruff: noqa: E501  the tables of bad arguments are read by column
 
 import inspect
@@ -22,7 +24,9 @@ B, T, H, HV, K, V = 2, 3, 2, 4, 8, 5
 
 
 def arguments(**changes):
-    """Returns valid arguments; `changes` replaces some, by name=value or name=function of the tensor."""
+    """Returns valid arguments; `changes` replaces some,
+    by name=value or name=function of the tensor.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):

@@ -1,4 +1,5 @@
-"""The operation computes g and beta from a layer's projections: in Triton's kernels, by PyTorch elsewhere.
+"""The operation computes g and beta from a layer's projections: in Triton's kernels, by PyTorch
+elsewhere.
 
 Parity compares the results with float64, in its cases `gates`, `gates_wide` and `gates_packed`.
 """
@@ -141,14 +142,18 @@ def test_a_float64_call_computes_gates_of_float32_parameters_in_float64():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", [3, 6])
 def test_a_token_has_the_same_bits_at_any_place_and_beside_any_other(heads, dtype):
-    """PyTorch takes a tensor's last elements one by one, with other bits: rows depended on their batch."""
+    """PyTorch takes a tensor's last elements one by one, with other bits:
+    rows depended on their batch.
+    """
     generator = torch.Generator().manual_seed(1)
     sizes = ((3, K), (3, K), (heads, V), (heads,), (heads,))
     inputs = [torch.randn(1, 96, *size, generator=generator).to(dtype) for size in sizes]
     options = gate_options(*torch.randn(2, heads, generator=generator), backend="chunked")
 
     def outcome(bounds, rows=1, **more):
-        """Returns o and the gradients of q, k, v, a, z [rows, time, ...] of tokens first to last."""
+        """Returns o and the gradients of q, k, v, a,
+        z [rows, time, ...] of tokens first to last.
+        """
         first, last = bounds
         leaves = [x[:, first:last].unflatten(1, (rows, -1)).squeeze(0) for x in inputs]
         leaves = [x.detach().requires_grad_() for x in leaves]
@@ -168,7 +173,9 @@ def test_a_token_has_the_same_bits_at_any_place_and_beside_any_other(heads, dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_extreme_projections_and_parameters_give_the_gates_of_the_formula(dtype):
-    """exp(A_log) overflows from 89 on in float32, and softplus underflows from -104 on: 0 times infinity."""
+    """exp(A_log) overflows from 89 on in float32, and softplus underflows from -104 on:
+    0 times infinity.
+    """
     values = torch.tensor(
         [-1e30, -1e4, -300.0, -150.0, -100.0, -61.0, -59.0, 0.0, 90.0, 301.0, 1e20]
     )
@@ -246,7 +253,9 @@ def test_check_mode_checks_the_computed_gates(backend):
 @pytest.mark.parametrize("rate", [20.0, 83.9, 100.0])
 @pytest.mark.parametrize("backend", ["recurrent", "chunked", IN_KERNELS])
 def test_gates_of_huge_rates_have_gradients(backend, rate):
-    """A projection far below 0 makes a usual decay of any rate; its gradient was NaN (infinity times 0)."""
+    """A projection far below 0 makes a usual decay of any rate;
+    its gradient was NaN (infinity times 0).
+    """
     x = inputs(Case("rates", 1, 9, 2, 8, 8, "", gates="plain", state=True), torch.float32)
     a = torch.linspace(-rate - 50, -rate + 3, 18).view(x.g.shape)
     a[0, 0] = 30.0  # a reset of the first head

@@ -1,4 +1,6 @@
-"""Recorded outputs of a backend are judged again, and refused where they or their inputs were changed."""
+"""Recorded outputs of a backend are judged again,
+and refused where they or their inputs were changed.
+"""
 
 import json
 

@@ -34,7 +34,9 @@ def verdicts_with(case, dtype, **changes):
 
 
 def code_that_runs(function):
-    """Returns the place of every Python function of this project that runs in a call, as "module:name"."""
+    """Returns the place of every Python function of this project that runs in a call,
+    as "module:name".
+    """
     places = set()
 
     def note(frame, event, argument):
@@ -52,10 +54,12 @@ def code_that_runs(function):
 
 
 FORMULAS = {
-    **{op: (operation, next(case for case in layer_cases.CASES if case.op == op)) for op, operation in
-       layer_cases.OPERATIONS.items()},
+    **{
+        op: (operation, next(case for case in layer_cases.CASES if case.op == op))
+        for op, operation in layer_cases.OPERATIONS.items()
+    },
     "gated_delta_layer": (mixer_cases.OPERATION, mixer_cases.BY_NAME["mixer_packed_empty"]),
-}  # fmt: skip
+}
 
 
 def judge_and_sample(name):
@@ -133,7 +137,9 @@ def test_what_underflows_may_be_zero():
 
 
 def test_a_difference_that_is_none_is_not_taken_from_the_samples():
-    """Next to nothing was left of theirs, and beside it an honest backend's was many times as large."""
+    """Next to nothing was left of theirs, and beside it an honest backend's was many times
+    as large.
+    """
     exact, off = torch.zeros(4, dtype=torch.float64), absolute(torch.float32)
     spread = Spread(exact, absolute=off)
     spread.add([exact + 1.01 * off])
@@ -180,7 +186,9 @@ def test_what_is_0_must_be_as_near_to_0_as_the_samples():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_gradient_of_a_bfloat16_parameter_may_be_rounded_to_bfloat16(dtype):
-    """Also where the rest of the case has a dtype of more digits, and each sample rounds to the judge."""
+    """Also where the rest of the case has a dtype of more digits,
+    and each sample rounds to the judge.
+    """
     exact = torch.linspace(1, 2, 99, dtype=torch.float64)
     reference = Reference(
         "", "short", dtype, {"dA_log": exact}, {"dA_log": Spread(exact)}, 100, dtype
@@ -192,7 +200,9 @@ def test_a_gradient_of_a_bfloat16_parameter_may_be_rounded_to_bfloat16(dtype):
 
 
 def test_results_near_the_end_of_float16_may_be_rounded_four_times():
-    """Numbers near 0 are 2^-24 apart. One rounding was allowed, and honest samples failed (8:1120)."""
+    """Numbers near 0 are 2^-24 apart. One rounding was allowed,
+    and honest samples failed (8:1120).
+    """
     exact = torch.full((2, 3), 2.06e-7, dtype=torch.float64)
     spread = Spread(exact, absolute=absolute(torch.float16))
     reference = Reference("", "end", torch.float16, {"o": exact}, {"o": spread}, 10)
@@ -227,7 +237,9 @@ def test_random_rounding_is_exact_on_average_and_keeps_what_the_dtype_has(dtype)
 
 
 def chance(factor, parts, samples=14):
-    """Returns how often one draw of chi-squared errors exceeds the largest of `samples` by a factor."""
+    """Returns how often one draw of chi-squared errors exceeds the largest
+    of `samples` by a factor.
+    """
     x = torch.linspace(-60, 7, 20_001, dtype=torch.float64).exp()
     half = torch.tensor(parts / 2, dtype=torch.float64)
     density = ((half - 1) * x.log() - x / 2 - half * math.log(2) - torch.lgamma(half)).exp()
@@ -248,7 +260,9 @@ def test_chance_exceeds_the_factor_of_a_whole_tensor_as_seldom_for_any_number_of
     "sizes", [(1.0,), (1.0, 1.0, 1.0, 1.0), (1.0, 0.1, 0.1, 0.1), (3.0, 1.0, 1.0)], ids=str
 )
 def test_effective_parts_are_those_that_carry_the_error(sizes):
-    """From few samples without bias: (sum s)^2 / sum s^2 for variances s. One that nobody misses counts 0."""
+    """From few samples without bias: (sum s)^2 / sum s^2 for variances s.
+    One that nobody misses counts 0.
+    """
     exact, generator = (
         torch.zeros(len(sizes), dtype=torch.float64),
         torch.Generator().manual_seed(0),

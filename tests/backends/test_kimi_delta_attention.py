@@ -1,4 +1,6 @@
-"""Kimi Delta Attention: names of its release, what is refused, the scalar rule inside of it, planted bugs."""
+"""Kimi Delta Attention: names of its release, what is refused,
+the scalar rule inside of it, planted bugs.
+"""
 
 import inspect
 import re
@@ -27,7 +29,9 @@ MODULE = "backends.kimi_delta_attention"
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
-    """Returns valid arguments; `changes` replaces some, by name=value or name=function of the tensor."""
+    """Returns valid arguments; `changes` replaces some,
+    by name=value or name=function of the tensor.
+    """
     x = inputs(
         Case("arguments", B, T, H, K, V, "", HV=HV, op="kimi_delta_attention"), torch.float32
     )
@@ -244,9 +248,21 @@ def test_the_gates_of_a_token_have_the_same_bits_alone(lower_bound):
 
 
 WHOLE = Case(
-    "kimi planted", 1, 70, 2, 16, 24, "", HV=4, decay="split", reflect=True, norm="random", state=True,
-    loss=BOTH, op="kimi_delta_attention",
-)  # fmt: skip
+    "kimi planted",
+    1,
+    70,
+    2,
+    16,
+    24,
+    "",
+    HV=4,
+    decay="split",
+    reflect=True,
+    norm="random",
+    state=True,
+    loss=BOTH,
+    op="kimi_delta_attention",
+)
 GATES, BOUND = replace(WHOLE, gates="plain"), replace(WHOLE, gates="plain", lower_bound=-5.0)
 CHUNKED, JUDGE = f"{RULE}.chunked", f"{RULE}.recurrent"
 STRONG, DEEP = channel_cases.BY_NAME["kimi_strong"], channel_cases.BY_NAME["kimi_deep"]
@@ -271,7 +287,8 @@ BUGS = [
     (Bug("left halves end at once", f"{CHUNKED}:multiply_pairs",
          "after_left + behind", "after_left", ""), WHOLE),
     (Bug("decays are quotients", f"{CHUNKED}:multiply_pairs", "P, kk = pairs.squeeze(-3).unbind()",
-         "b = g.cumsum(-2); P, kk = ((x * b.exp()) @ (k * (-b).exp()).mT).unbind(); kk = kk.tril(-1)",
+         "b = g.cumsum(-2); P, kk = ((x * b.exp()) @ (k * (-b).exp()).mT).unbind(); kk = "
+         "kk.tril(-1)",
          ""), STRONG),
     (Bug("sums of g are rounded", f"{CHUNKED}:compute_channels", "(g.cumsum(-2), behind)",
          "(g.bfloat16().cumsum(-2), behind)", ""), WHOLE),

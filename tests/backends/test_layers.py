@@ -46,7 +46,9 @@ def test_triton_repeats_its_bits_and_writes_every_element(name, poison):
 
 
 def test_the_gradient_of_add_rms_norm_is_rounded_once():
-    """The two gradients of the sum are added in float32. Rounding each first changed one element in four."""
+    """The two gradients of the sum are added in float32.
+    Rounding each first changed one element in four.
+    """
     generator = torch.Generator().manual_seed(0)
     x, residual, dy, dtotal = torch.randn(4, 50, 64, generator=generator).bfloat16()
     exact = [y.double().requires_grad_() for y in ((residual + x), torch.ones(64))]

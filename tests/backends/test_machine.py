@@ -1,4 +1,6 @@
-"""machine reads every fact about the machine, and refuses devices that the machine does not have."""
+"""machine reads every fact about the machine,
+and refuses devices that the machine does not have.
+"""
 
 import os
 import platform
@@ -44,7 +46,9 @@ def test_xla_without_torch_xla_says_what_to_do(monkeypatch):
 
 
 def test_xlas_cpu_device_is_refused_to_several_processes(monkeypatch):
-    """torch_xla 2.9 reduces over one process there and raises no error, so replicas would drift apart."""
+    """torch_xla 2.9 reduces over one process there and raises no error,
+    so replicas would drift apart.
+    """
     monkeypatch.setattr(machine, "platforms", lambda: ("xla", "cpu"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
@@ -53,7 +57,9 @@ def test_xlas_cpu_device_is_refused_to_several_processes(monkeypatch):
 
 
 def test_neuron_is_recognized_by_the_accelerator_it_registers(monkeypatch):
-    """Stands in for torch_neuronx 2.14, whose import registers "neuron" as PyTorch's accelerator."""
+    """Stands in for torch_neuronx 2.14, whose import registers "neuron"
+    as PyTorch's accelerator.
+    """
     synchronized = []
     neuron: Any = SimpleNamespace(type="neuron", index=None)
     installed = {"torch_neuronx"}

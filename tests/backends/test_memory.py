@@ -21,8 +21,8 @@ STORED = {
 def test_stored_parameters_are_those_that_learn_from_later_tokens():
     """Token t is unit vector t, so column t of a projection's gradient is what token t contributes.
 
-    The upstream gradient is at the last token. Tokens before the reach of its taps contribute only to
-    projections that the state stores.
+    The upstream gradient is at the last token. Tokens before the reach of its taps contribute only
+    to projections that the state stores.
     """
     layer: GatedDeltaNet = model(hidden_size=32, attention_layers=[2]).model.blocks[0].mixer
     T, taps = 32, layer.conv.weight.shape[1]

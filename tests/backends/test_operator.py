@@ -1,5 +1,8 @@
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOptionalMemberAccess=false
-"""The operator around every backend: its gradients, one graph under torch.compile, and what it refuses."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false,
+# reportOptionalMemberAccess=false
+"""The operator around every backend: its gradients, one graph under torch.compile,
+and what it refuses.
+"""
 
 import warnings
 
@@ -84,7 +87,8 @@ def test_operators_pass_pytorchs_opcheck():
     packed = [x[:1].detach().requires_grad_() for x in leaves[:5]]
     bounds = torch.tensor([0, 2, 2, 5])
     states = torch.zeros(3, 2, 3, 2)
-    # outputs are not compared: the buffers saved for packed sequences end in rows that nobody writes
+    # outputs are not compared: the buffers saved for packed sequences end in rows that nobody
+    # writes
     torch.library.opcheck(
         torch.ops.delta_trn.gated_delta_rule.default,
         (*packed, *no_gates, states, bounds, 0.5, 0.0, False, True, None, True, "chunked"),
@@ -161,7 +165,9 @@ def test_autocast_changes_no_bit_of_outputs_and_gradients():
 
 
 def test_only_compiled_calls_go_through_the_custom_operators(monkeypatch):
-    """The operators would take two thirds of the time of an eager call to an adapter that does nothing."""
+    """The operators would take two thirds of the time of an eager call
+    to an adapter that does nothing.
+    """
     leaves = tensors()
     expected = call(*leaves, backend="chunked")
 
@@ -352,7 +358,9 @@ def test_meta_tensors_give_shapes_and_dtypes_of_outputs_and_gradients(name):
 
 
 class CheckedGraph(torch.fx.Interpreter):
-    """Runs a graph, and examines the schema and the fake implementation of this project's operations."""
+    """Runs a graph, and examines the schema and the fake implementation
+    of this project's operations.
+    """
 
     checked = 0
 

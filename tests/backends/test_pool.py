@@ -1,4 +1,6 @@
-"""States in a pool, as serving has them: in place, by index, several tokens with rollback, in bfloat16."""
+"""States in a pool, as serving has them: in place, by index,
+several tokens with rollback, in bfloat16.
+"""
 
 import math
 import re
@@ -82,7 +84,9 @@ def agree(backend, size="groups", channels=False, made=True):
 
 
 def skip(backend, channels=False):
-    """One sequence is padding, one has two tokens, one leaves one out; unused memory is full of NaN."""
+    """One sequence is padding, one has two tokens, one leaves one out;
+    unused memory is full of NaN.
+    """
     device = DEVICES.get(backend, "cpu")
     x, options, pool = draw(channels=channels, made=True, device=device)
     slots = torch.tensor([[-1, 3, -2], [6, 1, -1], [2, -1, 4]], device=device)

@@ -1,4 +1,6 @@
-"""The recurrent backend, which judges the others: equations, closed forms and Hugging Face's two forms."""
+"""The recurrent backend, which judges the others: equations,
+closed forms and Hugging Face's two forms.
+"""
 
 import subprocess
 import sys
@@ -83,8 +85,8 @@ def test_outputs_and_gradients_of_the_judge_are_those_of_the_equations(T, groupe
 def test_the_judge_agrees_with_hugging_face(form, name):
     """Judges two implementations that share no line with ours by parity's criterion for float32.
 
-    The chunk form computes the decay's gradient as a difference of sums, with up to 3.5 times the baseline's
-    error on one CPU, so that it may have SPREAD times as much.
+    The chunk form computes the decay's gradient as a difference of sums, with up to 3.5 times the
+    baseline's error on one CPU, so that it may have SPREAD times as much.
     """
     expected = reference(BY_NAME[name], torch.float32)
     tensors, case = expected.inputs, expected.inputs.case
@@ -120,7 +122,9 @@ def test_the_judge_agrees_with_hugging_face(form, name):
 
 @pytest.mark.serial
 def test_the_judge_keeps_few_of_2048_states_in_memory():
-    """2048 states in float64 are 268 MB; segments keep 32 + 64 of them, 13 MB, beside 30 MB of inputs."""
+    """2048 states in float64 are 268 MB; segments keep 32 + 64 of them,
+    13 MB, beside 30 MB of inputs.
+    """
     code = (
         "import torch\n"
         "from delta_trn.backends import machine\n"

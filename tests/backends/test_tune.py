@@ -1,4 +1,6 @@
-"""Tuning tries neighbors of every tile, keeps the fastest, checks its parity and names failed launches."""
+"""Tuning tries neighbors of every tile, keeps the fastest,
+checks its parity and names failed launches.
+"""
 
 import json
 from dataclasses import replace
@@ -17,7 +19,9 @@ CASE = "ragged"
 
 @pytest.fixture
 def stopped_clock(monkeypatch):
-    """Derives each call's time from its row of tiles; runs a call only to see whether it launches."""
+    """Derives each call's time from its row of tiles;
+    runs a call only to see whether it launches.
+    """
     rows = {}
 
     def under(row, call):
@@ -29,7 +33,8 @@ def stopped_clock(monkeypatch):
         return run
 
     def time_in_turns(calls, device, seconds):
-        # eight warps of the scan take half the time, half the columns of the gradients five times as long
+        # eight warps of the scan take half the time, half the columns of the gradients five times
+        # as long
         def ms(row):
             return (0.5 if row.scan.warps == 8 else 1.0) * (
                 5.0 if row.gradients.columns < 32 else 1.0
@@ -85,7 +90,10 @@ def test_a_launch_that_the_device_refuses_is_named(stopped_clock, monkeypatch, c
     assert tune.main(["carry"]) == 2
     output, err = capsys.readouterr()
     assert "carry starts from a state" in err
-    refusal = "stages=2, rows=0, registers=None, upright=False): RuntimeError: out of resource: shared memory\n"
+    refusal = (
+        "stages=2, rows=0, registers=None, upright=False): RuntimeError: out of resource: shared "
+        "memory\n"
+    )
     assert refusal in output
     if not torch.cuda.is_available():
         assert "in the interpreter: these times say nothing about a GPU" in output

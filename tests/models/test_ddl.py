@@ -1,4 +1,6 @@
-"""Deep Delta Learning models: every residual, what it equals in limiting cases, sizes and caches."""
+"""Deep Delta Learning models: every residual, what it equals in limiting cases,
+sizes and caches.
+"""
 
 from typing import Any, cast
 
@@ -19,27 +21,52 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "token-conv": {**MATRIX, "ddl_compressor": "token", "input_embed_shortconv_kernel_size": 4},
     "channel": {**MATRIX, "ddl_compressor": "channel", "attention_layers": [1]},
     "channel-conv": {
-        **MATRIX, "ddl_compressor": "channel", "input_embed_shortconv_kernel_size": 3, **ATTENTION,
+        **MATRIX,
+        "ddl_compressor": "channel",
+        "input_embed_shortconv_kernel_size": 3,
+        **ATTENTION,
     },
     "write-only": {**MATRIX, "residual": "write_only", "ddl_compressor": "channel"},
     "context": {"residual": "ddl", "ddl_v_input": "context", "ddl_v_sigmoid": False},
     "two-maps": {"residual": "ddl", "ddl_beta_single_linear": False, "ddl_beta_hidden_size": 8},
     "constant": {"residual": "ddl", "ddl_v_constant": True, **ATTENTION},
-    "causal-channel": {**MATRIX, "ddl_compressor": "channel", "ddl_state_dv_shortconv_causal": True},
+    "causal-channel": {
+        **MATRIX,
+        "ddl_compressor": "channel",
+        "ddl_state_dv_shortconv_causal": True,
+    },
     "shifts": {
-        "residual": "ddl", "use_k_shift": True, "use_v_shift": True, "q_activation": "silu",
-        "k_activation": "elu+1", "v_activation": "relu", "rope_ratio": 0.5, **ATTENTION,
+        "residual": "ddl",
+        "use_k_shift": True,
+        "use_v_shift": True,
+        "q_activation": "silu",
+        "k_activation": "elu+1",
+        "v_activation": "relu",
+        "rope_ratio": 0.5,
+        **ATTENTION,
     },
     "output-gate": {
-        **MATRIX, "ddl_compressor": "token", "use_output_gate": True, "rope_ratio": 0.0,
+        **MATRIX,
+        "ddl_compressor": "token",
+        "use_output_gate": True,
+        "rope_ratio": 0.0,
         "attention_layers": [0, 2],
     },
-    "group-norm": {"residual": "ddl", "using_groupnorm": True, "depth_scaled_init": True, **ATTENTION},
-    "lm": {
-        "residual": "ddl_lm", "positions": "learned", "max_position_embeddings": 64, "norm": "layer",
-        "mlp": "gelu", "attention_layers": [0, 1, 2],
+    "group-norm": {
+        "residual": "ddl",
+        "using_groupnorm": True,
+        "depth_scaled_init": True,
+        **ATTENTION,
     },
-}  # fmt: skip
+    "lm": {
+        "residual": "ddl_lm",
+        "positions": "learned",
+        "max_position_embeddings": 64,
+        "norm": ("layer"),
+        "mlp": "gelu",
+        "attention_layers": [0, 1, 2],
+    },
+}
 
 
 @pytest.fixture(params=VARIANTS)
@@ -48,7 +75,9 @@ def variant(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def perturbed_model(seed: int = 0, **changes: Any) -> DeltaForCausalLM:
-    """Returns a model whose convolutions and reading weights are away from their initial identity."""
+    """Returns a model whose convolutions and reading weights are away
+    from their initial identity.
+    """
     m = model(seed, **changes)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -68,7 +97,9 @@ def logits(m: DeltaForCausalLM, ids: Tensor, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("attention_layers", [[], [0, 1, 2]], ids=["gdn", "attention"])
 def test_deep_delta_generation_with_a_cache_equals_the_forward_without(variant, attention_layers):
-    """Tries every residual with either mixer, and prompts shorter and longer than a convolution's taps."""
+    """Tries every residual with either mixer, and prompts shorter
+    and longer than a convolution's taps.
+    """
     m, ids = perturbed_model(**{**variant, "attention_layers": attention_layers}), tokens(2, 8)
     with torch.no_grad():
         whole = logits(m, ids, use_cache=False)
@@ -88,7 +119,9 @@ def test_beams_take_along_what_the_embeddings_and_the_readouts_convolutions_reme
 
 
 def test_deep_delta_is_causal_and_separates_packed_and_padded_sequences(variant):
-    """No token sees a later one; packing and padding change nothing; every parameter gets a gradient."""
+    """No token sees a later one; packing and padding change nothing;
+    every parameter gets a gradient.
+    """
     m, ids = perturbed_model(**variant), tokens(1, 11)
     with torch.no_grad():
         whole = logits(m, ids)
@@ -136,7 +169,9 @@ def test_closed_gates_leave_the_embedding(name):
 
 @pytest.mark.parametrize("compressor", ["token", "channel"])
 def test_an_expanded_state_of_one_channel_is_the_vector_model(compressor):
-    """Holds with DV = 1 and the compressor at its identity, where one tap of a channel convolution acts."""
+    """Holds with DV = 1 and the compressor at its identity,
+    where one tap of a channel convolution acts.
+    """
     vector, ids = model(**VARIANTS["vector"]), tokens(2, 8)
     matrix = model(residual="ddl", ddl_value_channels=1, ddl_compressor=compressor)
     shared = vector.state_dict()
@@ -147,7 +182,9 @@ def test_an_expanded_state_of_one_channel_is_the_vector_model(compressor):
 
 
 def test_copies_of_the_state_start_equal_and_diverge():
-    """The DV columns start as copies and would stay so only if v were one number for all of them."""
+    """The DV columns start as copies and would stay so only
+    if v were one number for all of them.
+    """
     m, ids = model(**VARIANTS["channel"]), tokens(1, 6)
     with torch.no_grad():
         states = m(ids, output_hidden_states=True).hidden_states

@@ -191,15 +191,21 @@ def test_autocast_keeps_stream_and_gates_in_float32(name: str):
 
 @pytest.mark.parametrize("constant", [False, True])
 def test_writes_move_the_stream_as_much_at_every_width(constant):
-    """v grows like sqrt(m) under muP; without it, as under SP, 8 times the width moves the stream less."""
+    """v grows like sqrt(m) under muP; without it, as under SP,
+    8 times the width moves the stream less.
+    """
     changes: dict[str, list[float]] = {"mup": [], "sp": []}
     for parametrization, sizes in changes.items():
         for width in (64, 512):
             options = {"hidden_size": width, "base_width": 64, "initializer_range": 0.02}
             m = model(
-                dtype=torch.float32, parametrization=parametrization, residual="ddl", **ATTENTION, **options,
+                dtype=torch.float32,
+                parametrization=parametrization,
+                residual="ddl",
+                **ATTENTION,
+                **options,
                 ddl_v_constant=constant,
-            )  # fmt: skip
+            )
             with torch.no_grad():
                 m.model.embed.weight.normal_(0, 1)
                 states = m(tokens(4, 16), output_hidden_states=True).hidden_states

@@ -15,12 +15,21 @@ from tests.support.tiny_run import SPREAD
 MODELS: dict[str, dict[str, Any]] = {
     **VARIANTS,
     "deep-delta": {
-        "residual": "ddl", "ddl_value_channels": 4, "ddl_compressor": "token",
-        "input_embed_shortconv_kernel_size": 4, "attention_layers": [1], "use_k_shift": True,
+        "residual": "ddl",
+        "ddl_value_channels": 4,
+        "ddl_compressor": "token",
+        "input_embed_shortconv_kernel_size": 4,
+        "attention_layers": [1],
+        "use_k_shift": True,
     },
-    "learned-positions": {"positions": "learned", "max_position_embeddings": 64, "attention_layers": [0]},
-}  # fmt: skip
-# a document of a single token, one shorter than the convolution, and bounds elsewhere in the other row
+    "learned-positions": {
+        "positions": "learned",
+        "max_position_embeddings": 64,
+        "attention_layers": [0],
+    },
+}
+# a document of a single token, one shorter than the convolution, and bounds elsewhere in the other
+# row
 LENGTHS = ([33, 1, 2, 4], [5, 35])
 every_model = pytest.mark.parametrize("name", MODELS)
 
@@ -38,7 +47,9 @@ def gradients(m: DeltaForCausalLM) -> dict[str, Tensor]:
 
 @every_model
 def test_loss_and_gradients_of_documents_in_rows_are_those_of_documents_alone(name):
-    """The tolerance of a gradient is what another order of summation, that of `recurrent`, changes in it."""
+    """The tolerance of a gradient is what another order of summation,
+    that of `recurrent`, changes in it.
+    """
     m, ids, targets = model(**MODELS[name]), tokens(2, 40), tokens(2, 40, seed=2)
 
     def alone(backend: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -63,7 +74,9 @@ def test_loss_and_gradients_of_documents_in_rows_are_those_of_documents_alone(na
 
 
 def leak(m: DeltaForCausalLM, position_ids: Tensor | None) -> Tensor:
-    """Returns how the last document of a row of 33 + 7 tokens depends on each token's embedding: [40]."""
+    """Returns how the last document of a row of 33 + 7 tokens depends
+    on each token's embedding: [40].
+    """
     x = m.model.embed(tokens(1, 40)).detach().requires_grad_()
     weights = torch.randn(7, 32, generator=torch.Generator().manual_seed(3)).to(x)
     (m.model.hidden(x, position_ids=position_ids)[0, 33:] * weights).sum().backward()

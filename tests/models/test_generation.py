@@ -30,7 +30,9 @@ def greedy_by_hand(m: DeltaForCausalLM, ids: Tensor, steps: int) -> Tensor:
 @variants
 @pytest.mark.parametrize("T", [1, 3, 7, 64])
 def test_greedy_generation_is_the_choice_of_the_uncached_forward(variant: str, T: int):
-    """Tries prompts shorter than the convolution, a chunk's end, and at T = 7 the kernels of float32."""
+    """Tries prompts shorter than the convolution, a chunk's end,
+    and at T = 7 the kernels of float32.
+    """
     dtype = torch.float32 if T == 7 else torch.float64
     m, ids = model(dtype=dtype, **VARIANTS[variant]), tokens(2, T)
     output = m.generate(ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
@@ -180,7 +182,9 @@ class TestCache:
                 )
 
     def test_the_cache_says_that_it_knows_its_length(self):
-        """From 5.24 on, generate() reads all tokens again if all layers of a cache call themselves linear."""
+        """From 5.24 on, generate() reads all tokens again if all layers
+        of a cache call themselves linear.
+        """
         assert not all(DeltaCache(2).is_linear)
 
     def test_training_makes_no_cache_unless_asked(self):

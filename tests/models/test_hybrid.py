@@ -1,4 +1,6 @@
-"""Softmax attention layers among Gated DeltaNet ones: the formula, rotary positions, muP's scale."""
+"""Softmax attention layers among Gated DeltaNet ones: the formula,
+rotary positions, muP's scale.
+"""
 
 from dataclasses import replace
 
@@ -10,7 +12,8 @@ from delta_trn.backends.parity.judge import error
 from delta_trn.models.attention import Attention
 from tests.support.tiny_models import model, rows
 
-# Angles are in float32 whatever the weights: at position p their error is up to p times its epsilon.
+# Angles are in float32 whatever the weights: at position p their error is up to p times its
+# epsilon.
 ANGLE = torch.finfo(torch.float32).eps
 
 
@@ -23,7 +26,9 @@ def inputs(T: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def by_the_formula(layer: Attention, x: Tensor) -> Tensor:
-    """Returns y [T, d], with pairs as complex numbers that only the distance of query and key rotates."""
+    """Returns y [T, d], with pairs as complex numbers that only the distance
+    of query and key rotates.
+    """
     T, D = x.shape[0], layer.D
     q, k, v = (
         (x @ p.weight.T).unflatten(1, (-1, D)).unbind(1)

@@ -33,7 +33,9 @@ variants = pytest.mark.parametrize("variant", VARIANTS)
 class TestLayer:
     @staticmethod
     def by_its_equations(layer: GatedDeltaNet, x: Tensor) -> Tensor:
-        """Returns y [1, T, d] of x [1, T, d] by the docstring's equations; the judge computes the rule."""
+        """Returns y [1, T, d] of x [1, T, d] by the docstring's equations;
+        the judge computes the rule.
+        """
         T, W = x.shape[1], layer.conv.weight.shape[1]
         qkv = torch.cat(
             [x @ p.weight.T for p in (layer.q_proj, layer.k_proj, layer.v_proj)], dim=-1
@@ -173,7 +175,9 @@ class TestPadding:
 
     @variants
     def test_padding_may_lie_in_any_part_of_a_forward_in_parts(self, variant: str):
-        """In a conversation with turns of different lengths, whole rows of a part may be padding."""
+        """In a conversation with turns of different lengths,
+        whole rows of a part may be padding.
+        """
         m = model(**VARIANTS[variant])
         ids = tokens(5, 25)
         masks = torch.cat([self.MASK, self.MASK.flip(0), torch.ones(5, 1).int(), self.MASK], 1)
@@ -221,7 +225,9 @@ class TestShapes:
         [(256, 20.80), (512, 57.32), (768, 104.86), (1024, 171.27), (1536, 341.83)],
     )
     def test_widths_of_the_paper_have_its_parameter_counts(self, width: int, millions: float):
-        """arXiv:2606.04048 has 8 layers, 6 heads and 50,304 tied rows; it counts the embedding, too."""
+        """arXiv:2606.04048 has 8 layers, 6 heads and 50,304 tied rows;
+        it counts the embedding, too.
+        """
         with torch.device("meta"):
             m = DeltaForCausalLM(DeltaConfig(hidden_size=width))
         assert round(sum(p.numel() for p in m.parameters()) / 1e6, 2) == millions

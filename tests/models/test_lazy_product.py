@@ -42,7 +42,9 @@ def test_gradients_of_several_are_summed_in_the_dtype_of_x():
 
 
 def test_micro_batches_of_a_step_add_up_to_the_same_bits():
-    """What is frozen gets no gradient, and what is no leaf is not kept: it is another tensor next time."""
+    """What is frozen gets no gradient, and what is no leaf is not kept:
+    it is another tensor next time.
+    """
     weights = [torch.nn.Parameter(torch.randn(n, 8)) for n in (4, 2, 3, 5)]
     weights[3].requires_grad_(False)
     batches, results = torch.randn(3, 6, 8), []

@@ -143,7 +143,9 @@ class TestPrecision:
 
     @pytest.mark.parametrize("source", ["autocast", "weights"])
     def test_bfloat16_error_is_that_of_its_roundings(self, source: str):
-        """Allows twice sqrt(3) times the error of rounding weights: inputs and outputs are rounded too."""
+        """Allows twice sqrt(3) times the error of rounding weights:
+        inputs and outputs are rounded too.
+        """
         exact, ids = model(dtype=torch.float32), tokens(2, 70)
         rounded = copy.deepcopy(exact).to(torch.bfloat16)
         with torch.no_grad():
@@ -190,7 +192,9 @@ class TestTransformations:
             assert_same(a, b, factor=10)
 
     def test_training_compiles_under_autocast(self):
-        """Both round to bfloat16 in different places, so they may differ as much as from float32."""
+        """Both round to bfloat16 in different places,
+        so they may differ as much as from float32.
+        """
         changes = {"num_hidden_layers": 1}
         m, ids = model(dtype=torch.float32, **changes), tokens(1, 41)
         loss = m.loss(ids[:, :-1], ids[:, 1:], PLACES)

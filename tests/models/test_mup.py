@@ -1,4 +1,6 @@
-"""The muP table has the papers' numbers, its tags fit shapes, and initial values follow their laws."""
+"""The muP table has the papers' numbers, its tags fit shapes,
+and initial values follow their laws.
+"""
 
 import copy
 import math
@@ -97,7 +99,9 @@ def test_every_class_of_parameters_has_the_factors_of_its_paper(name: str, n: in
 def test_the_output_of_an_mlp_is_scaled_by_its_own_inputs_which_are_rounded_up(
     width: int, ratio: float
 ):
-    """int(8 d / 3) is rounded up to 256s, so that at d = 256, 768 inputs, it is 4/3 of what d says."""
+    """int(8 d / 3) is rounded up to 256s, so that at d = 256, 768 inputs,
+    it is 4/3 of what d says.
+    """
 
     def down(**changes: Any) -> dict[str, ScaledParameter]:
         options = {"base_width": 256, "num_hidden_layers": 1, **changes}
@@ -138,7 +142,9 @@ class TestDepth:
 
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
     def test_rates_in_blocks_follow_completep(self, optimizer: str):
-        """arXiv:2505.01618, alpha = 1: Adam's epsilon falls as 1 / layers, rates stay. SGD's grow."""
+        """arXiv:2505.01618, alpha = 1: Adam's epsilon falls as 1 / layers,
+        rates stay. SGD's grow.
+        """
         four, plain = (
             rows(meta_model(64, num_hidden_layers=4, base_layers=n), optimizer) for n in (2, None)
         )
@@ -170,7 +176,9 @@ class TestDepth:
 
 @pytest.mark.parametrize("variant", MODELS)
 def test_declared_roles_are_those_that_shapes_imply(variant: str):
-    """A role says how many dimensions of a parameter grow with width; so do its shapes at two widths."""
+    """A role says how many dimensions of a parameter grow with width;
+    so do its shapes at two widths.
+    """
     narrow, wide = (tagged_parameters(meta_model(width, **MODELS[variant])) for width in (64, 128))
     for (name, p, tag), (_, q, _) in zip(narrow, wide, strict=True):
         grew = sum(a != b for a, b in zip(p.shape, q.shape, strict=True))
@@ -224,7 +232,9 @@ class TestInitialValues:
         assert not torch.equal(b.model.embed.weight, c.double().model.embed.weight)
 
     def test_initial_values_do_not_depend_on_other_parameters(self):
-        """With more layers, another mixer or untied logits, equal names and shapes have equal values."""
+        """With more layers, another mixer or untied logits,
+        equal names and shapes have equal values.
+        """
         plain = dict(model().named_parameters())
         for changes in (
             {"num_hidden_layers": 5},
@@ -276,11 +286,12 @@ class TestTable:
         assert printed == [[getattr(t[role], x) for t in tables] for role in roles for x in columns]
 
     def test_adams_epsilon_scales_as_gradients_do(self):
-        """Compares powers of width of initial gradients under muP with the table's powers for epsilon.
+        """Compares powers of width of initial gradients under muP with the table's powers for
+        epsilon.
 
         Measures rms gradients of a hidden matrix, of gains and of the embedding, as medians of 15
-        seeds: the embedding's have outliers of twenty times the median. The power is -1 within 0.25 from
-        m = 4 to 16; it holds for large widths, and is -1.6 from m = 1 to 4.
+        seeds: the embedding's have outliers of twenty times the median. The power is -1 within 0.25
+        from m = 4 to 16; it holds for large widths, and is -1.6 from m = 1 to 4.
         Gates and scalars of 4 heads are too few numbers to measure.
         """
         names = ("model.embed.weight", "model.blocks.1.mlp.down_proj.weight", "model.norm.weight")
@@ -303,7 +314,9 @@ class TestTable:
 
 
 def trainable(width: int, parametrization: str, seed: int = 0) -> DeltaForCausalLM:
-    """Returns a model of two layers and base width 32 whose initial weights are large enough to matter."""
+    """Returns a model of two layers and base width 32 whose initial weights are large enough
+    to matter.
+    """
     torch.manual_seed(seed)
     return DeltaForCausalLM(
         config(

@@ -1,4 +1,6 @@
-"""Measures what width changes and what it must not: initial scales, output norm, training, steps."""
+"""Measures what width changes and what it must not: initial scales,
+output norm, training, steps.
+"""
 
 import math
 from collections import defaultdict
@@ -32,7 +34,9 @@ def rows(m: DeltaForCausalLM, optimizer: str = "adamw", lr: float = 1.0) -> list
 
 
 def train(m: DeltaForCausalLM, optimizer: str, steps: int, lr: float, ids: Tensor) -> None:
-    """Takes `steps` steps on the same tokens with the factors that the table gives every parameter."""
+    """Takes `steps` steps on the same tokens with the factors
+    that the table gives every parameter.
+    """
     groups: list[dict[str, Any]] = []
     for row in rows(m, optimizer, lr):
         group = {"params": [row.parameter], "lr": row.lr, "weight_decay": row.weight_decay}
@@ -47,7 +51,9 @@ def train(m: DeltaForCausalLM, optimizer: str, steps: int, lr: float, ids: Tenso
 @pytest.mark.parametrize("m", [1, 2, 4])
 @pytest.mark.parametrize("parametrization", TABLES)
 def test_initial_weights_have_the_std_of_their_role(parametrization: str, m: int):
-    """The std of n numbers has a relative error of about 1 / sqrt(2 n); five times that is allowed."""
+    """The std of n numbers has a relative error of about 1 / sqrt(2 n);
+    five times that is allowed.
+    """
     hidden = 0.02 if parametrization == "sp" else 0.02 / math.sqrt(m)
     numbers: dict[str, list[Tensor]] = defaultdict(list)
     for row in rows(model(m * BASE, parametrization=parametrization)):
@@ -75,7 +81,9 @@ def test_nothing_is_drawn_for_parameters_without_memory(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("width", [256, 1024])
 def test_the_epsilon_of_the_output_norm_is_negligible_at_every_width(width: int):
-    """Compares it with mean(o^2), for inputs of mean square 1. In the released code it outweighs that."""
+    """Compares it with mean(o^2), for inputs of mean square 1.
+    In the released code it outweighs that.
+    """
     m = model(width, base_width=256, num_heads=6, num_hidden_layers=1)
     layer, squares = m.model.blocks[0].mixer, []
     layer.o_norm.register_forward_pre_hook(lambda _, args: squares.append(args[0].square().mean()))

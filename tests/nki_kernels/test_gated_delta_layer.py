@@ -32,15 +32,27 @@ RELEASES = (
     (torch.bfloat16, "0.7.0"),
 )
 QUICK = (
-    "mixer_one", "mixer_short", "mixer_ragged", "mixer_129", "mixer_groups", "mixer_odd", "mixer_k128",
-    "mixer_packed_empty", "mixer_packed_resets", "mixer_near_2", "mixer_zero_keys", "mixer_reset",
-)  # fmt: skip
+    "mixer_one",
+    "mixer_short",
+    "mixer_ragged",
+    "mixer_129",
+    "mixer_groups",
+    "mixer_odd",
+    "mixer_k128",
+    "mixer_packed_empty",
+    "mixer_packed_resets",
+    "mixer_near_2",
+    "mixer_zero_keys",
+    "mixer_reset",
+)
 REFUSED = {torch.float32: ("mixer_k128", "mixer_v256"), torch.bfloat16: ()}
 ALWAYS_REFUSED = ("mixer_k136", "mixer_taps", "mixer_one_key")
 
 
 def pairs():
-    """Returns cases, dtypes and releases; by default each dtype runs by the rules of one release."""
+    """Returns cases, dtypes and releases; by default each dtype runs
+    by the rules of one release.
+    """
     return [
         pytest.param(
             case, *pair, id=f"{case.name}-{pair[0]}-{pair[1]}", marks=[pytest.mark.slow] * slow
@@ -70,7 +82,9 @@ def arguments(case, dtype):
 
 
 def called_kernels(monkeypatch, case, *, gradients=False):
-    """Returns the names of the kernels that the adapter for a whole layer runs, with gradients or without."""
+    """Returns the names of the kernels that the adapter for a whole layer runs,
+    with gradients or without.
+    """
     called, run = [], nki_adapter.run
 
     def watch(kernel, *arguments):
@@ -179,17 +193,23 @@ def slope_of_silu(u):
 
 
 def test_gradients_keep_their_digits_where_the_slope_of_silu_is_near_0():
-    """One token, whose u is within 0.004 of the place where SiLU' is 0: bfloat16 would round it as far."""
+    """One token, whose u is within 0.004 of the place where SiLU' is 0:
+    bfloat16 would round it as far.
+    """
     H, K, V, W = 2, 16, 24, 4
     channels = 2 * H * K + H * V
     rng = torch.Generator().manual_seed(0)
     weight = torch.zeros(channels, W)
     weight[:, -1] = -1.2784645 + 0.001 * torch.randn(channels, generator=rng)
     x = {
-        "x": torch.ones(1, 1, channels, dtype=torch.bfloat16), "weight": weight, "a": torch.zeros(1, 1, H),
-        "b": torch.zeros(1, 1, H), "gate": torch.ones(1, 1, H, V, dtype=torch.bfloat16),
-        "gain": torch.rand(V, generator=rng), "A_log": torch.zeros(H),
-    }  # fmt: skip
+        "x": torch.ones(1, 1, channels, dtype=torch.bfloat16),
+        "weight": weight,
+        "a": torch.zeros(1, 1, H),
+        "b": torch.zeros(1, 1, H),
+        "gate": torch.ones(1, 1, H, V, dtype=torch.bfloat16),
+        "gain": torch.rand(V, generator=rng),
+        "A_log": torch.zeros(H),
+    }
     case, exact = MixerCase("slope", 1, 1, H, K, V, ""), Rounding(torch.float64)
     results = []
     for judged in (True, False):

@@ -1,5 +1,6 @@
-"""The NKI kernels of the gated delta rule on the simulator: parity with the float64 judge, and what only
-they have: how calls are cut, what fits on chip, which sources the compilers take."""
+"""The NKI kernels of the gated delta rule on the simulator: parity with the float64 judge, and what
+only they have: how calls are cut, what fits on chip, which sources the compilers take.
+"""
 
 import math
 from dataclasses import replace
@@ -44,20 +45,28 @@ BACKWARD = gated_delta_rule_bwd.gated_delta_rule_bwd
 def test_every_planned_size_fits_on_chip(K, V, H, HV):
     """The simulator refuses what does not; a twentieth stays free, since compilers overlap work.
 
-    Three whole stretches backward: with two, stages that are turns late have nothing of later chunks to hold.
+    Three whole stretches backward: with two, stages that are turns late have nothing of later
+    chunks to hold.
     """
     how = plan.choose(1, H, HV, K, V)
     for module, stretches in ((gated_delta_rule_fwd, 2), (gated_delta_rule_bwd, 3)):
         kernel, arguments = module.example(
-            T=stretches * how.every * how.C, H=H, HV=HV, K=K, V=V, every=how.every, C=how.C, lanes=how.lanes,
+            T=stretches * how.every * how.C,
+            H=H,
+            HV=HV,
+            K=K,
+            V=V,
+            every=how.every,
+            C=how.C,
+            lanes=how.lanes,
             width=how.width,
-        )  # fmt: skip
+        )
         run_record = record_run(kernel, *arguments, trace=False)
         assert run_record.sbuf_peak <= 0.95 * 176 * 1024 and run_record.psum_peak <= 8
 
 
-# target, sizes, microseconds in program order by the slower reading of the cost model: asked for, or before
-# chunks were issued side by side, less a tenth
+# target, sizes, microseconds in program order by the slower reading of the cost model: asked for,
+# or before chunks were issued side by side, less a tenth
 FORWARD_TIMES = {
     "trn2": ("trn2", {"H": 2, "HV": 4, "K": 128, "V": 128, "lanes": 6, "width": 2}, 160),
     "trn1": ("trn1", {"H": 6, "K": 128, "V": 256, "lanes": 6, "width": 3}, 278),
@@ -81,7 +90,9 @@ def test_more_lanes_than_planned_do_not_fit():
 
 
 def test_the_final_state_keeps_its_digits_where_keys_are_alike():
-    """A tenth of 2e-2, the error of the public kernel; `backends.parity --case alike` prints it, too."""
+    """A tenth of 2e-2, the error of the public kernel;
+    `backends.parity --case alike` prints it, too.
+    """
     x = inputs(BY_NAME["alike"], torch.bfloat16)
     with torch.no_grad():
         _, state = gated_delta_rule(
@@ -130,14 +141,18 @@ def test_tokens_that_write_nothing_have_their_gradient_of_beta(most, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("longer", [1.0, 1e4, 1e9])
 def test_tiny_values_keep_their_digits_whatever_the_norms_of_keys(longer, dtype):
-    """With norms of 1e13, beta r_k v, and dO r_q times U r_k, were 0 in float32, and o, dg and dbeta lost."""
+    """With norms of 1e13, beta r_k v, and dO r_q times U r_k, were 0 in float32,
+    and o, dg and dbeta lost.
+    """
     x = inputs(replace(BY_NAME["norm_huge"], values=1e-30), dtype)
     x = replace(x, q=longer * x.q, k=longer * x.k)
     assert_passed(reference_for(x).verdicts(NAME, outcome(x, NAME)))
 
 
 def test_keys_of_all_lengths_meet_in_one_chunk():
-    """Long vectors are multiplied by a power of two on chip, each for itself; others stay as they are."""
+    """Long vectors are multiplied by a power of two on chip, each for itself;
+    others stay as they are.
+    """
     x = inputs(replace(BY_NAME["norm_huge"], state=True), torch.float32)
     lengths = torch.tensor([1e-14, 1e-9, 1e-4, 3e-3, 0.1, 1e5])[torch.arange(70) % 6, None, None]
     x = replace(x, q=lengths * x.q, k=lengths.flip(0) * x.k)
@@ -172,8 +187,8 @@ def test_a_reset_forgets_the_state_exactly_and_has_no_gradient(state, g):
 
 
 def errors_of_a_fading_state():
-    """Returns the largest ratio of errors to those that parity allows, for a state that hardly anything is
-    added to while it fades to 1e-14: the error of decays is then that of all results.
+    """Returns the largest ratio of errors to those that parity allows, for a state that hardly
+    anything is added to while it fades to 1e-14: the error of decays is then that of all results.
     """
     case = replace(BY_NAME["carry"], B=1, T=128, K=32, V=32, H=8)
     x = inputs(case, torch.float32)
@@ -197,7 +212,9 @@ def test_decays_summed_in_one_part_are_seen(monkeypatch):
 @pytest.mark.parametrize("scale", [1e-20, -1e-40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_tiny_scale_leaves_the_gradient_of_the_final_state_exact(scale, dtype):
-    """Over the power of two that keeps the others from underflow, it became infinite, and all else NaN."""
+    """Over the power of two that keeps the others from underflow,
+    it became infinite, and all else NaN.
+    """
     case = Case(
         "tiny", 1, 20, 1, 16, 16, "", HV=2, norm="random", scale=scale, state=True, loss=BOTH
     )
@@ -334,8 +351,8 @@ def test_bfloat16_tensors_become_arrays_and_back_unchanged():
 
 
 def test_tensors_off_the_host_reach_the_kernel_dense_and_unconverted():
-    """What XLA's lazy graph records: the kernel itself, on contiguous tensors, numbers as constants, and a
-    tensor of one number for each that is absent.
+    """What XLA's lazy graph records: the kernel itself, on contiguous tensors, numbers as
+    constants, and a tensor of one number for each that is absent.
     """
     seen = []
 

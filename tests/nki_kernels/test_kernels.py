@@ -1,4 +1,6 @@
-"""What holds for every NKI kernel: its source compiles under every release, later chips compute the same."""
+"""What holds for every NKI kernel: its source compiles under every release,
+later chips compute the same.
+"""
 
 import re
 from pathlib import Path
@@ -83,7 +85,9 @@ def name(value):
 
 @pytest.mark.parametrize(("kernel", "arguments"), EXAMPLES, ids=name)
 def test_every_release_takes_the_kernel(kernel, arguments, monkeypatch):
-    """Without the name of a release, the rules of all hold; nor does a kernel do what has failed on Trn1."""
+    """Without the name of a release, the rules of all hold;
+    nor does a kernel do what has failed on Trn1.
+    """
     assert findings(kernel) == ()
     made, indexed = watch(monkeypatch)
     run = record_run(kernel, *arguments, check_source=False)
@@ -98,7 +102,9 @@ def test_every_release_takes_the_kernel(kernel, arguments, monkeypatch):
 
 
 def watch(monkeypatch):
-    """Lists the HBM that kernels allocate, and the tiles that dma_copy takes with an integer index."""
+    """Lists the HBM that kernels allocate, and the tiles that dma_copy takes
+    with an integer index.
+    """
     made, indexed, views = [], [], []
     allocate, getitem, copy = Machine.allocate, NkiTensor.__getitem__, nisa.dma_copy
 
@@ -155,14 +161,17 @@ def test_later_generations_compute_the_same(kernel, arguments, target):
     ids=lambda value: value[0].__name__ if isinstance(value, tuple) else "",
 )
 def test_kernels_change_tables_seldom(example, tables, most):
-    """Roots are GpSimd's: the rule loads the table of exp once, and a layer few more than its turns need."""
+    """Roots are GpSimd's: the rule loads the table of exp once,
+    and a layer few more than its turns need.
+    """
     kernel, arguments = example
     trace = record_run(kernel, *arguments).trace
     costs = estimate(trace, TARGETS["trn1"])
     assert set(costs.tables) == tables and costs.loads <= most
 
 
-# the example, what it may move beside its inputs and outputs once each, as a number of bytes and as a share
+# the example, what it may move beside its inputs and outputs once each, as a number of bytes and as
+# a share
 TRAFFIC = {
     "norm": (gated_rms_norm.example(M=1000, V=256), 0, 0),
     "norm's gradients": (gated_rms_norm.example(M=1000, V=256, backward=1), 0, 0),

@@ -1,4 +1,6 @@
-"""What holds for the NKI kernels of Kimi Delta Attention beside parity: sizes, times, cuts, refusals."""
+"""What holds for the NKI kernels of Kimi Delta Attention beside parity:
+sizes, times, cuts, refusals.
+"""
 
 from dataclasses import replace
 
@@ -40,9 +42,16 @@ def test_every_planned_size_fits_on_chip(K, V, H, HV):
     how = plan.choose(1, H, HV, K, V, channels=True)
     for module in (fwd, bwd):
         kernel, arguments = module.example(
-            T=2 * how.every * how.C, H=H, HV=HV, K=K, V=V, every=how.every, C=how.C, lanes=how.lanes,
+            T=2 * how.every * how.C,
+            H=H,
+            HV=HV,
+            K=K,
+            V=V,
+            every=how.every,
+            C=how.C,
+            lanes=how.lanes,
             width=how.width,
-        )  # fmt: skip
+        )
         run_record = record_run(kernel, *arguments, trace=False)
         assert run_record.sbuf_peak <= 0.95 * 176 * 1024 and run_record.psum_peak <= 8
 
@@ -77,9 +86,16 @@ def test_equal_channels_are_the_gated_delta_rule(dtype):
     found = [o.detach(), last, *torch.autograd.grad(o, tensors, x.do)]
     q, k, v, g, beta, state = (y.double() for y in tensors)
     o, last = gated_delta_rule(
-        q, k, v, g, beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
         backend="recurrent",
-    )  # fmt: skip
+    )
     exact = [o, last, *torch.autograd.grad(o, tensors, x.do.double())]
     most = floor(terms(x.case), torch.float32) * FACTOR if dtype == torch.float32 else 2.0**-6
     for a, b in zip(found, exact, strict=True):
@@ -90,7 +106,9 @@ FADING = Case("fading", 1, 128, 8, 32, 32, "", norm="random", state=True, op="ki
 
 
 def errors_of_a_fading_state():
-    """Returns the errors of a state that fades to 1e-14 by those that parity allows, as the scalar rule's."""
+    """Returns the errors of a state that fades to 1e-14 by those that parity allows,
+    as the scalar rule's.
+    """
     x = inputs(FADING, torch.float32)
     g = -0.5 * torch.rand(x.g.shape, generator=torch.Generator().manual_seed(0))
     x = replace(x, v=1e-30 * x.v, g=g)
@@ -124,7 +142,9 @@ def test_packed_sequences_without_states_are_one_call(monkeypatch):
 
 
 def test_one_channel_is_decoded_with_its_decay():
-    """Nothing tells a decay per channel from one per head then, so a channel of zeros stands beside it."""
+    """Nothing tells a decay per channel from one per head then,
+    so a channel of zeros stands beside it.
+    """
     q, k, v, g, beta = (torch.rand(2, 3, 1) for _ in range(5))
     state = torch.rand(2, 3, 1, 1)
     found = kimi_delta_attention_step(q, k, v, -g, beta[..., 0], state, backend=NAME)

@@ -1,5 +1,6 @@
-"""The path to TorchNeuron's tensors (Trn2, Trn3). No such machine was at hand: what is tested is what reaches
-the kernels, with a stand-in for torch_neuronx that registers a plain PyTorch operator."""
+"""The path to TorchNeuron's tensors (Trn2, Trn3). No such machine was at hand: what is tested is
+what reaches the kernels, with a stand-in for torch_neuronx that registers a plain PyTorch operator.
+"""
 
 import importlib
 import inspect
@@ -27,7 +28,9 @@ simulated = nki_runtime_adapter.run
 
 @pytest.fixture(scope="module")
 def registered():
-    """nki_op as documented: a name, what is written in place, and a function whose types are the schema."""
+    """nki_op as documented: a name, what is written in place,
+    and a function whose types are the schema.
+    """
     known = {}
 
     def nki_op(name, mutates_args):
@@ -45,7 +48,9 @@ def registered():
 
 @pytest.fixture
 def neuron(registered, monkeypatch):
-    """CPU tensors take the path of "neuron" ones; at its end kernels are simulated. Yields what ran."""
+    """CPU tensors take the path of "neuron" ones; at its end kernels are simulated.
+    Yields what ran.
+    """
     ran = []
     monkeypatch.setitem(sys.modules, "torch_neuronx", registered)
     for adapter in ADAPTERS:

@@ -1,4 +1,6 @@
-"""The order of the kernels' stages: dependencies are checked, and every accepted order computes the same."""
+"""The order of the kernels' stages: dependencies are checked,
+and every accepted order computes the same.
+"""
 
 import random
 from dataclasses import replace

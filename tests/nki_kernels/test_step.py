@@ -21,14 +21,30 @@ from tests.support.nki_judge import (
     run,
 )
 
-# B, H, HV, K, V: one head; every size of the models; sizes that divide nothing; heads that share a tile, the
-# last one half empty; groups of rows of unequal size; key heads shared by 2, 8 and by more than a group
+# B, H, HV, K, V: one head; every size of the models; sizes that divide nothing; heads that share a
+# tile, the last one half empty; groups of rows of unequal size; key heads shared by 2, 8 and by
+# more than a group
 SHAPES = [
-    (1, 1, 1, 32, 32), (2, 2, 2, 32, 64), (1, 3, 3, 64, 128), (1, 2, 2, 96, 192), (1, 2, 2, 128, 256),
-    (1, 1, 1, 192, 384), (1, 3, 3, 256, 512), (1, 2, 2, 256, 32), (1, 3, 3, 60, 100), (2, 1, 1, 33, 7),
-    (1, 1, 1, 131, 16), (3, 3, 3, 32, 16), (5, 7, 7, 64, 32), (1, 2, 4, 32, 32), (2, 1, 8, 64, 32),
-    (1, 2, 80, 32, 16), (1, 5, 30, 128, 64), (1, 1, 2, 131, 512), (1, 3, 15, 131, 51),
-]  # fmt: skip
+    (1, 1, 1, 32, 32),
+    (2, 2, 2, 32, 64),
+    (1, 3, 3, 64, 128),
+    (1, 2, 2, 96, 192),
+    (1, 2, 2, 128, 256),
+    (1, 1, 1, 192, 384),
+    (1, 3, 3, 256, 512),
+    (1, 2, 2, 256, 32),
+    (1, 3, 3, 60, 100),
+    (2, 1, 1, 33, 7),
+    (1, 1, 1, 131, 16),
+    (3, 3, 3, 32, 16),
+    (5, 7, 7, 64, 32),
+    (1, 2, 4, 32, 32),
+    (2, 1, 8, 64, 32),
+    (1, 2, 80, 32, 16),
+    (1, 5, 30, 128, 64),
+    (1, 1, 2, 131, 512),
+    (1, 3, 15, 131, 51),
+]
 HARD = (
     "zero keys",
     "huge keys",
@@ -148,7 +164,9 @@ def test_decoding_token_by_token_equals_prefill():
 
 
 def test_a_batch_of_many_heads_is_cut_without_changing_results(monkeypatch):
-    """More heads than a kernel call takes: the pieces are those of one call, but for the order of sums."""
+    """More heads than a kernel call takes: the pieces are those of one call,
+    but for the order of sums.
+    """
     tensors = inputs((5, 1, 2, 32, 16), torch.float32)
     once = gated_delta_rule_step(*tensors, backend="nki-simulator")
     monkeypatch.setattr(plan, "STEP_HEADS", 4)

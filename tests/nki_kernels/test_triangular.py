@@ -54,7 +54,9 @@ def test_the_inverse_keeps_its_digits_for_correlated_keys(C, rho):
 
 
 def substituted(G):
-    """Returns the inverse of I - G by substitution of all rows, each product and sum rounded to float32."""
+    """Returns the inverse of I - G by substitution of all rows,
+    each product and sum rounded to float32.
+    """
     T = np.eye(len(G), dtype=np.float32)
     for a in range(len(G) - 1):
         T[a + 1 :] += G[a + 1 :, a : a + 1] * T[a : a + 1]
@@ -62,7 +64,9 @@ def substituted(G):
 
 
 def errors_of_the_inverse(beta):
-    """Returns T's largest error where all keys are equal, and that of substitution, for each of 6 chunks."""
+    """Returns T's largest error where all keys are equal, and that of substitution,
+    for each of 6 chunks.
+    """
     G = np.stack([correlated(128, 1.0, beta, seed) for seed in range(6)])
     exact = np.linalg.inv(np.eye(128) - G.astype(np.float64))
     parts = [

@@ -1,4 +1,6 @@
-"""Every backend of this machine meets parity's criterion on the whole grid, and planted faults do not."""
+"""Every backend of this machine meets parity's criterion on the whole grid,
+and planted faults do not.
+"""
 
 import json
 import math
@@ -39,42 +41,101 @@ from tests.support import planted_bugs
 SMALL_ONES = [case.name for case in select(tags=SMALL)]
 ALL = [*(case.name for case in select()), *STEPS]
 # Emulators run these cases of decoding by default.
-DECODED = ["decode_one", "decode_odd", "decode_collide", "decode_gva_2", "decode_reset", "decode_gates",
-           "decode_norm_zero_large"]  # fmt: skip
-# Whether Triton's kernels are compiled here, and run by the emulator: a fraction of a second for a case.
+DECODED = [
+    "decode_one",
+    "decode_odd",
+    "decode_collide",
+    "decode_gva_2",
+    "decode_reset",
+    "decode_gates",
+    "decode_norm_zero_large",
+]
+# Whether Triton's kernels are compiled here, and run by the emulator: a fraction of a second for a
+# case.
 COMPILED = "cpu" in TRITON_DEVICES
-# Of an emulator: the cases of the default suite, seconds each, and those that are slow, minutes each. NKI's
-# simulator has one case by default for each thing that can go wrong.
+# Of an emulator: the cases of the default suite, seconds each, and those that are slow, minutes
+# each. NKI's simulator has one case by default for each thing that can go wrong.
 EMULATED = {
     "triton": (ALL, []) if COMPILED else ([*SMALL_ONES, *DECODED], ALL),
     "nki-simulator": (
-        ["one", "one_fresh", "two", "ragged", "seam_129", "no_decay", "forget", "mixed", "collide", "reflect",
-         "erased", "k256_short", "gva_2", "gva_8", "odd", "packed", "packed_empty", "reset", "reset_packed",
-         "final_only", "norm", "norm_tiny", "norm_huge", "norm_zero", "scale_up", "values_tiny", *DECODED],
-        [*SMALL_ONES, "wide_v", "wide_k", "k96", "k192", "k256", "heavy", "near_1", "near_2", "packed_gva",
-         "long_free", *STEPS],
+        [
+            "one",
+            "one_fresh",
+            "two",
+            "ragged",
+            "seam_129",
+            "no_decay",
+            "forget",
+            "mixed",
+            "collide",
+            "reflect",
+            "erased",
+            "k256_short",
+            "gva_2",
+            "gva_8",
+            "odd",
+            "packed",
+            "packed_empty",
+            "reset",
+            "reset_packed",
+            "final_only",
+            "norm",
+            "norm_tiny",
+            "norm_huge",
+            "norm_zero",
+            "scale_up",
+            "values_tiny",
+            *DECODED,
+        ],
+        [
+            *SMALL_ONES,
+            "wide_v",
+            "wide_k",
+            "k96",
+            "k192",
+            "k256",
+            "heavy",
+            "near_1",
+            "near_2",
+            "packed_gva",
+            "long_free",
+            *STEPS,
+        ],
     ),
-}  # fmt: skip
-# To PyTorch's backends every other dtype is float32 with casts, or with more digits, and what `recurrent` has
-# in float32 is a sample of the baseline: they are judged there on seams, ends, groups, packing, gates and
-# extreme norms, and the judge itself in float64 on two. What two cases are about, for which the judge takes
-# 10 s each, tests/backends/cpu_kernel tests, too.
+}
+# To PyTorch's backends every other dtype is float32 with casts, or with more digits, and what
+# `recurrent` has in float32 is a sample of the baseline: they are judged there on seams, ends,
+# groups, packing, gates and extreme norms, and the judge itself in float64 on two. What two cases
+# are about, for which the judge takes 10 s each, tests/backends/cpu_kernel tests, too.
 LONG = ("packed_many", "packed_wide")
 CAST = ("seam_65", "forget", "mixed", "gva_2", "packed_empty", "gates_wide", "reset_packed",
         "norm_zero_large")  # fmt: skip
 ITSELF = ("packed_empty", "gates_wide")
-# In Triton's interpreter a case is judged in float32 or bfloat16, by turns. Chunks have 32 tokens in the one,
-# 64 in the other, so that both have some. What leaves the range of float16 is judged there, too; of an
-# operation of a layer one case. Those about NKI's cells, 10 s each, are slow.
+# In Triton's interpreter a case is judged in float32 or bfloat16, by turns. Chunks have 32 tokens
+# in the one, 64 in the other, so that both have some. What leaves the range of float16 is judged
+# there, too; of an operation of a layer one case. Those about NKI's cells, 10 s each, are slow.
 BOTH_WIDTHS = {"seam_65", "reflect", "gva_2", "packed_empty", "reset_packed"}
-HALF = {"one_fresh", "forget", "gva_2", "packed_empty", "norm_zero_large", "norm_huge_weak", "scale_up",
-        "conv_ragged", "norm_head", "sum_odd", "loss_ragged", "kimi_gva", "decode_kimi_odd"}  # fmt: skip
+HALF = {
+    "one_fresh",
+    "forget",
+    "gva_2",
+    "packed_empty",
+    "norm_zero_large",
+    "norm_huge_weak",
+    "scale_up",
+    "conv_ragged",
+    "norm_head",
+    "sum_odd",
+    "loss_ragged",
+    "kimi_gva",
+    "decode_kimi_odd",
+}
 CELLS = ("conv_cells", "conv_packed_cells")
 # Compiled, a small case is judged in every dtype, one of K > 128 in 16 bits, any other by turns.
 WIDE = ("k192", "k256", "packed_wide")
 LAYERS = [*layer_cases.BY_NAME]
-# Of Kimi Delta Attention, on PyTorch's backends: every case in float32, one in three in another dtype, too;
-# in Triton's interpreter some, in float32 or bfloat16, by turns.
+# Of Kimi Delta Attention, on PyTorch's backends: every case in float32, one in three in another
+# dtype, too; in Triton's interpreter some, in float32 or bfloat16, by turns.
 CHANNELS = [
     name
     for name, case in {**channel_cases.BY_NAME, **channel_cases.STEPS}.items()
@@ -139,7 +200,8 @@ def is_usual(subject, name, dtype):
 def pytest_generate_tests(metafunc):
     """Gives the driver every backend that runs here, or those that --backend names, with its cases.
 
-    The backend varies fastest, so that the judge computes each case of the rule once for all of them.
+    The backend varies fastest, so that the judge computes each case of the rule once for all of
+    them.
     """
     if "subject" not in metafunc.fixturenames:
         return
@@ -174,7 +236,9 @@ REFUSED = {
 
 @contextmanager
 def watched(subject, case):
-    """Lets the emulator run warps in another order by turns, and look at small cases with all checks."""
+    """Lets the emulator run warps in another order by turns,
+    and look at small cases with all checks.
+    """
     if subject.backend != "triton" or not COMPILED:
         yield
         return
@@ -230,7 +294,9 @@ def test_a_fault_of_decoding_turns_parity_red(monkeypatch):
 
 
 def test_the_decay_of_a_reset_grants_no_error():
-    """Allowances for underflow grow with the largest factor of products; finfo.min as a logarithm is none."""
+    """Allowances for underflow grow with the largest factor of products;
+    finfo.min as a logarithm is none.
+    """
     spreads = reference(BY_NAME["reset"], torch.float32).spreads
     assert max(spread.absolute for spread in spreads.values()) < 1e-30
 
@@ -335,12 +401,13 @@ def test_parity_allows_twice_the_baselines_error_or_the_floor():
 
 
 # A rounding at random to a shorter dtype costs .27 eps: half of .38 eps for four to the nearest
-# (`parity.rule`), times sqrt(2). A result passes 4, its gradient 4 more. Of an error that is one number the
-# largest of 13 samples is about twice its standard deviation. 2 sqrt(8) .27 eps are 3 floors of eps / 2; in
-# float32 the floor counts every term.
+# (`parity.rule`), times sqrt(2). A result passes 4, its gradient 4 more. Of an error that is one
+# number the largest of 13 samples is about twice its standard deviation. 2 sqrt(8) .27 eps are 3
+# floors of eps / 2; in float32 the floor counts every term.
 ROUNDINGS = 3.0
-# Where every write erases the one before, o is the last of up to C writes of size sqrt(2) that cancel. Each
-# is a product of two operands, so that C / 2 of them, the average, cost sqrt(C / 2) sqrt(2) sqrt(2) .27 eps.
+# Where every write erases the one before, o is the last of up to C writes of size sqrt(2) that
+# cancel. Each is a product of two operands, so that C / 2 of them, the average, cost sqrt(C / 2)
+# sqrt(2) sqrt(2) .27 eps.
 ERASED = 2 * 0.27 * (2 * max(CHUNKS)) ** 0.5
 
 

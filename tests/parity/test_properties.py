@@ -1,7 +1,8 @@
 """Random cases keep every property on every backend, and a planted defect breaks each property.
 
 pytest tests/parity/test_properties.py --fuzz 3000 --backend chunked   so many new cases of each operation
-pytest ... -k BACKEND-OPERATION --fuzz-blob BLOB      the one case of a failure, by the blob that is printed
+pytest ... -k BACKEND-OPERATION --fuzz-blob BLOB      the one case of a failure, by the blob that is
+                                                      printed
 """
 
 import itertools
@@ -18,7 +19,8 @@ from tests.support.fuzz import checks
 from tests.support.fuzz.cases import OPERATIONS, random_cases, rule_case
 from tests.support.fuzz.run import fuzz
 
-# cases of each operation in the default suite, and the operations of which it has some on the slow backends
+# cases of each operation in the default suite, and the operations of which it has some on the slow
+# backends
 FEW, FEWER = 8, 2
 SLOW_ONES = ("gated_delta_rule", "gated_delta_rule_step", "kimi_delta_attention", "delta_residual")
 
@@ -64,36 +66,194 @@ EMULATED, F32, BF16 = "nki-simulator", torch.float32, torch.bfloat16
 # what random cases have found, in the sizes in which they did; the sentence says what was wrong
 FOUND = [
     # a decay of e^-250 has 250 roundings, and judge and samples made the same gates
-    ("chunked", torch.float64, Case("0", 1, 65, 1, 20, 1, "", gates="wide", keys="near", norm="random",
-     state=True, loss=BOTH), {"g": 5.0}),
+    (
+        "chunked",
+        torch.float64,
+        Case(
+            "0",
+            1,
+            65,
+            1,
+            20,
+            1,
+            "",
+            gates="wide",
+            keys="near",
+            norm="random",
+            state=True,
+            loss=BOTH,
+        ),
+        {"g": 5.0},
+    ),
     # rates of e^84: samples whose gates multiplied infinity by 0 had no gradient
-    ("chunked", F32, Case("1", 2, 100, 4, 64, 64, "", gates="wide", norm="random", state=True),
-     {"A_log": 30.0}),
-    # each row of (lam k) dS' was rounded for itself: an element of dg was 66 times as far off as samples
-    ("chunked", F32, Case("3", 3, 395, 2, 96, 16, "", keys="equal", beta=1.0, scale=-0.3, state=True,
-     loss=("final_state",)), {"initial_state": 1e4}),
+    (
+        "chunked",
+        F32,
+        Case("1", 2, 100, 4, 64, 64, "", gates="wide", norm="random", state=True),
+        {"A_log": 30.0},
+    ),
+    # each row of (lam k) dS' was rounded for itself: an element of dg was 66 times as far off as
+    # samples
+    (
+        "chunked",
+        F32,
+        Case(
+            "3",
+            3,
+            395,
+            2,
+            96,
+            16,
+            "",
+            keys="equal",
+            beta=1.0,
+            scale=-0.3,
+            state=True,
+            loss=("final_state",),
+        ),
+        {"initial_state": 1e4},
+    ),
     # beta = 1: the first token's U is v, which samples did not round, and <dO, U> almost cancels
-    (EMULATED, BF16, Case("4", 3, 41, 1, 16, 123, "", norm="tiny", decay="mixed", beta=1.0), {"g": 5.0}),
+    (
+        EMULATED,
+        BF16,
+        Case("4", 3, 41, 1, 16, 123, "", norm="tiny", decay="mixed", beta=1.0),
+        {"g": 5.0},
+    ),
     # scale r_q dO times r_k U was 0 in NKI's backward, and all of dq with it
-    (EMULATED, BF16, Case("5", 2, 15, 1, 16, 32, "", HV=4, norm="huge", decay="heavy", scale=1e-20,
-     loss=BOTH), HUGE),
-    # K = 1, q = +-1 and a constant dO: F is P times a number per token, and P was rounded to bfloat16
-    (EMULATED, BF16, Case("6", 1, 106, 1, 1, 75, "", HV=2, keys="near", values=1e4, decay="mixed", scale=1.0,
-     lengths=(6, 40, 0, 60)), {"g": 5.0, "do": 1.0}),
+    (
+        EMULATED,
+        BF16,
+        Case("5", 2, 15, 1, 16, 32, "", HV=4, norm="huge", decay="heavy", scale=1e-20, loss=BOTH),
+        HUGE,
+    ),
+    # K = 1, q = +-1 and a constant dO: F is P times a number per token, and P was rounded to
+    # bfloat16
+    (
+        EMULATED,
+        BF16,
+        Case(
+            "6",
+            1,
+            106,
+            1,
+            1,
+            75,
+            "",
+            HV=2,
+            keys="near",
+            values=1e4,
+            decay="mixed",
+            scale=1.0,
+            lengths=(6, 40, 0, 60),
+        ),
+        {"g": 5.0, "do": 1.0},
+    ),
     # NKI's kernels multiply raw keys, and values by reciprocal norms: 1e-30 over 1e13 was 0
-    (EMULATED, F32, Case("7", 1, 72, 1, 64, 128, "", keys="near", norm="huge", values=1e-30, decay="reset",
-     beta=0.0, scale=8.0, state=True), HUGE),
-    (EMULATED, BF16, Case("8", 2, 141, 1, 125, 28, "", norm="huge", values=1e-30, decay="reset", beta=1.0,
-     state=True, loss=BOTH), HUGE),
+    (
+        EMULATED,
+        F32,
+        Case(
+            "7",
+            1,
+            72,
+            1,
+            64,
+            128,
+            "",
+            keys="near",
+            norm="huge",
+            values=1e-30,
+            decay="reset",
+            beta=0.0,
+            scale=8.0,
+            state=True,
+        ),
+        HUGE,
+    ),
+    (
+        EMULATED,
+        BF16,
+        Case(
+            "8",
+            2,
+            141,
+            1,
+            125,
+            28,
+            "",
+            norm="huge",
+            values=1e-30,
+            decay="reset",
+            beta=1.0,
+            state=True,
+            loss=BOTH,
+        ),
+        HUGE,
+    ),
     # norms of 1,000 and decays of e^-80, which shortened keys made underflow
-    (EMULATED, BF16, Case("9", 3, 13, 4, 9, 64, "", norm="huge", gates="wide", reflect=True, state=True,
-     scale=-0.3), {"g": 5.0}),
-    # NKI's backward divides by beta, of at least 2^-26. With 2^-100, v = 1e-30 underflowed; dk was not 0
-    (EMULATED, BF16, Case("10", 1, 106, 1, 16, 3, "", HV=4, norm="tiny", decay="none", beta=0.0, state=True,
-     loss=BOTH), {}),
-    (EMULATED, F32, Case("11", 3, 1, 2, 1, 192, "", HV=6, keys="near", values=1e-30, beta=0.0, scale=1.0,
-     state=True), {}),
-]  # fmt: skip
+    (
+        EMULATED,
+        BF16,
+        Case(
+            "9",
+            3,
+            13,
+            4,
+            9,
+            64,
+            "",
+            norm="huge",
+            gates="wide",
+            reflect=True,
+            state=True,
+            scale=-0.3,
+        ),
+        {"g": 5.0},
+    ),
+    # NKI's backward divides by beta, of at least 2^-26. With 2^-100, v = 1e-30 underflowed; dk was
+    # not 0
+    (
+        EMULATED,
+        BF16,
+        Case(
+            "10",
+            1,
+            106,
+            1,
+            16,
+            3,
+            "",
+            HV=4,
+            norm="tiny",
+            decay="none",
+            beta=0.0,
+            state=True,
+            loss=BOTH,
+        ),
+        {},
+    ),
+    (
+        EMULATED,
+        F32,
+        Case(
+            "11",
+            3,
+            1,
+            2,
+            1,
+            192,
+            "",
+            HV=6,
+            keys="near",
+            values=1e-30,
+            beta=0.0,
+            scale=1.0,
+            state=True,
+        ),
+        {},
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +267,9 @@ def test_what_random_cases_have_found_stays_right(backend, dtype, case, factors)
 
 
 def test_cases_reach_what_they_are_for():
-    """Every dtype and form of the rule: no tokens, many sequences, resets, strides, zero keys and others."""
+    """Every dtype and form of the rule: no tokens, many sequences, resets,
+    strides, zero keys and others.
+    """
     drawn = []
     fuzz(random_cases("chunked", "gated_delta_rule"), drawn.append, 360)
     assert {case.dtype for case in drawn} == {
@@ -156,7 +318,9 @@ def a_bit_by_call(y, x, calls):
 
 
 def the_neighbors_sum(y, x, calls):
-    """Changes a few last bits by a number that every row has a part in, however large the numbers are."""
+    """Changes a few last bits by a number that every row has a part in,
+    however large the numbers are.
+    """
     return y * (1 + 2**-21 * torch.frac(1000 * y.detach().sum()))
 
 
@@ -203,7 +367,9 @@ def test_a_planted_defect_is_found_within_fifty_cases(defect, complaint, monkeyp
 
 
 def test_the_blob_of_a_failure_draws_it_again():
-    """Cases of more than 40 tokens are red; the first is shrunk to one of one head without a state."""
+    """Cases of more than 40 tokens are red; the first is shrunk to one
+    of one head without a state.
+    """
     strategy, seen = random_cases("chunked", "gated_delta_rule"), []
 
     def examine(case):

@@ -1,7 +1,9 @@
-"""Uses an installed wheel as its users do, with whatever releases pip has chosen: `make test-fresh`.
+"""Uses an installed wheel as its users do, with whatever releases pip has chosen: `make
+test-fresh`.
 
 Runs `delta-trn run tiny` and `generate`, every Python example of the README, and a patched model of
-transformers, in an empty folder. It imports nothing of the checkout, and exits with 1 at the first failure.
+transformers, in an empty folder. It imports nothing of the checkout, and exits with 1 at the first
+failure.
 """
 
 import os

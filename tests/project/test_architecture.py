@@ -32,8 +32,8 @@ ONLY_IN = {
     "triton": ("triton_kernels/",),
 }
 
-# Leaves judge the product or measure it, and nothing in it needs them. Other leaves may import a leaf, and so
-# may the files that stand here.
+# Leaves judge the product or measure it, and nothing in it needs them. Other leaves may import a
+# leaf, and so may the files that stand here.
 LEAVES = {
     "backends.parity": (),
     "backends.bench": ("train/commands/throughput.py",),
@@ -68,7 +68,8 @@ FOLDER_FILES = 16  # beside __init__.py
 
 
 def tracked(pattern: str) -> list[Path]:
-    """Returns the files that git tracks and that match `pattern`; files of the tree, where there is no git.
+    """Returns the files that git tracks and that match `pattern`; files of the tree, where there is
+    no git.
 
     A file that lies in the checkout untracked is the user's own, whatever it is.
     """
@@ -121,7 +122,8 @@ def complaints(path: Path, source: str) -> list[str]:
             and top not in MAY_IMPORT[package]
         ):
             wrong.add(
-                f"{where}: {package} may import {sorted(MAY_IMPORT[package]) or 'none of our packages'}"
+                f"{where}: {package} may import "
+                f"{sorted(MAY_IMPORT[package]) or 'none of our packages'}"
             )
         if top == "tests" and package != "tests":
             wrong.add(f"{where}: tests are for tests")
@@ -148,7 +150,8 @@ def complaints(path: Path, source: str) -> list[str]:
             and not path.as_posix().startswith((*LEAF_FOLDERS, *LEAVES[leaf]))
         ):
             wrong.add(
-                f"{where}: {leaf} is a leaf; besides leaves, {LEAVES[leaf] or 'nothing'} may import it"
+                f"{where}: {leaf} is a leaf; besides leaves, {LEAVES[leaf] or 'nothing'} may "
+                "import it"
             )
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.level and package in MAY_IMPORT:

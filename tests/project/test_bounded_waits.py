@@ -1,4 +1,6 @@
-"""Every wait for another process in the tests of training ends: a hang is a failure that says where."""
+"""Every wait for another process in the tests of training ends:
+a hang is a failure that says where.
+"""
 
 import ast
 from pathlib import Path

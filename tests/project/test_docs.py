@@ -1,4 +1,6 @@
-"""README and docs show what runs: commands and examples are executed, tables are what the code prints."""
+"""README and docs show what runs: commands and examples are executed,
+tables are what the code prints.
+"""
 
 import contextlib
 import io
@@ -33,7 +35,9 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page: where it starts, its language, its lines, and the file that it is to be."""
+    """A fenced block of a page: where it starts, its language, its lines,
+    and the file that it is to be.
+    """
 
     page: Path
     line: int
@@ -102,7 +106,9 @@ def backends_as_before():
 def test_every_command_and_example_of_a_page_runs(
     page, tmp_path, monkeypatch, backends_as_before, capsys
 ):
-    """In the order of the page, in one folder. The next test has the blocks that need more than a CPU."""
+    """In the order of the page, in one folder.
+    The next test has the blocks that need more than a CPU.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, object] = {}
@@ -165,7 +171,9 @@ def test_an_operation_is_added_by_touching_six_files(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_that_need_more_are_well_formed(page):
-    """Their command and recipe exist and their keys are keys: `--keys` resolves a run without starting it."""
+    """Their command and recipe exist and their keys are keys:
+    `--keys` resolves a run without starting it.
+    """
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for block in BLOCKS:
         if block.page != page or block.language != "sh" or not block.needs:
@@ -191,7 +199,10 @@ def test_commands_that_need_more_are_well_formed(page):
 
 
 def test_a_block_that_says_what_it_needs_is_told_from_one_that_does_not():
-    text = "```sh\n# needs: a GPU\nmake measure\n```\n\n```sh\ndelta-trn run \\\n  tiny  # quick\n```\n"
+    text = (
+        "```sh\n# needs: a GPU\nmake measure\n```\n\n```sh\ndelta-trn run \\\n  tiny  # "
+        "quick\n```\n"
+    )
     first, second = blocks(Path("page.md"), text)
     assert first.needs == "a GPU" and second.needs is None and second.line == 6
     assert list(second.commands()) == [["delta-trn", "run", "tiny"]]

@@ -28,8 +28,8 @@ print(type(model).__module__, model(torch.tensor([[1, 2, 3]])).logits.shape[-1] 
 def installed(tmp_path_factory) -> Path:
     """The scripts' folder of a new environment that holds nothing but the wheel.
 
-    Its dependencies come from this environment by PYTHONPATH, which does not read an editable installation's
-    .pth file: delta_trn itself can only be found in the wheel.
+    Its dependencies come from this environment by PYTHONPATH, which does not read an editable
+    installation's .pth file: delta_trn itself can only be found in the wheel.
     """
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -45,7 +45,9 @@ def installed(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def elsewhere(tmp_path) -> Path:
-    """A user's folder with modules of our folders' names, each of which fails when it is imported."""
+    """A user's folder with modules of our folders' names,
+    each of which fails when it is imported.
+    """
     for name in OWN:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -69,7 +71,9 @@ def call(command: list[object], folder: Path) -> str:
 
 
 def test_the_wheel_trains_and_opens_models_where_a_user_has_such_names(installed, elsewhere):
-    """`delta-trn run tiny`, then AutoModelForCausalLM on its checkpoint after `import delta_trn` alone."""
+    """`delta-trn run tiny`, then AutoModelForCausalLM
+    on its checkpoint after `import delta_trn` alone.
+    """
     text = "<|endoftext|>".join(f"{n} + {n} = {2 * n}\n" * 20 for n in range(40))
     (elsewhere / "sums.txt").write_text(text)
     keys = ["data.source=sums.txt", "steps=4", "out=run", "device=cpu"]

@@ -1,4 +1,6 @@
-"""A hundred mistakes of one line each turn a small check red: what the project rests on can fail."""
+"""A hundred mistakes of one line each turn a small check red:
+what the project rests on can fail.
+"""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -95,7 +97,9 @@ def decoding_passes(backend, case):
 
 
 def packed_passes():
-    """Sequences without states are one call of NKI's kernels; no state may pass from one to the next."""
+    """Sequences without states are one call of NKI's kernels;
+    no state may pass from one to the next.
+    """
     x = inputs(replace(PACKED, state=False), torch.float32)
     options = {"cu_seqlens": x.cu_seqlens, "use_qk_l2norm_in_kernel": True}
     ours, theirs = (
@@ -106,7 +110,9 @@ def packed_passes():
 
 
 def float16_states_pass():
-    """Returns whether states and their gradients out of float16's range are as exact as those within."""
+    """Returns whether states and their gradients out of float16's range are
+    as exact as those within.
+    """
     case = replace(WHOLE, T=20, H=1, HV=1, scale=2.0**-8, loss=("final_state",))
     x = inputs(case, torch.float16)
 
@@ -127,7 +133,9 @@ def float16_states_pass():
 
 
 def refined_in_parts():
-    """Returns whether heads that are refined one by one, 16 columns at a time, are what they are at once."""
+    """Returns whether heads that are refined one by one, 16 columns at a time,
+    are what they are at once.
+    """
     x = inputs(replace(ALIKE, T=40, H=2, V=32), torch.bfloat16)
     whole = rule.outcome(x, "triton")["dg"]
     narrow = lambda row: replace(row, refine=replace(row.refine, columns=16))  # noqa: E731
@@ -137,7 +145,9 @@ def refined_in_parts():
 
 
 def products_are_checked():
-    """Returns whether the simulator refuses a moving tile of twos, and to add to a partly copied tile."""
+    """Returns whether the simulator refuses a moving tile of twos,
+    and to add to a partly copied tile.
+    """
 
     def moving_twos():
         twos = ones(4, 4)
@@ -159,7 +169,9 @@ def products_are_checked():
 
 
 def releases_differ():
-    """Returns whether the simulator knows places that a release names, repeats and blocks of rows."""
+    """Returns whether the simulator knows places that a release names,
+    repeats and blocks of rows.
+    """
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("DELTA_TRN_NKI", "0.7.0")
         test_releases.test_positional_operands_have_the_order_of_the_release(patched)
@@ -176,7 +188,9 @@ def values_come_first():
 
 
 def carry_passes():
-    """The state's gradient is nearly orthogonal to the state, so that what rounding takes from it counts."""
+    """The state's gradient is nearly orthogonal to the state,
+    so that what rounding takes from it counts.
+    """
     case = Case(
         "carried",
         2,
@@ -212,7 +226,9 @@ def mixer_passes(*names, dtype=torch.float32):
 
 
 def widths_pass():
-    """At twice the base width: half the logits; in hidden matrices 2^-1/2 of the std and half the rate."""
+    """At twice the base width: half the logits;
+    in hidden matrices 2^-1/2 of the std and half the rate.
+    """
     model, x = tiny_models.model(), tiny_models.tokens(2, 9)
     with torch.no_grad():
         logits, hidden = model(x).logits, model.model(x).last_hidden_state
@@ -261,7 +277,9 @@ def states_pass():
 
 
 def rows_pass():
-    """How a sequence is projected does not depend on its batch: one product ends in other bits than three."""
+    """How a sequence is projected does not depend on its batch:
+    one product ends in other bits than three.
+    """
     maps, counts = [Linear(64, n) for n in (48, 48, 96)], []
     for x in (torch.zeros(B, T, 64) for T in (1, 37, 200) for B in (1, 3)):
         with patch.object(
@@ -527,7 +545,9 @@ def passes(check):
 
 @contextmanager
 def reference_of(bug):
-    """Lets a bug in code of the judge's change also what cases are judged by, and forgets that afterwards."""
+    """Lets a bug in code of the judge's change also what cases are judged by,
+    and forgets that afterwards.
+    """
     if bug.place.startswith((f"{RULE}.recurrent", f"{RULE}.contract")):
         with patch.object(rule, "reference", lru_cache(maxsize=4)(rule.reference.__wrapped__)):
             yield

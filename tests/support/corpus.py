@@ -35,7 +35,9 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def pack(path: Path, kind: str) -> Path:
-    """Packs a file into another beside it, and returns that one's path. `kind`: a key of PACKERS."""
+    """Packs a file into another beside it, and returns that one's path.
+    `kind`: a key of PACKERS.
+    """
     packed = path.with_name(f"{path.name}.{kind}")
     content = path.read_bytes()
     # in two members, as parallel packers write

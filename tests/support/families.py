@@ -24,34 +24,79 @@ INDEXER = {
 }  # fmt: skip
 # latent attention, and Kimi Delta Attention beside it
 LATENT = {
-    "kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 16, "v_head_dim": 16, "intermediate_size": 48,
-    "moe_intermediate_size": 24, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-    "mlp_layer_types": ["dense", "sparse"], "linear_num_heads": 2, "linear_head_dim": 16,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 10,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "mlp_layer_types": ["dense", "sparse"],
+    "linear_num_heads": 2,
+    "linear_head_dim": 16,
     "num_key_value_heads": 2,
-}  # fmt: skip
+}
 # family -> configuration, model, settings besides SIZES
 FAMILIES = {
-    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM",
-                   {"head_dim": 16, "intermediate_size": 48, "mlp_only_layers": [0], **EXPERTS}),
-    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {"head_dim": 16, "intermediate_size": 48}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {"head_dim": 16, "intermediate_size": 48, "mlp_only_layers": [0], **EXPERTS},
+    ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        {"head_dim": 16, "intermediate_size": 48},
+    ),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {"head_dim": 16, **EXPERTS}),
-    "qwen4_exp": ("Qwen4ExpTextConfig", "Qwen4ExpForCausalLM", {"head_dim": 16, **EXPERTS, **INDEXER}),
+    "qwen4_exp": (
+        "Qwen4ExpTextConfig",
+        "Qwen4ExpForCausalLM",
+        {"head_dim": 16, **EXPERTS, **INDEXER},
+    ),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", {"intermediate_size": 48}),
-    "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM",
-                    {**LATENT, "qk_rope_head_dim": 8, "num_local_experts": 3}),
-    "bailing_hybrid": ("BailingHybridConfig", "BailingHybridForCausalLM",
-                       {**LATENT, "qk_rope_head_dim": 8, "num_local_experts": 3, "head_dim": 16}),
-    "glm5_next": ("Glm5NextConfig", "Glm5NextForConditionalGeneration",
-                  {**LATENT, "qk_rope_head_dim": 0, "n_routed_experts": 3, "hc_mult": 2, "index_head_dim": 16,
-                   "index_n_heads": 2, "index_topk": 64, "index_kpool": 4, "indexer_types": ["full"] * 2}),
-}  # fmt: skip
+    "kimi_linear": (
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {**LATENT, "qk_rope_head_dim": 8, "num_local_experts": 3},
+    ),
+    "bailing_hybrid": (
+        "BailingHybridConfig",
+        "BailingHybridForCausalLM",
+        {**LATENT, "qk_rope_head_dim": 8, "num_local_experts": 3, "head_dim": 16},
+    ),
+    "glm5_next": (
+        "Glm5NextConfig",
+        "Glm5NextForConditionalGeneration",
+        {
+            **LATENT,
+            "qk_rope_head_dim": 0,
+            "n_routed_experts": 3,
+            "hc_mult": 2,
+            "index_head_dim": 16,
+            "index_n_heads": 2,
+            "index_topk": 64,
+            "index_kpool": 4,
+            "indexer_types": ["full"] * 2,
+        },
+    ),
+}
 
 # what surrounds a language model in released folders: a vision tower, and marks of images
 VISION = {
-    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4,
-    "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32, "num_position_embeddings": 16,
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
     "deepstack_visual_indexes": [],
-}  # fmt: skip
+}
 MARKS = {
     "image_token_id": 58,
     "video_token_id": 59,

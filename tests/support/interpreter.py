@@ -1,4 +1,6 @@
-"""Triton's interpreter without the work that it repeats: the same results in a fraction of the time."""
+"""Triton's interpreter without the work that it repeats:
+the same results in a fraction of the time.
+"""
 
 import inspect
 from functools import cache, partial
@@ -12,12 +14,13 @@ from triton.runtime import interpreter
 
 
 def patch_once():
-    """Lets the interpreter replace the language's functions once in a launch, and look a type up once.
+    """Lets the interpreter replace the language's functions once in a launch, and look a type up
+    once.
 
-    The interpreter replaces every function of `triton.language` when a kernel is launched, and again at each
-    call of a function that the kernel calls, thousands of times in a launch and to no effect. It also makes
-    its table of types anew for each tile, and each tile's shape and type several times for each operation.
-    A Triton without these functions is left as it is.
+    The interpreter replaces every function of `triton.language` when a kernel is launched, and
+    again at each call of a function that the kernel calls, thousands of times in a launch and to no
+    effect. It also makes its table of types anew for each tile, and each tile's shape and type
+    several times for each operation. A Triton without these functions is left as it is.
     """
     names = "_patch_lang", "_patch_attr", "_get_np_dtype", "_convert_float", "_LangPatchScope"
     if not all(hasattr(interpreter, name) for name in names):
@@ -100,7 +103,9 @@ def convert_float(otherwise, x, source, target, rounding):
 
 
 def remember_shapes():
-    """Lets tiles of one shape share what Triton makes of it: a tuple, its type, a number and their names."""
+    """Lets tiles of one shape share what Triton makes of it: a tuple,
+    its type, a number and their names.
+    """
     unwrap, make_block = core._unwrap_if_constexpr, core.block_type.__init__
     make_tensor = core.tensor.__init__
     broadcast, check, get, equal = (
@@ -109,10 +114,11 @@ def remember_shapes():
         core.tuple.__getattr__,
         core.dtype.__eq__,
     )
-    # what is made of a shape, by its numbers and by the tuple that types have of it, which is kept alive here
+    # what is made of a shape, by its numbers and by the tuple that types have of it, which is kept
+    # alive here
     shapes, made = {}, {}
-    # The shape that two shapes have together. For the two operands of an operation NumPy makes it itself, so
-    # neither is written as wide as its type says; `narrow` has an element meanwhile.
+    # The shape that two shapes have together. For the two operands of an operation NumPy makes it
+    # itself, so neither is written as wide as its type says; `narrow` has an element meanwhile.
     joined, narrow = {}, []
     plain = {
         int,

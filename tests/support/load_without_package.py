@@ -1,4 +1,5 @@
-"""Loads exported models where this package cannot be imported: python -I load_without_package.py OUT DIR ...
+"""Loads exported models where this package cannot be imported: python -I load_without_package.py
+OUT DIR ...
 
 For every folder it writes to OUT what the models compute. A test compares that with this package.
 """
@@ -26,7 +27,9 @@ def load(auto, folder):
 
 
 def other_models(folder):
-    """Returns what the backbone computes, and what the model does after it was saved again from there."""
+    """Returns what the backbone computes, and what the model does after it was saved again
+    from there.
+    """
     import torch
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 

@@ -24,8 +24,9 @@ def normal(generator, *shape):
 def run(kernel, *args, target="trn1", numerics=EXACT):
     """Returns the kernel's outputs, with every strict check on but that of the source.
 
-    The check of the source has a test of its own. Its findings are cached, and a planted fault must not enter
-    that cache. Where AWS's nki is installed, kernels use its language and its simulator runs them.
+    The check of the source has a test of its own. Its findings are cached, and a planted fault must
+    not enter that cache. Where AWS's nki is installed, kernels use its language and its simulator
+    runs them.
     """
     arrays = [to_array(x) if isinstance(x, torch.Tensor) else x for x in args]
     if RUNTIME == "neuron":
@@ -47,10 +48,12 @@ def record_run(kernel, *args, **options):
 
 
 def assert_close(outcome, judge, baseline, terms):
-    """Asserts the rule of `backends.parity.judge` for sums kept in float32, for every tensor of the judge.
+    """Asserts the rule of `backends.parity.judge` for sums kept in float32, for every tensor of the
+    judge.
 
-    The allowed error is twice that of the baseline, but at least the cost of adding that many terms. Rounding
-    once to the result's dtype is allowed on top. Where the judge is 0 everywhere, so must the result be.
+    The allowed error is twice that of the baseline, but at least the cost of adding that many
+    terms. Rounding once to the result's dtype is allowed on top. Where the judge is 0 everywhere,
+    so must the result be.
     """
     assert outcome.keys() == judge.keys()
     for name, exact in judge.items():

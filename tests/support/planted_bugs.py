@@ -1,6 +1,7 @@
 """Mistakes, each one line of this project's code, and how a line is replaced while a check runs.
 
-A bug replaces the code of one function, in place: everybody who imported the function runs the mistake.
+A bug replaces the code of one function, in place: everybody who imported the function runs the
+mistake.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ BUGS = (
         "        power = power @ power; T = T + T @ power", "chunked, equal keys"),
     Bug("chunked: decays are masked after exp", f"{RULE}.chunked:decays",
         "return sums.to(dtype).exp().tril()", "b = g.cumsum(-1).to(dtype)\n"
-        "    return (b[..., :, None] - b[..., None, :]).exp() * torch.ones_like(sums, dtype=dtype).tril()",
+        "    return (b[..., :, None] - b[..., None, :]).exp() * torch.ones_like(sums, "
+        "dtype=dtype).tril()",
         "chunked, strong decay"),
     Bug("chunked: dg is a difference of large sums", f"{RULE}.chunked:decays",
         "behind = pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)",
@@ -430,7 +432,9 @@ def _thing_of(bug: Bug) -> Any:
 
 @contextmanager
 def planted(bug: Bug) -> Iterator[None]:
-    """Replaces the bug's line for a block. Raises ValueError unless the function has it exactly once."""
+    """Replaces the bug's line for a block.
+    Raises ValueError unless the function has it exactly once.
+    """
     function = function_of(bug)
     source = textwrap.dedent(inspect.getsource(function))
     if source.count(bug.line) != 1:

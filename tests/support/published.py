@@ -1,8 +1,9 @@
-"""Published signatures of the functions of AWS and torch_xla that training calls, and a check against them.
+"""Published signatures of the functions of AWS and torch_xla that training calls, and a check
+against them.
 
-The stand-ins in tests/shims are held to published.json; where torch_xla is installed, so is the table itself.
-The keyword arguments of MpDeviceLoader go to ParallelLoader; NeuronZero1Optimizer's arguments are those of
-torch_xla's ZeroRedundancyOptimizer.
+The stand-ins in tests/shims are held to published.json; where torch_xla is installed, so is the
+table itself. The keyword arguments of MpDeviceLoader go to ParallelLoader; NeuronZero1Optimizer's
+arguments are those of torch_xla's ZeroRedundancyOptimizer.
 """
 
 import inspect
@@ -30,7 +31,9 @@ def signature(function: Callable[..., Any]) -> str:
 
 
 def differences(source: str) -> list[str]:
-    """Returns each name of a source that can be imported here under another signature than the published."""
+    """Returns each name of a source
+    that can be imported here under another signature than the published.
+    """
     lines = []
     for name, expected in PUBLISHED[source].items():
         module, _, function = name.partition(":")

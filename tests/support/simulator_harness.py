@@ -13,7 +13,9 @@ def normal(*shape, dtype=np.float32):
 
 
 def near(actual, expected, tolerance=2e-6):
-    """Assert that no difference exceeds the tolerance, relative to the largest expected magnitude."""
+    """Assert that no difference exceeds the tolerance,
+    relative to the largest expected magnitude.
+    """
     scale = np.abs(expected).max() + 1e-30
     np.testing.assert_allclose(
         np.asarray(actual, np.float64) / scale, expected / scale, rtol=0, atol=tolerance

@@ -16,7 +16,8 @@ def start(
     logs: Path,
     work: Callable[[list[str], str], None] = tiny_run.run_and_exit,
 ) -> list[BaseProcess]:
-    """Starts `torchrun --nproc_per_node=world -m train ...`: one process per rank, logging to logs/rank-N.
+    """Starts `torchrun --nproc_per_node=world -m train ...`: one process per rank, logging to
+    logs/rank-N.
 
     `work(arguments, log)` replaces the training command.
     """
@@ -41,7 +42,9 @@ def start(
 
 
 def join(processes: Sequence[BaseProcess], logs: Path, seconds: float = 250) -> list[int]:
-    """Returns the exit codes. Kills processes that have not ended after `seconds`, and fails the test."""
+    """Returns the exit codes. Kills processes that have not ended after `seconds`,
+    and fails the test.
+    """
     deadline = time.monotonic() + seconds
     for process in processes:
         process.join(timeout=max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,6 @@
-"""Makes models of a few thousand parameters and their inputs, and bounds how far two outputs may differ."""
+"""Makes models of a few thousand parameters and their inputs,
+and bounds how far two outputs may differ.
+"""
 
 from itertools import pairwise
 from typing import Any
@@ -63,9 +65,9 @@ ORDINARY = 300  # the roundings in an ordinary error; `assert_same` derives it
 def assert_same(actual: Tensor, expected: Tensor, *, what: str = "", factor: float = 1.0) -> None:
     """Asserts that two tensors differ only as different orders of summation make them differ.
 
-    A sum of n terms has an error of about sqrt(n) u and passes it on. Here n <= 100, and each of 3 blocks has
-    at most 10 sums and roundings, so 30 * 10 u = 300 u is an ordinary error. `factor` allows more where a
-    test knows that errors are larger.
+    A sum of n terms has an error of about sqrt(n) u and passes it on. Here n <= 100, and each of 3
+    blocks has at most 10 sums and roundings, so 30 * 10 u = 300 u is an ordinary error. `factor`
+    allows more where a test knows that errors are larger.
     """
     u = torch.finfo(expected.dtype).eps / 2
     difference, allowed = error(actual, expected), ORDINARY * u * factor

@@ -22,9 +22,9 @@ from delta_trn.train.watch.metrics import MEASURED, read
 from tests.support.corpus import prepare_text
 from tests.support.tiny_models import ORDINARY
 
-# A run that sums in another order may end this many times as far off as the controls do, since three are few:
-# on three instruction sets (ATEN_CPU_CAPABILITY default, avx2, avx512), nine other orders came out at up to
-# 2.9 times the largest of three.
+# A run that sums in another order may end this many times as far off as the controls do, since
+# three are few: on three instruction sets (ATEN_CPU_CAPABILITY default, avx2, avx512), nine other
+# orders came out at up to 2.9 times the largest of three.
 SPREAD = 8
 # the relative error of one sum in another order; tests/support/tiny_models.py derives it
 ONE_SUM = ORDINARY * 2**-24
@@ -33,7 +33,8 @@ ONE_SUM = ORDINARY * 2**-24
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)
 
-# children fork from a process that has imported everything, so that a kill hits training and not imports
+# children fork from a process that has imported everything, so that a kill hits training and not
+# imports
 WARM = multiprocessing.get_context("forkserver")
 WARM.set_forkserver_preload(
     [
@@ -48,7 +49,9 @@ WARM.set_forkserver_preload(
 
 
 def make_text() -> str:
-    """Returns documents of sums and differences, of which a small model learns a little in a few steps."""
+    """Returns documents of sums and differences,
+    of which a small model learns a little in a few steps.
+    """
     documents = []
     for a in range(40):
         lines = [f"{a} + {b} = {a + b}; {a} - {b} = {a - b}" for b in range(20)]
@@ -65,7 +68,9 @@ def prepare_data(folder: Path) -> Path:
 
 
 def keys(data: Path, out: Path, **changes: object) -> list[str]:
-    """Returns key=value of a run of 12 steps with checkpoints at 4, 8 and 12. __ in a name means a dot."""
+    """Returns key=value of a run of 12 steps with checkpoints at 4,
+    8 and 12. __ in a name means a dot.
+    """
     values: dict[str, object] = {
         "data.source": data,
         "out": out,
@@ -105,7 +110,9 @@ def start(arguments: Sequence[object], log: Path) -> BaseProcess:
 
 
 def join(process: BaseProcess, seconds: float = 200) -> int:
-    """Returns the exit code. Kills a process that has not ended after `seconds`, and fails the test."""
+    """Returns the exit code. Kills a process that has not ended after `seconds`,
+    and fails the test.
+    """
     process.join(seconds)
     is_late = process.exitcode is None
     if is_late:
@@ -135,7 +142,8 @@ def redirect_output(log: str) -> None:
 
 
 def die_before(n: int, also: Sequence[str] = ()) -> None:
-    """Makes this process die by SIGKILL before its n-th fsync, rename, replace or truncate from now on.
+    """Makes this process die by SIGKILL before its n-th fsync, rename, replace or truncate from now
+    on.
 
     also    further functions of `os` that count
     """
@@ -166,7 +174,9 @@ def in_child(body: Callable[[], object]) -> int:
 
 
 def killed_before(n: int, body: Callable[[], object]) -> bool:
-    """Runs `body` in a process that kills itself before its n-th change of the disk. True if it did."""
+    """Runs `body` in a process that kills itself before its n-th change of the disk.
+    True if it did.
+    """
 
     def dying() -> None:
         die_before(n, also=["unlink"])
@@ -194,7 +204,8 @@ def metric_distance(run: Path, expected: Path, metric: str) -> float:
 
 
 def tolerance(controls: Sequence[float]) -> float:
-    """Returns SPREAD times the largest distance among control runs, and at least the error of one sum.
+    """Returns SPREAD times the largest distance among control runs, and at least the error of one
+    sum.
 
     Controls can agree by chance where training does not amplify rounding.
     """

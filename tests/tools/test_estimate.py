@@ -1,4 +1,5 @@
-"""The estimate: machine code is read right, the model behaves as said, and it still meets published times.
+"""The estimate: machine code is read right, the model behaves as said, and it still meets published
+times.
 
 Nothing is compiled here: `make compile` estimates every kernel.
 """
@@ -49,7 +50,9 @@ EXIT = instruction("EXIT")
 
 
 def cycles(*instructions, warps=1, programs=1, resident_registers=32, **of_work):
-    """Returns the cycles that one SM takes for `programs` programs, without what their start takes."""
+    """Returns the cycles that one SM takes for `programs` programs,
+    without what their start takes.
+    """
     code = Code((*instructions, EXIT), resident_registers, 0, 0, warps)
     job = simulate.Work(programs * machine.PROCESSORS, 1e12, **of_work)
     seconds = simulate.run(code, job).seconds
@@ -362,7 +365,9 @@ def test_without_the_peer_the_command_says_how_to_install_it(monkeypatch, capsys
 
 
 def test_the_peer_of_kimi_delta_attention_runs_its_kernels_in_its_order(monkeypatch):
-    """Forward and backward of chunk_kda, whose backward makes w, u and the states again; bytes by hand."""
+    """Forward and backward of chunk_kda, whose backward makes w,
+    u and the states again; bytes by hand.
+    """
     shape, seen = work.SHAPES["kimi_1x8192"], []
 
     def configurations(name, shape, *, backward):

@@ -1,4 +1,6 @@
-"""A mistaken command ends with one line that says what is wrong and what to do, and changes no file."""
+"""A mistaken command ends with one line that says what is wrong and what to do,
+and changes no file.
+"""
 
 import json
 import shutil
@@ -17,7 +19,9 @@ from tests.support.tiny_run import keys, run_command, train
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """Returns a folder with prepared shards in data/ and a finished run in run/; see `copy` to damage it."""
+    """Returns a folder with prepared shards in data/ and a finished run in run/;
+    see `copy` to damage it.
+    """
     folder = tmp_path_factory.mktemp("place")
     tiny_run.prepare_data(folder)
     train("run", "tiny", *keys(folder / "data", folder / "run", sample__tokens=0))

@@ -267,7 +267,9 @@ class TestDamagedRun:
     def test_the_first_checkpoint_of_a_resumed_run_removes_what_it_undid(
         self, finished, copy, monkeypatch
     ):
-        """Until then the undone checkpoints stay, because only then is there something in their place."""
+        """Until then the undone checkpoints stay, because only then is there something
+        in their place.
+        """
         undone = ["undone-step-00000008", "undone-step-00000012"]
         at_start = []
         rotate = CheckpointStore.rotate

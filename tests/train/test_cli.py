@@ -236,8 +236,9 @@ class TestProcess:
     def test_an_unknown_key_is_reported_before_torch_is_imported(self):
         process = run_python(
             "-c",
-            "import sys; from train.__main__ import main; status = main(['run', 'quickstart', 'stesp=3']); "
-            "print(status, {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules))",
+            "import sys; from train.__main__ import main; status = main(['run', 'quickstart', "
+            "'stesp=3']); print(status, {'torch', 'numpy', 'transformers', 'matplotlib'} & "
+            "set(sys.modules))",
         )
         assert process.stdout == "2 set()\n", process.stderr
         assert "unknown key 'stesp'" in process.stderr

@@ -1,4 +1,6 @@
-"""Deep Delta Learning in runs: recipes, environment variables, local files, probes and the sweep's arms."""
+"""Deep Delta Learning in runs: recipes, environment variables, local files,
+probes and the sweep's arms.
+"""
 
 import json
 import math
@@ -17,11 +19,25 @@ from delta_trn.train.settings.schema import ConfigError
 from delta_trn.train.studies.probes import write_probes
 
 SMALL = [
-    "model.width=32", "model.base_width=32", "model.layers=2", "model.heads=2", "model.head_dim_k=16",
-    "model.attention_layers=0,1", "model.intermediate_size=32", "data.tokenizer=bytes",
-    "data.val_fraction=0.2", "steps=6", "batch.length=32", "batch.sequences=4", "evaluation.every=3",
-    "evaluation.sequences=4", "checkpoint.every=3", "sample.tokens=4", "log.probes=true", "device=cpu",
-]  # fmt: skip
+    "model.width=32",
+    "model.base_width=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.head_dim_k=16",
+    "model.attention_layers=0,1",
+    "model.intermediate_size=32",
+    "data.tokenizer=bytes",
+    "data.val_fraction=0.2",
+    "steps=6",
+    "batch.length=32",
+    "batch.sequences=4",
+    "evaluation.every=3",
+    "evaluation.sequences=4",
+    "checkpoint.every=3",
+    "sample.tokens=4",
+    "log.probes=true",
+    "device=cpu",
+]
 
 
 def write_stories(path: Path, first: int = 0) -> Path:
@@ -70,7 +86,8 @@ def test_ddl_tinystories_trains_on_a_local_file_and_resumes(tmp_path, capsys):
 def test_ddl_tinystories_trains_on_the_hugging_face_data_set(tmp_path, monkeypatch, capsys):
     """Parquet files in a local folder stand in for the Hub.
 
-    Without a network the same command reuses the prepared data, and without such data it says what to do.
+    Without a network the same command reuses the prepared data, and without such data it says what
+    to do.
     """
     import datasets
     import huggingface_hub

@@ -1,4 +1,6 @@
-"""`delta-trn export` writes whole folders that stand alone, and says what is wrong where it cannot."""
+"""`delta-trn export` writes whole folders that stand alone,
+and says what is wrong where it cannot.
+"""
 
 import json
 import os
@@ -153,7 +155,9 @@ class TestAtomic:
         assert not list(tmp_path.iterdir())
 
     def test_a_killed_export_leaves_no_folder_and_the_next_one_is_whole(self, run, tmp_path):
-        """The process ends at once, without a chance to clean up, when weights and tokenizer are written."""
+        """The process ends at once, without a chance to clean up,
+        when weights and tokenizer are written.
+        """
         words = ["export", str(run), "--to", str(tmp_path / "model")]
         child = tiny_run.WARM.Process(target=_export_until_the_card, args=(words,))
         child.start()

@@ -78,7 +78,9 @@ class TestBesideARunningRun:
 
 class TestText:
     def test_what_tiny_writes_after_the_eight_steps_of_the_docs_can_be_read(self, tmp_path):
-        """At a tenth of the rate it draws bytes that are no text, and a new user thinks that it is broken."""
+        """At a tenth of the rate it draws bytes that are no text,
+        and a new user thinks that it is broken.
+        """
         data, texts = tiny_run.prepare_data(tmp_path), []
         for rate in ("", "optimizer.lr=0.01"):
             out = tmp_path / f"run{rate}"
@@ -112,7 +114,9 @@ class TestText:
         assert generate(run, "sample.temperature=100") != greedy
 
     def test_sampling_without_limits_draws_from_all_tokens(self, loaded):
-        """At a huge temperature every id is equally likely. The default of transformers is top_k=50."""
+        """At a huge temperature every id is equally likely.
+        The default of transformers is top_k=50.
+        """
         model, tokenizer = loaded
         # several samples, because the end of the document is as likely as any other token
         how = SampleSection(tokens=60, temperature=1e6, top_k=None)

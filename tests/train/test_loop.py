@@ -1,4 +1,6 @@
-"""The training loop: what it reports and saves, when it stops, and that observation changes nothing."""
+"""The training loop: what it reports and saves, when it stops,
+and that observation changes nothing.
+"""
 
 import itertools
 import json
@@ -248,7 +250,9 @@ class TestNotFinite:
         assert len(losses(out)) == 12
 
     def test_infinite_weights_are_never_saved(self, data, tmp_path, monkeypatch):
-        """A finite gradient can still lead to an infinite weight, which only the next loss would show."""
+        """A finite gradient can still lead to an infinite weight,
+        which only the next loss would show.
+        """
         out = tmp_path / "run"
         step = loop.TrainingStep.__call__
         count = itertools.count(1)

@@ -1,4 +1,6 @@
-"""metrics.jsonl survives kills; the loss picture, the progress display and the trackers show its lines."""
+"""metrics.jsonl survives kills; the loss picture,
+the progress display and the trackers show its lines.
+"""
 
 import json
 import math
@@ -70,7 +72,9 @@ class TestFile:
         assert path.read_bytes() == whole
 
     def test_truncation_removes_a_damaged_metrics_line_and_all_after_it(self, tmp_path):
-        """A power cut can lose a block in the middle of an unsynced file, and leaves zeros there."""
+        """A power cut can lose a block in the middle of an unsynced file,
+        and leaves zeros there.
+        """
         path = tmp_path / "metrics.jsonl"
         write_lines(path).close()
         parts = path.read_bytes().splitlines(keepends=True)

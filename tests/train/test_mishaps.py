@@ -1,6 +1,8 @@
-"""What fails beside training costs nothing of it: a sample, a picture, a tracker, a probe, the display.
+"""What fails beside training costs nothing of it: a sample, a picture, a tracker, a probe, the
+display.
 
-A checkpoint is written before the evaluation and the sample of its step, and a line names what failed.
+A checkpoint is written before the evaluation and the sample of its step, and a line names what
+failed.
 """
 
 import json
@@ -117,7 +119,9 @@ class TestACheckpointIsThere:
 
     @pytest.mark.parametrize("at", ["sample", "evaluation"])
     def test_when_the_process_is_killed_in_its(self, data, tmp_path, monkeypatch, at):
-        """The resumed run makes the evaluation and the sample that the checkpoint owes, once each."""
+        """The resumed run makes the evaluation and the sample
+        that the checkpoint owes, once each.
+        """
         changes = {"evaluation__every": 4}
         train("run", "tiny", *keys(data, tmp_path / "whole", **changes))
         out = tmp_path / "run"

@@ -1,4 +1,6 @@
-"""The schedule, the parameter groups, and both update rules against the same rules written out in float64."""
+"""The schedule, the parameter groups, and both update rules against the same rules written out
+in float64.
+"""
 
 import math
 from dataclasses import replace
@@ -44,9 +46,11 @@ def batch(seed: int, sequences: int = 4) -> Batch:
 
 
 def test_epsilon_and_decay_of_every_group_match_the_scaling_table():
-    """Here m = 4. Epsilon scales as the gradient's entries: 1/m, and 1/sqrt(m) for gates and scalars.
+    """Here m = 4. Epsilon scales as the gradient's entries: 1/m, and 1/sqrt(m) for gates and
+    scalars.
 
-    Decay applies to matrices only, and falls with their rate. arXiv:2606.04048 does not scale epsilon.
+    Decay applies to matrices only, and falls with their rate. arXiv:2606.04048 does not scale
+    epsilon.
     """
     c = config(
         model__width=64, model__base_width=16, optimizer__eps=1e-6, optimizer__weight_decay=0.2
@@ -137,8 +141,8 @@ def update_adamw(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunCon
 def update_muon(p: Tensor, grads: list[Tensor], row: ScaledParameter, c: RunConfig) -> Tensor:
     """Applies Muon to each head's block of a hidden matrix, AdamW to all else.
 
-    O is about U V^T by the quintic of arXiv:2502.16982: each singular value s becomes a s + b s^3 + c s^5,
-    five times, here by singular values and not by products of matrices.
+    O is about U V^T by the quintic of arXiv:2502.16982: each singular value s becomes a s + b s^3 +
+    c s^5, five times, here by singular values and not by products of matrices.
     """
     if row.role is not Role.HIDDEN:
         return update_adamw(p, grads, row, c)
@@ -205,7 +209,9 @@ def test_optimizer_updates_match_the_rule_written_out_in_float64(name, rule):
 
 
 def test_muons_update_of_a_packed_projection_is_that_of_its_parts_alone():
-    """A part is a head's rows of q, k, v and the gate, or its columns of the output, as a parameter."""
+    """A part is a head's rows of q, k, v and the gate, or its columns of the output,
+    as a parameter.
+    """
     c = config(optimizer__name="muon", optimizer__weight_decay=0.1)
     model = build_model(c)
     optimizer = make_optimizer(Sharding(model), c)

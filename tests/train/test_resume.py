@@ -1,7 +1,7 @@
 """A run that is killed and resumed equals an undisturbed run bit for bit, in every file.
 
-SIGKILL leaves no chance to tidy up. It comes at random moments. Those rarely hit the microseconds between two
-renames, so it also comes before each single operation that makes something durable.
+SIGKILL leaves no chance to tidy up. It comes at random moments. Those rarely hit the microseconds
+between two renames, so it also comes before each single operation that makes something durable.
 """
 
 import json
@@ -25,10 +25,12 @@ from tests.support.tiny_run import final_state, keys, read_metrics, start, train
 def run_with_kills(
     data: Path, finished: Path, out: Path, log: Path, *, kills: int, seed: int
 ) -> list[int]:
-    """Kills a run at random moments before its end, and resumes it. Returns the last step before each kill.
+    """Kills a run at random moments before its end, and resumes it. Returns the last step before
+    each kill.
 
-    A kill that comes after the last step does not count, and what there is then equals the finished run: the
-    run is begun again. So neither a fast machine nor a loaded one changes how many kills a run survives.
+    A kill that comes after the last step does not count, and what there is then equals the finished
+    run: the run is begun again. So neither a fast machine nor a loaded one changes how many kills a
+    run survives.
     """
     rng = random.Random(seed)
     pace = max(line["seconds"] for line in tiny_run.read(finished / "metrics.jsonl")) / 12
@@ -95,7 +97,9 @@ class TestKilled:
         assert killed > 60, "four checkpoints of ten files each are far more operations"
 
     def kill_before(self, data: Path, finished: Path, tmp_path: Path, operations) -> int:
-        """Kills runs before their n-th fsync, rename, replace or truncate. Returns how many were killed."""
+        """Kills runs before their n-th fsync, rename, replace or truncate.
+        Returns how many were killed.
+        """
         killed = 0
         for n in operations:
             out = tmp_path / "run"

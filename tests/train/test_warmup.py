@@ -1,4 +1,6 @@
-"""Warmup lists and compiles a run's graphs, and the launch scripts start it as they start training."""
+"""Warmup lists and compiles a run's graphs,
+and the launch scripts start it as they start training.
+"""
 
 import os
 import re
@@ -125,7 +127,9 @@ class TestLaunchScripts:
 
     @pytest.fixture
     def launch(self, tmp_path):
-        """Returns a function that runs a launch script: the logged words and variables of each command."""
+        """Returns a function that runs a launch script:
+        the logged words and variables of each command.
+        """
         log = tmp_path / "log"
         for name in ("python", "neuron_parallel_compile"):
             program = tmp_path / "bin" / name

@@ -1,7 +1,8 @@
-"""Training through torch_xla on its CPU device: the same losses, one graph per step, nothing on the host.
+"""Training through torch_xla on its CPU device: the same losses, one graph per step, nothing on the
+host.
 
-torch_xla needs an older PyTorch, so `make test-xla` runs these tests in their own environment. Elsewhere only
-those that need no torch_xla run.
+torch_xla needs an older PyTorch, so `make test-xla` runs these tests in their own environment.
+Elsewhere only those that need no torch_xla run.
 """
 
 import json
@@ -59,10 +60,11 @@ def fallbacks():
 
 @pytest.fixture(scope="module")
 def runs(data, tmp_path_factory):
-    """Runs the same training on both devices, with two micro-batches per step, evaluated and sampled twice.
+    """Runs the same training on both devices, with two micro-batches per step, evaluated and
+    sampled twice.
 
-    Returns the metrics per device, XLA's compilations in every step and evaluation, operations that ran on
-    the host, and the folder of XLA's run.
+    Returns the metrics per device, XLA's compilations in every step and evaluation, operations that
+    ran on the host, and the folder of XLA's run.
     """
     folder = tmp_path_factory.mktemp("runs")
     counts = {"step": [], "evaluate": []}
@@ -82,7 +84,8 @@ def runs(data, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingStep, "__call__", count("step", TrainingStep.__call__))
         patch.setattr(loop, "evaluate", count("evaluate", loop.evaluate))
-        # autograd's engine counts devices at the first backward pass: torch_xla has to be there before it
+        # autograd's engine counts devices at the first backward pass: torch_xla has to be there
+        # before it
         for device in ("xla", "cpu"):
             out = folder / device
             tiny_run.train("run", "tiny", *tiny_run.keys(data, out, **CHANGES, device=device))
@@ -117,7 +120,9 @@ class TestRun:
         assert losses[1] != pytest.approx(losses[2], rel=10 * rounding("loss"))
 
     def test_xla_compiles_nothing_after_the_second_step(self, runs):
-        """A micro-batch is a graph, the first adds to no gradient. AdamW has state from the second step."""
+        """A micro-batch is a graph, the first adds to no gradient.
+        AdamW has state from the second step.
+        """
         steps = runs[1]["step"]
         assert len(steps) == STEPS and max(steps) <= 3, steps
         assert sum(steps[:2]) > 0 and not any(steps[2:]), steps
@@ -148,13 +153,17 @@ class TestRun:
 
 @needs_xla
 class TestReduction:
-    """XLA_ALWAYS_ALLREDUCE records collectives also for one process, over which they return what they get."""
+    """XLA_ALWAYS_ALLREDUCE records collectives also for one process,
+    over which they return what they get.
+    """
 
     @pytest.mark.parametrize(("most", "checkpoints"), [(2**30, False), (4096, True)])
     def test_a_steps_graph_has_one_all_reduce_for_each_bucket_and_no_ddp(
         self, most, checkpoints, monkeypatch
     ):
-        """With many buckets blocks are computed twice, which torch's own checkpoint cannot do on XLA."""
+        """With many buckets blocks are computed twice,
+        which torch's own checkpoint cannot do on XLA.
+        """
         from torch_xla import _XLAC
 
         monkeypatch.setenv("XLA_ALWAYS_ALLREDUCE", "1")

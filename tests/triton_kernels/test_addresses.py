@@ -1,8 +1,8 @@
 """Kernels address tensors of more than 2^31 elements in launches of more than 65,535 programs.
 
-Memory that nobody touches is only reserved, so such tensors fit a small machine: the interpreter runs only a
-launch's last program, which must find its data behind 2^31 elements and give the same bits as in a tensor of
-its own.
+Memory that nobody touches is only reserved, so such tensors fit a small machine: the interpreter
+runs only a launch's last program, which must find its data behind 2^31 elements and give the same
+bits as in a tensor of its own.
 """
 
 import pytest
@@ -81,7 +81,9 @@ def reserve(small, rows):
 
 
 def compare_last_row(launches, function, small, rows):
-    """Asserts that `function` gives the same bits for the last of `rows` rows as for that row alone."""
+    """Asserts that `function` gives the same bits for the last of `rows` rows
+    as for that row alone.
+    """
     expected = function(*small)
     launches.rows, launches.sizes = rows, []
     results = function(*reserve(small, rows))
@@ -170,7 +172,9 @@ def norm_tensors():
 
 
 def test_norm_addresses_the_last_of_2_to_31_elements(launches):
-    """Backward deals tiles of one row to 1024 programs in turn, so the last program has the last row."""
+    """Backward deals tiles of one row to 1024 programs in turn,
+    so the last program has the last row.
+    """
     compare_last_row(launches, gated_norm, norm_tensors(), 257 * 1024)
 
 
@@ -195,7 +199,9 @@ def test_convolution_addresses_the_last_of_2_to_31_elements(launches, monkeypatc
 
 
 def test_an_address_that_wraps_around_is_detected(launches):
-    """A planted fault: programs past 2^31 elements work on the beginning, as 32-bit addresses would."""
+    """A planted fault: programs past 2^31 elements work on the beginning,
+    as 32-bit addresses would.
+    """
     launches.wrap = lambda program: program * 8192 % 2**31 // 8192
     with pytest.raises(AssertionError):
         compare_last_row(launches, gated_norm, norm_tensors(), 257 * 1024)

@@ -1,6 +1,8 @@
-"""Every Triton kernel compiles for Hopper within its bounds. No GPU is needed: the compiler runs here.
+"""Every Triton kernel compiles for Hopper within its bounds. No GPU is needed: the compiler runs
+here.
 
-The compilations run in a process of their own: under TRITON_INTERPRET=1 a kernel is a Python function.
+The compilations run in a process of their own: under TRITON_INTERPRET=1 a kernel is a Python
+function.
 """
 
 import json
@@ -132,7 +134,9 @@ print(count(ptx), [count(ptx[:a] + ptx[b:]) for a, b in barriers][-1])
 
 
 def test_the_goals_logit_is_read_before_any_warp_writes_its_gradient(cache):
-    """Without the barrier between them another warp could write dz over z[goal]: a wrong loss, silently."""
+    """Without the barrier between them another warp could write dz over z[goal]:
+    a wrong loss, silently.
+    """
     result = compiler("-c", UNORDERED, cache=cache, check=True)
     assert result.stdout == "0 1\n"
 

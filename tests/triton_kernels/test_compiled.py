@@ -1,4 +1,6 @@
-"""A few cases run compiled, in the emulator, in a process of its own; `make emulate` runs the rest."""
+"""A few cases run compiled, in the emulator, in a process of its own;
+`make emulate` runs the rest.
+"""
 
 import os
 import subprocess

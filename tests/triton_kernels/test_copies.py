@@ -1,4 +1,6 @@
-"""Nothing is copied on the way to a kernel: q, k and v are read where they lie, and launches are counted."""
+"""Nothing is copied on the way to a kernel: q, k and v are read where they lie,
+and launches are counted.
+"""
 
 from collections import Counter
 from typing import Any
@@ -25,7 +27,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Launches(TorchDispatchMode):
-    """Counts what a device would run: kernels, and PyTorch's operations that are neither views nor memory."""
+    """Counts what a device would run: kernels,
+    and PyTorch's operations that are neither views nor memory.
+    """
 
     def __init__(self):
         super().__init__()
@@ -74,16 +78,26 @@ def layer_of(dtype=torch.bfloat16):
     return layer
 
 
-# forward reads the convolution's weight transposed; joint projections put weights side by side, twice
+# forward reads the convolution's weight transposed; joint projections put weights side by side,
+# twice
 FORWARD = {
     "mm": 4, "cat": 2, "clone": 1, "short_convolution.forward": 1, "fwd.prepare": 1, "fwd.scan": 1,
     "rms_norm.forward": 1,
 }  # fmt: skip
 # sums are of a norm's and taps' weight, A_log and dt_bias; adds, of x's gradients
 BACKWARD = {
-    "mm": 8, "clone": 2, "sum": 4, "_to_copy": 2, "add": 2, "reverse.reverse_scan": 1, "refine.refine": 1,
-    "bwd.gradients": 1, "bwd.sum_heads": 2, "rms_norm.backward": 1, "short_convolution.backward": 1,
-}  # fmt: skip
+    "mm": 8,
+    "clone": 2,
+    "sum": 4,
+    "_to_copy": 2,
+    "add": 2,
+    "reverse.reverse_scan": 1,
+    "refine.refine": 1,
+    "bwd.gradients": 1,
+    "bwd.sum_heads": 2,
+    "rms_norm.backward": 1,
+    "short_convolution.backward": 1,
+}
 
 
 def dense_layer(launches):
@@ -195,7 +209,9 @@ def test_tables_follow_what_is_written_to_the_boundaries():
 
 
 def layouts_agree(**sizes):
-    """Requires the bits of copies from parts of wider tensors, and gradients that lie as their tensors do."""
+    """Requires the bits of copies from parts of wider tensors,
+    and gradients that lie as their tensors do.
+    """
     for layout in ("one tensor", "others"):
         parts, copies = call_of(
             sizes.get("cuts"), layout, **{n: x for n, x in sizes.items() if n != "cuts"}
@@ -258,8 +274,10 @@ def joins():
     x = torch.randn(2, 3, 12, requires_grad=True)
     whole = torch.randn(2, 3, 12)
     ordered, swapped, apart = (
-        whole.split([4, 8], -1), whole.split([8, 4], -1)[::-1], [y.clone() for y in whole.split([4, 8], -1)]
-    )  # fmt: skip
+        whole.split([4, 8], -1),
+        whole.split([8, 4], -1)[::-1],
+        [y.clone() for y in whole.split([4, 8], -1)],
+    )
     for gradients in (ordered, swapped, apart):
         (dx,) = torch.autograd.grad(consecutive_parts(x, (4, 8)), x, gradients)
         assert torch.equal(dx, torch.cat(gradients, -1))

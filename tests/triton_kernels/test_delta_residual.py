@@ -1,6 +1,7 @@
 """The Triton kernels of Deep Delta Learning's residual update, on a GPU, emulated, or interpreted.
 
-tests/parity judges them in float32 and bfloat16 over the whole grid; here stands what is left to say.
+tests/parity judges them in float32 and bfloat16 over the whole grid; here stands what is left to
+say.
 """
 
 import pytest

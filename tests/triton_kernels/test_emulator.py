@@ -1,4 +1,6 @@
-"""The emulator of compiled kernels is right about tiny kernels, and sees what is wrong with others."""
+"""The emulator of compiled kernels is right about tiny kernels,
+and sees what is wrong with others.
+"""
 
 import re
 from itertools import product
@@ -34,7 +36,9 @@ def distance(x, exact):
 
 @pytest.fixture(params=[(1, 1), (0, 0)], ids=["late", "early"])
 def checked(request):
-    """Runs a test's kernels at the latest or the earliest time, all checks on, and expects no report."""
+    """Runs a test's kernels at the latest or the earliest time, all checks on,
+    and expects no report.
+    """
     copies, products = request.param
     with driver.options(check=1, late_copies=copies, late_products=products) as reports:
         yield
@@ -87,7 +91,9 @@ def dot_kernel(
 def loop_kernel(
     a, b, o, s, T, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, READ: tl.constexpr
 ):
-    """o = a b, K columns of a at a time; READ: also the sums of b's rows, of the tile that is multiplied."""
+    """o = a b, K columns of a at a time; READ: also the sums of b's rows,
+    of the tile that is multiplied.
+    """
     i, j, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     z = tl.zeros([M, N], tl.float32)
     r = tl.zeros([K], tl.float32)
@@ -135,7 +141,8 @@ TYPES = [
     (torch.float32, "ieee", 1e-6),
     (torch.float32, "tf32", 2e-3),
 ]
-# each shape in each type and number of warps, its flags by turns, so that all of these meet in some case
+# each shape in each type and number of warps, its flags by turns, so that all of these meet in some
+# case
 DOTS = [
     pytest.param(dtype, precision, tolerance, shape, warps, (3 * i + 5 * n + t) % 8,
                  id=f"{str(dtype)[6:]}-{precision}-{'x'.join(map(str, shape))}-{warps}")

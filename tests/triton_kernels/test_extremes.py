@@ -1,4 +1,6 @@
-"""The Triton kernels at the ends of a dtype's range, where a decay leaves nothing, and in several threads."""
+"""The Triton kernels at the ends of a dtype's range, where a decay leaves nothing,
+and in several threads.
+"""
 
 import threading
 from contextlib import nullcontext
@@ -28,7 +30,9 @@ interpreted = pytest.mark.skipif(arithmetic() != "interpreted", reason="about Tr
 
 
 def inputs(T=40, K=16, V=16, dtype=torch.float32):
-    """Returns q, k, v, g, beta, initial_state, do and dstate of one sequence and head; unit q and k."""
+    """Returns q, k, v, g, beta, initial_state, do and dstate of one sequence and head;
+    unit q and k.
+    """
     generator = torch.Generator().manual_seed(T)
 
     def normal(*shape):
@@ -56,7 +60,9 @@ def outcome(x, backend="triton", **options):
 
 
 def assert_as_exact_as_plain(x, wanted=None, **form):
-    """Asserts that o, final_state and the gradients of `wanted` err no more than random cases may."""
+    """Asserts that o, final_state and the gradients
+    of `wanted` err no more than random cases may.
+    """
     tensors = {name: tensor for name, tensor in x.items() if name not in ("do", "dstate")}
     (_, T, _, K), V = x["q"].shape, x["v"].shape[-1]
     case = RandomCase(
@@ -79,7 +85,9 @@ def huge_keys():
 
 
 def opposite_values():
-    """Equal keys, of which each write takes back the one before: U is twice v, and a key's factor no more."""
+    """Equal keys, of which each write takes back the one before: U is twice v,
+    and a key's factor no more.
+    """
     x = inputs(dtype=torch.float16)
     signs = torch.tensor([1.0, -1.0]).repeat(20)[None, :, None, None]
     v = (3e4 * signs).expand_as(x["v"]).half().contiguous()
@@ -181,7 +189,9 @@ def test_a_step_after_a_reset_knows_its_own_token_alone():
 
 
 def test_gates_of_any_rate_are_finite_and_exact():
-    """exp(A_log) overflows; softplus of a underflows, or neither, or the product of both is moderate."""
+    """exp(A_log) overflows; softplus of a underflows, or neither,
+    or the product of both is moderate.
+    """
     x = inputs(40)
     x["g"] = torch.linspace(-200, 20, 40)[None, :, None]
     for A_log in (90.0, 100.0, 150.0, 3.0):
@@ -265,20 +275,49 @@ FOUND = [
     # 1 / norm, or the gradient times it, left the dtype's range in the reverse scan
     (F32, FAR, {"q": 1e10, "k": 1e10, "do": 1e-20}),
     (BF16, FAR, {"q": 1e10, "k": 1e10, "do": 1e-20}),
-    # rows of U dS'^T were rounded each for itself: an element of dg was 5 times as far off as is allowed
-    (F32, replace(FAR, name="erased", T=140, K=96, V=32, HV=1, keys="equal", beta=1.0, norm="unit",
-     loss=("final_state",)), {}),
-    # keys that are alike: T was rounded and dY solved no system, so that dg was 4.6 times as far off; as a
-    # difference of sums, dbeta was 1.3 to 3.7 times as far off. At T = 130, where it was
-    # found, an element of dk of which no digit is left has 0.92 of its bound in plain Triton, 1.03 in Gluon
+    # rows of U dS'^T were rounded each for itself: an element of dg was 5 times as far off as is
+    # allowed
+    (
+        F32,
+        replace(
+            FAR,
+            name="erased",
+            T=140,
+            K=96,
+            V=32,
+            HV=1,
+            keys="equal",
+            beta=1.0,
+            norm="unit",
+            loss=("final_state",),
+        ),
+        {},
+    ),
+    # keys that are alike: T was rounded and dY solved no system, so that dg was 4.6 times as far
+    # off; as a difference of sums, dbeta was 1.3 to 3.7 times as far off. At T = 130, where it was
+    # found, an element of dk of which no digit is left has 0.92 of its bound in plain Triton, 1.03
+    # in Gluon
     (BF16, Case("alike", 1, 131, 4, 16, 64, "", keys="equal", beta=2.0, decay="none"), {}),
     (BF16, Case("alike", 1, 70, 4, 64, 16, "", keys="near", beta=1.6, decay="none"), {}),
-    (BF16, Case("again", 1, 125, 4, 16, 2, "", keys="equal", beta=1.6, decay="none", state=True), {}),
-    # a first decay of e^-11 took scale dO below the least normal number, and dinitial_state lost digits
-    (F16, Case("decay", 1, 70, 2, 32, 32, "", decay="heavy", norm="random", state=True, loss=BOTH), {}),
+    (
+        BF16,
+        Case("again", 1, 125, 4, 16, 2, "", keys="equal", beta=1.6, decay="none", state=True),
+        {},
+    ),
+    # a first decay of e^-11 took scale dO below the least normal number, and dinitial_state lost
+    # digits
+    (
+        F16,
+        Case("decay", 1, 70, 2, 32, 32, "", decay="heavy", norm="random", state=True, loss=BOTH),
+        {},
+    ),
     # a scale of 1e-4 left P few digits: an element of o was 48 times as far off as is allowed
-    (F16, Case("scale", 1, 70, 2, 32, 32, "", norm="random", scale=1e-4, state=True, loss=BOTH), {}),
-]  # fmt: skip
+    (
+        F16,
+        Case("scale", 1, 70, 2, 32, 32, "", norm="random", scale=1e-4, state=True, loss=BOTH),
+        {},
+    ),
+]
 ALIKE = Case("alike", 1, 64, 4, 32, 32, "", keys="equal", beta=2.0, decay="none")
 FOUND += [
     pytest.param(BF16, replace(ALIKE, T=T, K=K, V=V, beta=beta), {}, marks=SLOW)
@@ -326,7 +365,8 @@ def test_a_head_is_refined_whatever_the_other_heads_hold():
 
 @interpreted
 def test_equal_keys_keep_their_digits_whatever_order_products_add_in(monkeypatch):
-    """This order adds even terms, then odd ones. Where products made T = +-2, each sum was large, and dq red.
+    """This order adds even terms, then odd ones. Where products made T = +-2, each sum was large,
+    and dq red.
 
     NumPy's products have such an order on some machines.
     """
@@ -346,7 +386,9 @@ def test_equal_keys_keep_their_digits_whatever_order_products_add_in(monkeypatch
 
 
 def errors(state, gradient):
-    """Returns the errors of a float16 call whose state, and its gradient, are times these powers of two."""
+    """Returns the errors of a float16 call whose state, and its gradient,
+    are times these powers of two.
+    """
     x = inputs(70, dtype=F16)
     x |= {"initial_state": state * x["initial_state"], "v": (state / 256 * x["v"].float()).half()}
     x |= {"dstate": gradient * x["dstate"], "do": 0 * x["do"]}
@@ -358,7 +400,9 @@ def errors(state, gradient):
 
 
 def test_float16_takes_states_and_their_gradients_of_any_size(monkeypatch):
-    """They are float32. As float16, states of 2^18 made NaN, gradients of 2^-20 were a fifth off."""
+    """They are float32. As float16, states of 2^18 made NaN,
+    gradients of 2^-20 were a fifth off.
+    """
     monkeypatch.setattr(triton_time_adapter, "SEGMENT", 1)
     usual = errors(1.0, 2.0**-8)
     for state, gradient in ((2.0**20, 2.0**-8), (1.0, 2.0**12), (1.0, 2.0**-25), (1.0, 2.0**20)):

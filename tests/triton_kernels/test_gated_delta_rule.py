@@ -1,6 +1,8 @@
-"""The Triton kernels of the gated delta rule: on a GPU, or compiled in the emulator, or interpreted.
+"""The Triton kernels of the gated delta rule: on a GPU, or compiled in the emulator, or
+interpreted.
 
-The grid of named cases runs through `backends.parity`; these tests check what a table of errors cannot.
+The grid of named cases runs through `backends.parity`; these tests check what a table of errors
+cannot.
 """
 
 from itertools import pairwise
@@ -35,7 +37,9 @@ NAMES = ["o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate"]
 
 
 def inputs(*, B=1, T=70, H=1, HV=2, K=32, V=32, N=None, dtype=torch.float32):
-    """Returns q, k, v, g, beta, initial_state, do, dstate; k of any length: the operation normalizes."""
+    """Returns q, k, v, g, beta, initial_state, do, dstate; k of any length:
+    the operation normalizes.
+    """
     generator = torch.Generator().manual_seed(T * K + V)
 
     def normal(*shape):
@@ -224,10 +228,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("C", [16, 32, 64])
 def test_triangular_inverse_keeps_digits_that_a_power_series_loses(C, dtype, warps):
-    """Correlation 0.99, beta 0.99: the inverse's entries stay below 1, the powers reach 1e9 at C = 64."""
+    """Correlation 0.99, beta 0.99: the inverse's entries stay below 1,
+    the powers reach 1e9 at C = 64.
+    """
     L = torch.tril(torch.full((C, C), 0.99 * 0.99, device=DEVICE), -1)
     out, exact = inverse(L, dtype, warps)
-    # of two words of bfloat16, the second keeps its 8 bits: 2^-16 of every product, of which three in a row
+    # of two words of bfloat16, the second keeps its 8 bits: 2^-16 of every product, of which three
+    # in a row
     assert error(out, exact) < (2**-14 if dtype == torch.bfloat16 else 2**-20)
     series, power = torch.eye(C, device=DEVICE), -L
     for _ in range(6):
@@ -239,15 +246,18 @@ def test_triangular_inverse_keeps_digits_that_a_power_series_loses(C, dtype, war
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("beta", [1.0, 2.0])
 def test_triangular_inverse_of_random_and_of_near_keys(beta, dtype, warps):
-    """beta = 2 and keys correlated .999: the densest inverse, whose rows reach sums of 2 C = 128."""
+    """beta = 2 and keys correlated .999: the densest inverse,
+    whose rows reach sums of 2 C = 128.
+    """
     generator = torch.Generator().manual_seed(0)
     for correlation in (0.0, 0.999):
         keys = (1 - correlation) ** 0.5 * torch.randn(64, 64, generator=generator) / 8
         keys = torch.nn.functional.normalize(keys + correlation**0.5 * torch.eye(64)[0], dim=1)
         L = (beta * keys @ keys.T).tril(-1).to(DEVICE)
         out, exact = inverse(L, dtype, warps)
-        # the scans read it rounded to dtype. In float32 it may err twice as much as an exact inverse of an L
-        # whose numbers are off by an ulp; substitution in float32 was good to 2e-10 in one case, by luck
+        # the scans read it rounded to dtype. In float32 it may err twice as much as an exact
+        # inverse of an L whose numbers are off by an ulp; substitution in float32 was good to 2e-10
+        # in one case, by luck
         controls = [exact.to(dtype)]
         if dtype == torch.float32:
             signs = torch.randn(8, 64, 64, generator=generator).sign().to(DEVICE)

@@ -1,4 +1,6 @@
-"""Hopper's kernels in Gluon: T, P and rows are as exact as the plain kernel's; gradients pass parity."""
+"""Hopper's kernels in Gluon: T, P and rows are as exact as the plain kernel's;
+gradients pass parity.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -41,7 +43,9 @@ CASES = {
 
 
 def inputs(T, H, HV, K, dtype, special):
-    """Returns q, k, g, beta, A_log, dt_bias, cu_seqlens, whether q and k are normalized, and beta_max."""
+    """Returns q, k, g, beta, A_log, dt_bias, cu_seqlens,
+    whether q and k are normalized, and beta_max.
+    """
     random = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, T, H, K, generator=random).to(dtype)
     g, beta = torch.randn(2, 1, T, HV, generator=random)
@@ -91,7 +95,9 @@ def exact(q, k, g, beta, A_log, dt_bias, start, l2norm, most):
 
 
 def distances(case):
-    """Returns how far T and P are from the judge, and the rows, of the plain kernel and of Gluon's."""
+    """Returns how far T and P are from the judge, and the rows,
+    of the plain kernel and of Gluon's.
+    """
     q, k, g, beta, A_log, dt_bias, cuts, l2norm, most = given = inputs(*CASES[case])
     K, HV = q.shape[3], g.shape[2]
     row = config(K, K, itemsize=2)
@@ -133,13 +139,28 @@ BUGS = (
     ("nothing left of the diagonal", f"{PLACE}_decay_left", "i_w > part", "i_w > 3"),
     ("the block ends one token early", f"{PLACE}_decay_left", "part + 15", "part + 14"),
     ("k's norm from its first row", f"{TILES}sum_diagonal", "b_below == 0", "b_below == 8"),
-    ("the last column eliminates nothing", f"{TILES}invert_blocks", "static_range(7)", "static_range(6)"),
-    ("products of halves have one word", f"{TILES}start_product", "a_low, b_high, x", "a_low, b_low, x"),
+    (
+        "the last column eliminates nothing",
+        f"{TILES}invert_blocks",
+        "static_range(7)",
+        "static_range(6)",
+    ),
+    (
+        "products of halves have one word",
+        f"{TILES}start_product",
+        "a_low, b_high, x",
+        "a_low, b_low, x",
+    ),
     ("the third block is as the first", f"{TILES}invert", "s_low, 48, ACC16", "s_low, 16, ACC16"),
     ("words where they are not chosen", f"{TILES}choose", "not.b32 c, $1", "mov.b32 c, $1"),
-    ("a head waits in the wrong order", f"{PLACE}prepare_kernel", "beside(own_k, M0", "beside(M0, own_k"),
+    (
+        "a head waits in the wrong order",
+        f"{PLACE}prepare_kernel",
+        "beside(own_k, M0",
+        "beside(M0, own_k",
+    ),
     ("q's norm is of its sum", f"{PLACE}prepare_kernel", "b_square * b_square", "b_square"),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(("name", "place", "line", "mistake"), BUGS, ids=[bug[0] for bug in BUGS])
@@ -202,16 +223,51 @@ def test_gradients_are_the_same_bits_on_any_number_of_processors():
 
 LAST = "triton_kernels.hopper.gradients:"
 MISTAKES = (
-    ("every value head is the first", "gradients_kernel", "i_h = i_hk * G + i\n", "i_h = i_hk * G\n"),
-    ("q and k of the next turn are this one's", "gradients_kernel", "q, k, start_next", "q, k, start"),
-    ("dY comes twice", "gradients_kernel", "length_next, tile_next, h_next", "length_next, tile, h_next"),
-    ("copies are not waited for", "gradients_kernel", "async_copy.wait_group(1)", "async_copy.wait_group(2)"),
-    ("a half of <S, dS'> for both", "gradients_kernel", "(s_S.slice(C, C, 0)", "(s_S.slice(0, C, 0)"),
+    (
+        "every value head is the first",
+        "gradients_kernel",
+        "i_h = i_hk * G + i\n",
+        "i_h = i_hk * G\n",
+    ),
+    (
+        "q and k of the next turn are this one's",
+        "gradients_kernel",
+        "q, k, start_next",
+        "q, k, start",
+    ),
+    (
+        "dY comes twice",
+        "gradients_kernel",
+        "length_next, tile_next, h_next",
+        "length_next, tile, h_next",
+    ),
+    (
+        "copies are not waited for",
+        "gradients_kernel",
+        "async_copy.wait_group(1)",
+        "async_copy.wait_group(2)",
+    ),
+    (
+        "a half of <S, dS'> for both",
+        "gradients_kernel",
+        "(s_S.slice(C, C, 0)",
+        "(s_S.slice(0, C, 0)",
+    ),
     ("a sum of the left half alone", "_get_sums", "left + right", "left + left"),
     ("a token reads what it wrote itself", "gates_kernel", "p_sums + 2 * C - 1", "p_sums + 2 * C"),
-    ("dg without the state carried through", "gates_kernel", "b_dg += tl.exp2", "b_dg += 0 * tl.exp2"),
-    ("dbeta is not divided", "gates_kernel", "tl.load(p_sums + 3 * C) / b_beta", "tl.load(p_sums + 3 * C)"),
-)  # fmt: skip
+    (
+        "dg without the state carried through",
+        "gates_kernel",
+        "b_dg += tl.exp2",
+        "b_dg += 0 * tl.exp2",
+    ),
+    (
+        "dbeta is not divided",
+        "gates_kernel",
+        "tl.load(p_sums + 3 * C) / b_beta",
+        "tl.load(p_sums + 3 * C)",
+    ),
+)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Faults planted in Triton's kernels of Kimi Delta Attention turn parity red. Its grid is in tests/parity."""
+"""Faults planted in Triton's kernels of Kimi Delta Attention turn parity red.
+Its grid is in tests/parity.
+"""
 
 from dataclasses import replace
 
@@ -18,9 +20,21 @@ from tests.support.planted_bugs import Bug, planted
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # two chunks of 32 tokens, two slices of K, the second half empty, two tiles of V
 WHOLE = Case(
-    "kimi planted", 1, 40, 1, 24, 20, "", HV=2, decay="split", reflect=True, norm="random", state=True,
-    loss=BOTH, op="kimi_delta_attention",
-)  # fmt: skip
+    "kimi planted",
+    1,
+    40,
+    1,
+    24,
+    20,
+    "",
+    HV=2,
+    decay="split",
+    reflect=True,
+    norm="random",
+    state=True,
+    loss=BOTH,
+    op="kimi_delta_attention",
+)
 PLAIN = replace(WHOLE, decay="plain")
 GATES, BOUND = replace(WHOLE, gates="plain"), replace(WHOLE, gates="plain", lower_bound=-5.0)
 PACKED = replace(GATES, T=45, lengths=(0, 3, 0, 40, 2))

@@ -35,7 +35,9 @@ def judge(name, dtype=torch.float32):
     [pytest.param(case.name, marks=() if case.name == "gva_2" else SLOW) for case in select()],
 )
 def test_parity_holds_in_layouts_of_two_four_and_eight_warps(name, dtype, warps):
-    """A product's layout follows the number of warps: Triton before 3.7.1 was wrong at 4 and right at 2."""
+    """A product's layout follows the number of warps:
+    Triton before 3.7.1 was wrong at 4 and right at 2.
+    """
 
     def forced(row):
         tiles = ("prepare", "scan", "reverse", "gradients")
@@ -61,7 +63,9 @@ def test_parity_holds_for_any_number_of_value_heads_of_a_key_head(groups, dtype)
 
 
 def test_parity_holds_in_the_wide_scans_of_many_heads():
-    """Of two tiles of 128 columns, the second is half empty at V = 192. The case itself has few heads."""
+    """Of two tiles of 128 columns, the second is half empty at V = 192.
+    The case itself has few heads.
+    """
     many = config(96, 192, itemsize=2)
     assert many.scan.columns == 128
     with adjust(lambda row: replace(row, scan=many.scan, reverse=replace(many.scan, stages=2))):
@@ -103,7 +107,9 @@ def test_parity_holds_in_scans_of_transposed_and_upright_tiles(name, upright, dt
     DEVICE not in TRITON_DEVICES, reason="only the emulator lets wgmma read as late as it may"
 )
 def test_parity_fails_where_a_tile_is_overwritten_before_its_product_is_done(monkeypatch):
-    """A planted fault: a pipelined loop does not wait for the products of a tile that it also reads."""
+    """A planted fault: a pipelined loop does not wait for the products
+    of a tile that it also reads.
+    """
     kernel = gated_delta_rule_bwd.gradients_kernel
 
     class Hasty:

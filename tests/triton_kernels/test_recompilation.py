@@ -1,4 +1,6 @@
-"""No kernel is compiled again for another length: what a launch is compiled for is asked, not compiled."""
+"""No kernel is compiled again for another length: what a launch is compiled for is asked,
+not compiled.
+"""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -34,7 +36,9 @@ KERNELS = {
 
 
 class Recorder:
-    """Stands for a kernel. Notes what launches would be compiled for, by absent tensors and switches."""
+    """Stands for a kernel. Notes what launches would be compiled for,
+    by absent tensors and switches.
+    """
 
     def __init__(self, kernel, keys):
         options = ("do_not_specialize", "do_not_specialize_on_alignment")

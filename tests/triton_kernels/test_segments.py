@@ -15,7 +15,8 @@ from delta_trn.triton_kernels.launch import config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-# Seconds without a GPU: a seam, empty sequences, gradients of the final state alone. The rest is slow.
+# Seconds without a GPU: a seam, empty sequences, gradients of the final state alone. The rest is
+# slow.
 QUICK = {"seam_65": torch.float32, "packed_empty": torch.bfloat16, "final_only": torch.float32}
 QUICK |= {"kimi_seam": torch.float32, "kimi_reset_packed": torch.bfloat16}
 BY_NAME = rule_cases.BY_NAME | channel_cases.BY_NAME

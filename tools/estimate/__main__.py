@@ -1,15 +1,17 @@
-"""Estimates what every kernel of the gated delta rule and of a layer takes on an H200 or H100, without one.
+"""Estimates what every kernel of the gated delta rule and of a layer takes on an H200 or H100,
+without one.
 
     python -m tools.estimate [SHAPE ...] [--peer fla] [--device h100] [--json FILE] [--jobs N]
     python -m tools.estimate --check       fails where a kernel has become slower than recorded
-    python -m tools.estimate --record [SHAPE ...]      records the estimates that --check compares with
+    python -m tools.estimate --record [SHAPE ...]      records the estimates that --check compares
+                                                       with
     python -m tools.estimate --launches scan [SHAPE ...]       tries other launches of a kernel
 
-Every number is an estimate: kernels are compiled for sm_90 and their machine code runs on a model of one SM
-(`machine` has its numbers and their sources, `calibration` how it compares with published times). A row has
-registers and stack bytes per thread, shared memory per program in KB, programs at once on an SM and what
-limits them, the three longest waits as shares of all cycles that warps waited, and the time with its
-uncertainty.
+Every number is an estimate: kernels are compiled for sm_90 and their machine code runs on a model
+of one SM (`machine` has its numbers and their sources, `calibration` how it compares with published
+times). A row has registers and stack bytes per thread, shared memory per program in KB, programs at
+once on an SM and what limits them, the three longest waits as shares of all cycles that warps
+waited, and the time with its uncertainty.
 """
 
 import argparse
@@ -63,10 +65,20 @@ def row(shape: str, of: str, estimate: Estimate) -> Row:
     if code is None or simulation is None:
         return Row(shape, of, estimate.name, estimate.options, estimate.backward, time)
     return Row(
-        shape, of, estimate.name, estimate.options, estimate.backward, time, code.registers, code.stack,
-        code.shared, code.warps, simulation.resident, simulation.limit,
+        shape,
+        of,
+        estimate.name,
+        estimate.options,
+        estimate.backward,
+        time,
+        code.registers,
+        code.stack,
+        code.shared,
+        code.warps,
+        simulation.resident,
+        simulation.limit,
         {cause: round(share, 3) for cause, share in simulation.waits.items()},
-    )  # fmt: skip
+    )
 
 
 def rows_of(shape: str, *, with_peer: bool = False) -> list[Row]:
@@ -88,7 +100,10 @@ def rows_of(shape: str, *, with_peer: bool = False) -> list[Row]:
 def table(rows: list[Row], device: str = "h200") -> Iterator[str]:
     """Yields the lines of a shape's table, its sums and the ratios."""
     yield f"\n## {rows[0].shape}, bfloat16: estimated for an {device.upper()}, not measured\n"
-    yield "| of | kernel | launch | registers | stack | shared KB | programs per SM | waits | estimated us |"
+    yield (
+        "| of | kernel | launch | registers | stack | shared KB | programs per SM | waits | "
+        "estimated us |"
+    )
     yield "|" + " --- |" * 9
     for x in rows:
         uncertain = f"{x.microseconds:.0f} ± {UNCERTAINTY[x.backward] * x.microseconds:.0f}"
@@ -96,9 +111,13 @@ def table(rows: list[Row], device: str = "h200") -> Iterator[str]:
         if x.waits:
             longest = sorted(x.waits.items(), key=lambda item: -item[1])[:3]
             cells[2:8] = [
-                f"{x.options}, {x.warps} warps", str(x.registers), str(x.stack), f"{x.shared / 1024:.0f}",
-                f"{x.programs} ({x.limit})", ", ".join(f"{cause} {share:.0%}" for cause, share in longest),
-            ]  # fmt: skip
+                f"{x.options}, {x.warps} warps",
+                str(x.registers),
+                str(x.stack),
+                f"{x.shared / 1024:.0f}",
+                f"{x.programs} ({x.limit})",
+                ", ".join(f"{cause} {share:.0%}" for cause, share in longest),
+            ]
         yield "| " + " | ".join(map(str, cells)) + " |"
     yield ""
     sums = {}
@@ -125,7 +144,9 @@ def table(rows: list[Row], device: str = "h200") -> Iterator[str]:
 
 
 def kernel_by_kernel(rows: list[Row]) -> Iterator[str]:
-    """Yields what stands beside each of our kernels, over ours; several kernels of one name are added."""
+    """Yields what stands beside each of our kernels, over ours;
+    several kernels of one name are added.
+    """
     times: dict[tuple[str, str], float] = {}
     for x in rows:
         times[x.of, x.kernel] = times.get((x.of, x.kernel), 0.0) + x.microseconds
@@ -144,14 +165,16 @@ def slower(rows: list[Row], recorded: dict) -> list[str]:
         elif x.microseconds > (1 + SLOWER) * before:
             complaints.append(
                 f"{x.shape} {x.kernel}: {x.microseconds:.1f} us estimated, {before:.1f} recorded: "
-                f"{x.microseconds / before - 1:.1%} slower, at most {SLOWER:.0%} passes unnoticed. If it is "
-                "meant, run python -m tools.estimate --record"
+                f"{x.microseconds / before - 1:.1%} slower, at most {SLOWER:.0%} passes unnoticed. "
+                "If it is meant, run python -m tools.estimate --record"
             )
     return complaints
 
 
 def record(rows: list[Row]) -> None:
-    """Writes the estimates that --check compares with; shapes that were not estimated keep theirs."""
+    """Writes the estimates that --check compares with;
+    shapes that were not estimated keep theirs.
+    """
     recorded = json.loads(RECORDED.read_text())
     times = recorded["microseconds"] if recorded["triton"] == triton.__version__ else {}
     times |= {x.shape: {} for x in rows}
@@ -168,7 +191,8 @@ def check(rows: list[Row]) -> int:
     recorded = json.loads(RECORDED.read_text())
     if recorded["triton"] != triton.__version__:
         print(
-            f"not compared: the record is of Triton {recorded['triton']}, this is {triton.__version__}"
+            f"not compared: the record is of Triton {recorded['triton']}, this is "
+            f"{triton.__version__}"
         )
         return 0
     complaints = slower([x for x in rows if x.waits], recorded)
@@ -178,7 +202,9 @@ def check(rows: list[Row]) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the estimates that the command line selects; returns 1 where a kernel has become slower."""
+    """Prints the estimates that the command line selects;
+    returns 1 where a kernel has become slower.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m tools.estimate",
         description="estimate the kernels on an H200 or H100, without one",

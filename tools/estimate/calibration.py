@@ -3,18 +3,20 @@
     python -m tools.estimate.calibration
 
 calibration.csv has rows of FlashQLA's benchmark (https://github.com/QwenLM/FlashQLA, MIT,
-benchmark/benchmark_results_H200.txt, read 2026-11-22): the forward of flash-linear-attention 0.5.1 on an
-H200, torch 2.9.1 and its Triton 3.5.1, bfloat16, K = V = 128, in a CUDA graph, 100 repetitions. These are the
-rows of equal lengths of three of its models; lengths are in tokens, times in milliseconds.
+benchmark/benchmark_results_H200.txt, read 2026-11-22): the forward of flash-linear-attention 0.5.1
+on an H200, torch 2.9.1 and its Triton 3.5.1, bfloat16, K = V = 128, in a CUDA graph, 100
+repetitions. These are the rows of equal lengths of three of its models; lengths are in tokens,
+times in milliseconds.
 
-calibration.json.gz holds the machine code of that release, compiled by that Triton: opcodes and control
-codes, and of the operands only what the model reads. The autotuner chose a configuration of every kernel when
-the benchmark began; the recorded one is the fastest by the model at 1 x 32768. The program that recorded it
-is in git's history (`git show 50ffe7c:tools/estimate/calibration.py`, with peer.py beside it). So the
-comparison needs neither of the two packages, and a change of the model shows in it at once.
+calibration.json.gz holds the machine code of that release, compiled by that Triton: opcodes and
+control codes, and of the operands only what the model reads. The autotuner chose a configuration of
+every kernel when the benchmark began; the recorded one is the fastest by the model at 1 x 32768.
+The program that recorded it is in git's history (`git show 50ffe7c:tools/estimate/calibration.py`,
+with peer.py beside it). So the comparison needs neither of the two packages, and a change of the
+model shows in it at once.
 
-The two factors of `estimates` were fitted to these rows: before, the geometric mean of estimated over
-measured was 0.93 and the spread 4.0%.
+The two factors of `estimates` were fitted to these rows: before, the geometric mean of estimated
+over measured was 0.93 and the spread 4.0%.
 """
 
 import csv
@@ -55,7 +57,9 @@ def compare(heads: tuple[int, int], lengths: tuple[int, int], kernels: dict[str,
 
 
 def load() -> dict[str, dict]:
-    """Returns the recorded machine code by options, and which of it runs at each number of heads."""
+    """Returns the recorded machine code by options,
+    and which of it runs at each number of heads.
+    """
     with gzip.open(DATA, "rt") as file:
         data = json.load(file)
     codes = {
@@ -66,7 +70,9 @@ def load() -> dict[str, dict]:
 
 
 def spread(ratios: list[float]) -> tuple[float, float]:
-    """Returns the geometric mean of the ratios and the root mean square of their logarithms from it."""
+    """Returns the geometric mean of the ratios and the root mean square
+    of their logarithms from it.
+    """
     logarithms = [log(ratio) for ratio in ratios]
     mean = sum(logarithms) / len(logarithms)
     return exp(mean), sqrt(sum((x - mean) ** 2 for x in logarithms) / len(logarithms))
@@ -88,7 +94,8 @@ def main() -> None:
             )  # fmt: skip
     mean, deviation = spread(ratios)
     print(
-        f"estimated / measured over {len(ratios)} rows: geometric mean {mean:.3f}, spread {deviation:.1%}"
+        f"estimated / measured over {len(ratios)} rows: geometric mean {mean:.3f}, spread "
+        f"{deviation:.1%}"
     )
 
 

@@ -11,7 +11,8 @@ from delta_trn.triton_kernels.launch import Tile, adjust, config
 from tools.estimate.estimates import Estimator
 from tools.estimate.work import ITEM, SHAPES, launches
 
-# kernel -> columns, warps, stages, most registers and upright to try; one that does not cut the columns has 0
+# kernel -> columns, warps, stages, most registers and upright to try; one that does not cut the
+# columns has 0
 KERNELS = {
     "prepare": ((0,), (2, 4, 8), (1,), (None, 128, 168), (False,)),
     "scan": ((32, 64, 128), (4, 8), (1, 2, 3), (None,), (False, True)),
@@ -21,14 +22,18 @@ KERNELS = {
 
 
 def table(kernel: str, shape: str) -> Iterator[str]:
-    """Yields the lines of a table: the time of a call by the launch of one of its kernels, the fastest first.
+    """Yields the lines of a table: the time of a call by the launch of one of its kernels, the
+    fastest first.
 
-    It is that of the whole call, since the columns of the scans decide how many programs run and whether
-    sequences are cut.
+    It is that of the whole call, since the columns of the scans decide how many programs run and
+    whether sequences are cut.
     """
     sizes, estimator = SHAPES[shape], Estimator()
     if kernel == "gradients" and not sizes.rule and sizes.K == sizes.V == SIZE:
-        yield f"\n## gradients at {shape}: the kernel has one launch, triton_kernels/hopper/gradients.py\n"
+        yield (
+            f"\n## gradients at {shape}: the kernel has one launch, "
+            "triton_kernels/hopper/gradients.py\n"
+        )
         return
     heads = sizes.sequences * sizes.HV
     now = getattr(config(sizes.K, sizes.V, itemsize=ITEM, heads=heads, rule=sizes.rule), kernel)

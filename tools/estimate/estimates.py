@@ -1,8 +1,9 @@
 """Times of kernels, estimated: simulated, then multiplied by what the calibration found.
 
 Nothing here was measured on our kernels. UNCERTAINTY is what the comparison with published times of
-flash-linear-attention's kernels leaves open (see `calibration`): the forward kernels of another project, on
-the same model, came within 4% after calibration; kernels of another kind may be further off.
+flash-linear-attention's kernels leaves open (see `calibration`): the forward kernels of another
+project, on the same model, came within 4% after calibration; kernels of another kind may be further
+off.
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,8 @@ from tools.estimate import machine
 from tools.estimate.simulate import Simulation, Work, run
 from tools.estimate.work import Launch
 
-# measured over simulated: kernels that are parallel over chunks, or held up by memory; and serial chains
+# measured over simulated: kernels that are parallel over chunks, or held up by memory; and serial
+# chains
 PARALLEL, SERIAL = 1.10, 0.87
 # of forward and of backward: a time may be off by this part, either way
 UNCERTAINTY = {False: 0.2, True: 0.3}
@@ -48,13 +50,17 @@ def compile_code(variant: Variant, dtype: str = "bf16") -> Code:
 
 
 def factor(simulation: Simulation, *, serial: bool) -> float:
-    """Returns measured over simulated: a chain's depends on how much of its time the memory is busy."""
+    """Returns measured over simulated: a chain's depends on how much
+    of its time the memory is busy.
+    """
     busy = min(1.0, simulation.memory) if serial else 1.0
     return SERIAL + (PARALLEL - SERIAL) * busy
 
 
 def time_move(size: float, count: int = 1) -> float:
-    """Returns the microseconds of `count` kernels that move `size` bytes in all and do little else."""
+    """Returns the microseconds of `count` kernels that move `size` bytes
+    in all and do little else.
+    """
     return 1e6 * (PARALLEL * size / machine.MEMORY_BYTES + count * machine.LAUNCH_SECONDS)
 
 
@@ -72,7 +78,10 @@ class Estimator:
                 launch.name, "", launch.backward, time_move(launch.work.load_bytes, launch.count)
             )
         variant = launch.variant
-        key = f"{variant.function} {variant.tile} {sorted((n, str(v)) for n, v in variant.values.items())}"
+        key = (
+            f"{variant.function} {variant.tile} "
+            f"{sorted((n, str(v)) for n, v in variant.values.items())}"
+        )
         key += f" {variant.multiples}"
         if key not in self._codes:
             self._codes[key] = compile_code(variant)

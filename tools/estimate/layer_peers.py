@@ -1,12 +1,13 @@
 """flash-linear-attention's kernels of what `layers` lists, where that package is installed.
 
-Every configuration that its autotuner would try is one launch, and the fastest estimate counts. Its norms
-run 132 programs backward, one per processor. Where it has two kernels for one of ours, both have the name of
-ours: its convolution runs forward again, without SiLU, before backward, and its cross-entropy has a kernel
-for the gradient. Left out are the sums of weight gradients over programs, ours and its.
+Every configuration that its autotuner would try is one launch, and the fastest estimate counts. Its
+norms run 132 programs backward, one per processor. Where it has two kernels for one of ours, both
+have the name of ours: its convolution runs forward again, without SiLU, before backward, and its
+cross-entropy has a kernel for the gradient. Left out are the sums of weight gradients over
+programs, ours and its.
 
-Source: https://github.com/fla-org/flash-linear-attention (MIT), release 0.6.0: modules/causal_conv1d,
-norm and fused_cross_entropy, ops/gated_delta_rule/fused_recurrent.py.
+Source: https://github.com/fla-org/flash-linear-attention (MIT), release 0.6.0:
+modules/causal_conv1d, norm and fused_cross_entropy, ops/gated_delta_rule/fused_recurrent.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -73,7 +74,9 @@ def _launches(
     work: Callable[[dict[str, int]], Work],
     warps: int = 4,
 ) -> tuple[Launch, ...]:
-    """Returns the launches of a kernel. It has `warps` if it is not tuned; work: of its block sizes."""
+    """Returns the launches of a kernel. It has `warps` if it is not tuned;
+    work: of its block sizes.
+    """
     function, tuned = unwrap(kernel)
     flags = ("HAS_", "USE_", "STORE_", "IS_", "RECOMPUTE_")
     values = {flag: False for flag in function.arg_names if flag.startswith(flags)} | values
@@ -89,9 +92,17 @@ def _convolution() -> Iterator[tuple[Launch, ...]]:
     module, size = load("modules.causal_conv1d.ops"), B * T * CHANNELS * ITEM
     absent = ("bias", "residual", "cu_seqlens", "initial_state", "chunk_indices", "dht", "db")
     values = dict.fromkeys(absent) | {
-        "D": CHANNELS, "W": W, "BT": BLOCK, "BW": power_of_two(W), "NB": -(-B * T // 1024), "stride_x_d": 1,
-        "stride_dx_d": 1, "stride_dy_d": 1, "ACTIVATION": "silu", "HAS_WEIGHT": True,
-    }  # fmt: skip
+        "D": CHANNELS,
+        "W": W,
+        "BT": BLOCK,
+        "BW": power_of_two(W),
+        "NB": -(-B * T // 1024),
+        "stride_x_d": 1,
+        "stride_dx_d": 1,
+        "stride_dy_d": 1,
+        "ACTIVATION": "silu",
+        "HAS_WEIGHT": True,
+    }
 
     def work(load_bytes: float) -> Callable[[dict[str, int]], Work]:
         return lambda own: Work(-(-CHANNELS // own["BD"]) * (T // BLOCK) * B, load_bytes)
@@ -158,12 +169,24 @@ def _softmax() -> Iterator[tuple[Launch, ...]]:
 
 def _step(sequences: int) -> tuple[Launch, ...]:
     module = load("ops.gated_delta_rule.fused_recurrent")
-    values = dict.fromkeys(("gk", "gv", "cu_seqlens")) | HEADS | {
-        "BK": power_of_two(HEADS["K"]), "BV": 8, "USE_G": True, "USE_QK_L2NORM_IN_KERNEL": True,
-        "IS_BETA_HEADWISE": True, "USE_INITIAL_STATE": True, "STORE_FINAL_STATE": True,
-        "STATE_V_FIRST": False, "USE_GATE_IN_KERNEL": True, "HAS_DT_BIAS": True, "APPLY_BETA_SIGMOID": True,
-        "ALLOW_NEG_EIGVAL": False,
-    }  # fmt: skip
+    values = (
+        dict.fromkeys(("gk", "gv", "cu_seqlens"))
+        | HEADS
+        | {
+            "BK": power_of_two(HEADS["K"]),
+            "BV": 8,
+            "USE_G": True,
+            "USE_QK_L2NORM_IN_KERNEL": True,
+            "IS_BETA_HEADWISE": True,
+            "USE_INITIAL_STATE": True,
+            "STORE_FINAL_STATE": True,
+            "STATE_V_FIRST": False,
+            "USE_GATE_IN_KERNEL": True,
+            "HAS_DT_BIAS": True,
+            "APPLY_BETA_SIGMOID": True,
+            "ALLOW_NEG_EIGVAL": False,
+        }
+    )
     programs = sequences * HEADS["HV"] * HEADS["V"] // 8
     kernel = module.fused_recurrent_gated_delta_rule_fwd_kernel
     work = Work(programs, state(sequences)[0], others=(1,))

@@ -1,11 +1,13 @@
-"""Lists what a layer's other kernels launch, and a token of decoding: sizes, turns of loops, bytes to move.
+"""Lists what a layer's other kernels launch, and a token of decoding: sizes, turns of loops, bytes
+to move.
 
-    layers_1024     a layer of d = 1,024 with the heads of arXiv:2412.06464, 30 sequences of 1,024 tokens:
-                    convolution, gated norm, norm of the residual stream, and 1,024 tokens' cross-entropy
+    layers_1024     a layer of d = 1,024 with the heads of arXiv:2412.06464, 30 sequences of 1,024
+                    tokens: convolution, gated norm, norm of the residual stream, and 1,024 tokens'
+                    cross-entropy
     decode_*        a token of Qwen3-Next's layer for so many sequences, with a float32 state
 
-Beside them stand the same bytes alone, read and written once: no compiler's kernel takes less. And where
-flash-linear-attention is installed, its kernels, which `layer_peers` lists.
+Beside them stand the same bytes alone, read and written once: no compiler's kernel takes less. And
+where flash-linear-attention is installed, its kernels, which `layer_peers` lists.
 """
 
 from collections.abc import Iterator

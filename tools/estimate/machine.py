@@ -1,12 +1,15 @@
-"""What the estimate knows of an H200 and an H100: rates, latencies, and what each instruction costs.
+"""What the estimate knows of an H200 and an H100: rates, latencies, and what each instruction
+costs.
 
 Sources, by line of MACHINE, machine.csv and `cost`:
 
-    clock, processors, bytes per second    NVIDIA's H200 data sheet: 1.98 GHz boost and 4.8 TB/s; 1.755 GHz is
-                                           what it holds under load, 4.3 TB/s what a copy reaches
-    latencies, pipes, shared memory        arXiv:2402.13499 and arXiv:2501.12084, which measured Hopper;
-                                           arXiv:1804.06826 for what is as it was on Volta
-    wgmma                                  N / 2 cycles for m64nNk16 in 16 bits: 990 TFLOP/s at 1.755 GHz
+    clock, processors, bytes per second    NVIDIA's H200 data sheet: 1.98 GHz boost and 4.8 TB/s;
+                                           1.755 GHz is what it holds under load, 4.3 TB/s what a
+                                           copy reaches
+    latencies, pipes, shared memory        arXiv:2402.13499 and arXiv:2501.12084, which measured
+                                           Hopper; arXiv:1804.06826 for what is as it was on Volta
+    wgmma                                  N / 2 cycles for m64nNk16 in 16 bits: 990 TFLOP/s at
+                                           1.755 GHz
     barrier, queues, start of a program    plausible values
 
 `calibration` holds the whole against measurements. None of the numbers here was fitted to them.
@@ -21,7 +24,8 @@ from delta_trn.triton_kernels.sass import Code, Instruction
 
 CLOCK = 1.755e9
 PROCESSORS = 132
-# bytes per second that a copy reaches, from memory (an H100's has 3.35 TB/s) and from L2; the device's MiB
+# bytes per second that a copy reaches, from memory (an H100's has 3.35 TB/s) and from L2; the
+# device's MiB
 DEVICES = {"h200": (4.3e12, 6.5e12, 143771), "h100": (3.0e12, 5.5e12, 81559)}
 MEMORY_BYTES, L2_BYTES, MEBIBYTES = DEVICES["h200"]
 LAUNCH_SECONDS = 2.5e-6  # of a kernel after another, as in a CUDA graph
@@ -76,7 +80,8 @@ class Cost:
     reads       cycles until its operands have been read
     size        bytes to or from memory
     waves       cycles of the shared-memory pipe
-    argument    by kind: the pipe, 1 for L2 instead of memory, groups that may stay open, 1 for always
+    argument    by kind: the pipe, 1 for L2 instead of memory, groups that may stay open, 1 for
+                always
     cause       why one waits for it, an index of CAUSES
     """
 
@@ -91,7 +96,9 @@ class Cost:
 
 
 def residence(code: Code) -> tuple[int, str]:
-    """Returns how many programs of `code` an SM holds, 0 where one does not fit, and what limits them."""
+    """Returns how many programs of `code` an SM holds, 0 where one does not fit,
+    and what limits them.
+    """
     registers = -(-code.registers // 8) * 8 * 32 * code.warps
     limits = {
         "registers": REGISTERS // registers,
@@ -134,8 +141,8 @@ def _pipe(name: str, interval: float, latency: float, reads: float = 0, cause: i
 def _global(name: str, opcode: str, mask: float) -> Cost:
     """Costs of global loads and stores. mask: the share of a tile that is not masked off.
 
-    Loads of two bytes are a token's g or beta, a stride apart; those of eight are row factors that many lanes
-    share.
+    Loads of two bytes are a token's g or beta, a stride apart; those of eight are row factors that
+    many lanes share.
     """
     width = _width(opcode)
     size = 32 * width * (mask if width == 16 else 1)
@@ -173,7 +180,9 @@ with Path(__file__).with_suffix(".csv").open() as _file:
 
 
 def cost(instruction: Instruction, mask: float = 1.0) -> Cost:
-    """Returns what `instruction` costs, spilled registers in L1; anything unknown is integer arithmetic."""
+    """Returns what `instruction` costs, spilled registers in L1;
+    anything unknown is integer arithmetic.
+    """
     name, opcode = instruction.name, instruction.opcode
     if name in _COSTS:
         return _COSTS[name]

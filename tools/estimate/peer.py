@@ -1,12 +1,13 @@
 """flash-linear-attention's kernels of the same call, where that package is installed.
 
-Its kernels are autotuned. `launches` yields every configuration that the autotuner would try, and the fastest
-estimate counts. The modules are loaded without their packages' __init__ files, which import models and ask
-for a GPU; `fla.utils` is replaced by a module that describes a Hopper.
+Its kernels are autotuned. `launches` yields every configuration that the autotuner would try, and
+the fastest estimate counts. The modules are loaded without their packages' __init__ files, which
+import models and ask for a GPU; `fla.utils` is replaced by a module that describes a Hopper.
 
-Source: https://github.com/fla-org/flash-linear-attention (MIT): the functions chunk_gated_delta_rule_fwd and
-_bwd call these kernels in this order in release 0.6.0, and from 0.5.1 on. That is its Triton code: where
-FlashQLA or TileLang are installed, 0.6.0 hands some calls to those by itself.
+Source: https://github.com/fla-org/flash-linear-attention (MIT): the functions
+chunk_gated_delta_rule_fwd and _bwd call these kernels in this order in release 0.6.0, and from
+0.5.1 on. That is its Triton code: where FlashQLA or TileLang are installed, 0.6.0 hands some calls
+to those by itself.
 """
 
 import sys
@@ -48,7 +49,9 @@ class NotInstalled(RuntimeError):
 
 
 class _Utils(ModuleType):
-    """Stands for `fla.utils` on a Hopper: flags are False and functions change nothing, unless set."""
+    """Stands for `fla.utils` on a Hopper: flags are False
+    and functions change nothing, unless set.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -66,8 +69,8 @@ def version() -> str:
         return distribution("fla-core").version
     except PackageNotFoundError:
         raise NotInstalled(
-            "flash-linear-attention is not installed; pip install --no-deps flash-linear-attention==0.6.0 "
-            "fla-core==0.6.0 einops"
+            "flash-linear-attention is not installed; pip install --no-deps "
+            "flash-linear-attention==0.6.0 fla-core==0.6.0 einops"
         ) from None
 
 
@@ -82,11 +85,18 @@ def load(module: str) -> ModuleType:
         sys.modules["fla"].__dict__["__version__"] = version()
         utils = _Utils("fla.utils")
         utils.__dict__.update(
-            check_shared_mem=lambda *_: True, IS_NVIDIA=True, IS_NVIDIA_HOPPER=True, IS_TF32_SUPPORTED=True,
-            TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_6_0=True, TRITON_ABOVE_3_7_1=True,
-            IS_GATHER_SUPPORTED=True, autotune_cache_kwargs={}, has_usable_nvcc=lambda *_: False,
+            check_shared_mem=lambda *_: True,
+            IS_NVIDIA=True,
+            IS_NVIDIA_HOPPER=True,
+            IS_TF32_SUPPORTED=True,
+            TRITON_ABOVE_3_4_0=True,
+            TRITON_ABOVE_3_6_0=True,
+            TRITON_ABOVE_3_7_1=True,
+            IS_GATHER_SUPPORTED=True,
+            autotune_cache_kwargs={},
+            has_usable_nvcc=lambda *_: False,
             find_spec_cached=lambda *_: None,
-        )  # fmt: skip
+        )
         sys.modules["fla.utils"] = utils
     return import_module(f"fla.{module}")
 
@@ -211,27 +221,61 @@ _INTRA, _BWD, _BLOCKS = "ops.kda.chunk_intra", "ops.kda.chunk_bwd", {"BC": 16, "
 # those of chunk_kda with its safe gate, the faster way; backward repeats the third and the fourth
 CHANNELS = {
     "diagonal blocks": _Kernel(
-        _INTRA, "chunk_kda_fwd_kernel_intra_sub_chunk", lambda s, b: 4, lambda s: 2 * s.keys + s.decays,
-        lambda s, b: (), lambda s: {"BC": 16, "BK": power_of_two(s.K)}, (14,)),
+        _INTRA,
+        "chunk_kda_fwd_kernel_intra_sub_chunk",
+        lambda s, b: 4,
+        lambda s: 2 * s.keys + s.decays,
+        lambda s, b: (),
+        lambda s: {"BC": 16, "BK": power_of_two(s.K)},
+        (14,),
+    ),
     "kkt, solve": _Kernel(
-        _INTRA, "chunk_kda_fwd_kernel_inter_solve_fused", lambda s, b: 1,
-        lambda s: 2 * s.keys + s.decays + s.A / 2, lambda s, b: (_cut(s.K, b["BK"]),), lambda s: _BLOCKS),
-    "w, u": replace(KERNELS["w, u"], module="ops.kda.wy_fast", function="recompute_w_u_fwd_kda_kernel",
-        load_bytes=lambda s: s.A + s.values + s.keys + s.decays),
+        _INTRA,
+        "chunk_kda_fwd_kernel_inter_solve_fused",
+        lambda s, b: 1,
+        lambda s: 2 * s.keys + s.decays + s.A / 2,
+        lambda s, b: (_cut(s.K, b["BK"]),),
+        lambda s: _BLOCKS,
+    ),
+    "w, u": replace(
+        KERNELS["w, u"],
+        module="ops.kda.wy_fast",
+        function="recompute_w_u_fwd_kda_kernel",
+        load_bytes=lambda s: s.A + s.values + s.keys + s.decays,
+    ),
     "states": replace(KERNELS["states"], load_bytes=lambda s: 2 * s.w + s.values),
-    "outputs": replace(KERNELS["outputs"], module="ops.gla.chunk", function="chunk_gla_fwd_kernel_o",
-        load_bytes=lambda s: s.keys + s.decays + s.values + s.states + s.A),
-    "dv, dA": replace(KERNELS["dv, local"], module=_BWD, function="chunk_kda_bwd_kernel_dAv",
-        load_bytes=lambda s: s.A + 2 * s.values, products=lambda s, b: (_cut(s.V, b["BV"]),)),
-    "reverse states": replace(KERNELS["reverse states"], load_bytes=lambda s: 3 * s.w + 2 * s.values),
+    "outputs": replace(
+        KERNELS["outputs"],
+        module="ops.gla.chunk",
+        function="chunk_gla_fwd_kernel_o",
+        load_bytes=lambda s: s.keys + s.decays + s.values + s.states + s.A,
+    ),
+    "dv, dA": replace(
+        KERNELS["dv, local"],
+        module=_BWD,
+        function="chunk_kda_bwd_kernel_dAv",
+        load_bytes=lambda s: s.A + 2 * s.values,
+        products=lambda s, b: (_cut(s.V, b["BV"]),),
+    ),
+    "reverse states": replace(
+        KERNELS["reverse states"], load_bytes=lambda s: 3 * s.w + 2 * s.values
+    ),
     "dq, dk, dg, dA": _Kernel(
-        _BWD, "chunk_kda_bwd_kernel_wy_dqkg_fused", lambda s, b: 1,
+        _BWD,
+        "chunk_kda_bwd_kernel_wy_dqkg_fused",
+        lambda s, b: 1,
         lambda s: 2 * s.keys + s.decays + 4 * s.values + 2 * s.states + s.A,
-        lambda s, b: (_cut(s.K, b["BK"]), _cut(s.V, b["BV"]))),
+        lambda s, b: (_cut(s.K, b["BK"]), _cut(s.V, b["BV"])),
+    ),
     "gradients of blocks": _Kernel(  # of 16 tokens: 1.5 others lie before one on average, and behind it
-        _INTRA, "chunk_kda_bwd_kernel_intra", lambda s, b: 4 * _cut(s.K, 32),
-        lambda s: 2 * s.keys + 4 * s.decays + 4 * s.A, lambda s, b: (2, 1), lambda s: _BLOCKS | {"BK": 32}),
-}  # fmt: skip
+        _INTRA,
+        "chunk_kda_bwd_kernel_intra",
+        lambda s, b: 4 * _cut(s.K, 32),
+        lambda s: 2 * s.keys + 4 * s.decays + 4 * s.A,
+        lambda s, b: (2, 1),
+        lambda s: _BLOCKS | {"BK": 32},
+    ),
+}
 
 
 def launches(shape: Shape) -> Iterator[tuple[Launch, ...]]:
@@ -251,10 +295,18 @@ def configurations(name: str, shape: Shape, *, backward: bool = False) -> Iterat
     kernel, sizes = (CHANNELS if shape.rule else KERNELS)[name], Sizes(shape)
     function, tuned = unwrap(getattr(load(kernel.module), kernel.function))
     switches = {
-        "USE_G": True, "SAVE_NEW_VALUE": True, "USE_DW": True, "USE_GK": False, "USE_G_GAMMA": False,
-        "USE_A": False, "USE_INITIAL_STATE": False, "USE_FINAL_STATE_GRADIENT": False,
-        "STORE_FINAL_STATE": False, "STATE_V_FIRST": False, "IS_VARLEN": False,
-    }  # fmt: skip
+        "USE_G": True,
+        "SAVE_NEW_VALUE": True,
+        "USE_DW": True,
+        "USE_GK": False,
+        "USE_G_GAMMA": False,
+        "USE_A": False,
+        "USE_INITIAL_STATE": False,
+        "USE_FINAL_STATE_GRADIENT": False,
+        "STORE_FINAL_STATE": False,
+        "STATE_V_FIRST": False,
+        "IS_VARLEN": False,
+    }
     fixed = {
         "B": shape.sequences,
         "H": shape.H,
@@ -283,14 +335,20 @@ def configurations(name: str, shape: Shape, *, backward: bool = False) -> Iterat
 
 
 def work(kernel: _Kernel, shape: Shape, blocks: dict[str, int]) -> Work:
-    """Returns what a launch of `kernel` asks of the device, with the block sizes of a configuration."""
+    """Returns what a launch of `kernel` asks of the device,
+    with the block sizes of a configuration.
+    """
     sizes = Sizes(shape)
     blocks = kernel.blocks(sizes) | blocks
     units = shape.sequences if kernel.serial else sizes.chunks
     return Work(
-        units * shape.HV * kernel.programs(sizes, blocks), kernel.load_bytes(sizes),
-        kernel.products(sizes, blocks), kernel.others, shape.K / power_of_two(shape.K), kernel.serial,
-    )  # fmt: skip
+        units * shape.HV * kernel.programs(sizes, blocks),
+        kernel.load_bytes(sizes),
+        kernel.products(sizes, blocks),
+        kernel.others,
+        shape.K / power_of_two(shape.K),
+        kernel.serial,
+    )
 
 
 def _small(shape: Shape) -> Iterator[Launch]:

@@ -1,8 +1,8 @@
 """What others have published of their kernels at our shapes, to stand beside an estimate of ours.
 
-All are of H200s in bfloat16, forward without kept states, and leave out the norms of q and k and the gates,
-which our kernels make. Source: FlashQLA's benchmark (https://github.com/QwenLM/FlashQLA, MIT,
-benchmark/benchmark_results_H200.txt, read 2026-11-25), which times FlashInfer 0.6.13, too.
+All are of H200s in bfloat16, forward without kept states, and leave out the norms of q and k and
+the gates, which our kernels make. Source: FlashQLA's benchmark (https://github.com/QwenLM/FlashQLA,
+MIT, benchmark/benchmark_results_H200.txt, read 2026-11-25), which times FlashInfer 0.6.13, too.
 """
 
 # shape -> whose -> milliseconds of forward and backward; None: it has none
@@ -27,6 +27,7 @@ def compare(shape: str, forward: float, backward: float) -> list[str]:
             if theirs is not None
         ]
         lines.append(
-            f"{name}, published for an H200, without norms and gates: {'; '.join(words)} (estimated)"
+            f"{name}, published for an H200, without norms and gates: {'; '.join(words)} "
+            "(estimated)"
         )
     return lines

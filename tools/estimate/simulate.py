@@ -1,4 +1,5 @@
-"""Runs a kernel's machine code on a model of one SM: `run` returns seconds, waits and use of the memory.
+"""Runs a kernel's machine code on a model of one SM: `run` returns seconds, waits and use of the
+memory.
 
 The model is simulate.cpp, which `backends.compiler` compiles on first use.
 """
@@ -109,8 +110,8 @@ def run(code: Code, work: Work) -> Simulation:
 def loop_trips(instructions: tuple[Instruction, ...], work: Work) -> dict[int, int]:
     """Returns the turns of every loop by the position of its last instruction.
 
-    The compiler unrolls loops altogether, those of fewest turns first; the others keep their order. Raises
-    ValueError where the machine code has more loops than the source.
+    The compiler unrolls loops altogether, those of fewest turns first; the others keep their order.
+    Raises ValueError where the machine code has more loops than the source.
     """
     turns: dict[int, int] = {}
     for products, expected in ((True, work.products), (False, work.others)):
@@ -164,8 +165,9 @@ def _simulate(instructions, costs, turns, settings) -> dict:
         if target > i:
             cost = replace(cost, argument=float(is_followed(instructions, i)))
         lines.append(
-            f"{cost.kind} {x.stall} {x.write} {x.read} {x.wait} {cost.interval} {cost.latency} {cost.reads} "
-            f"{cost.size} {cost.waves} {cost.argument:.0f} {cost.cause} {target} {turns.get(i, 1)}"
+            f"{cost.kind} {x.stall} {x.write} {x.read} {x.wait} {cost.interval} {cost.latency} "
+            f"{cost.reads} {cost.size} {cost.waves} {cost.argument:.0f} {cost.cause} {target} "
+            f"{turns.get(i, 1)}"
         )
     done = subprocess.run(
         [simulator()], input="\n".join(lines) + "\n", capture_output=True, text=True

@@ -1,12 +1,16 @@
-"""What a call of the gated delta rule launches at each shape: kernels, their sizes, the bytes they must move.
+"""What a call of the gated delta rule launches at each shape: kernels, their sizes, the bytes they
+must move.
 
-    paper_256 ... paper_2048    the widths of arXiv:2412.06464's models: 30 sequences of 1,024 tokens, 6 heads
+    paper_256 ... paper_2048    the widths of arXiv:2412.06464's models: 30 sequences of 1,024
+                                tokens, 6 heads
     qwen3_next_*                Qwen3-Next's layer: 16 heads of queries and keys, 32 of values
-    qwen3_5_*                   Qwen3.5's larger layers, 16 and 48 or 64, and the last on 8 GPUs: 2 and 8
-    kimi_*                      Kimi Delta Attention, 32 heads, with the lower bound of g that its models have
+    qwen3_5_*                   Qwen3.5's larger layers, 16 and 48 or 64, and the last on 8 GPUs: 2
+                                and 8
+    kimi_*                      Kimi Delta Attention, 32 heads, with the lower bound of g that its
+                                models have
 
-All are in bfloat16, with gates made in the kernels, normalized queries and keys, and no initial or final
-state, as in training.
+All are in bfloat16, with gates made in the kernels, normalized queries and keys, and no initial or
+final state, as in training.
 """
 
 from collections.abc import Iterator
@@ -67,7 +71,8 @@ SHAPES = {
 class Launch:
     """A kernel of a call.
 
-    variant     None: `count` kernels of PyTorch's or of another project's, of which only the bytes count
+    variant     None: `count` kernels of PyTorch's or of another project's, of which only the bytes
+                count
     written     bytes that it writes, where `layers` asks what its bytes alone take
     """
 
@@ -80,7 +85,9 @@ class Launch:
 
 
 def keeps_states(shape: Shape) -> bool:
-    """Returns whether forward keeps S and U for backward, as one call of the Triton adapter does."""
+    """Returns whether forward keeps S and U for backward,
+    as one call of the Triton adapter does.
+    """
     chunks, most = shape.sequences * -(-shape.tokens // 64), machine.MEBIBYTES * 2**20 // 8
     return chunks * shape.HV * shape.V * (shape.K + 64) * ITEM <= most
 
@@ -247,7 +254,9 @@ class _Calls:
         yield Launch("gradients", True, variant, Work(programs, load_bytes, loops, mask=self.mask))
 
     def sums(self) -> Iterator[Launch]:
-        """What is summed: by PyTorch the gradients of A_log and dt_bias; with grouped heads, dk and dq."""
+        """What is summed: by PyTorch the gradients of A_log and dt_bias;
+        with grouped heads, dk and dq.
+        """
         shape = self.shape
         yield Launch("sums of gates", True, None, Work(0, 16 * self.chunks * shape.HV), count=2)
         if shape.HV > shape.H and not self.adds_heads:
@@ -260,7 +269,9 @@ class _Calls:
                 yield Launch(f"sums of {name}", True, variant, work)
 
     def of_channels(self) -> Iterator[Launch]:
-        """Yields the launches of Kimi Delta Attention, as its triton_adapter makes them; g is float32."""
+        """Yields the launches of Kimi Delta Attention, as its triton_adapter makes them;
+        g is float32.
+        """
         shape, modules = self.shape, (kimi_delta_attention.fwd, kimi_delta_attention.bwd)
         programs, scaled = self.chunks * shape.HV, self.keys * shape.HV // shape.H
         slices = -(-shape.K // self.row.prepare.columns)

@@ -1,20 +1,23 @@
 """What is in a checkpoint, and how a run is restored from it.
 
 config.json, generation_config.json           the model's configuration, as from_pretrained reads it
-model.safetensors                             its weights; of N processes model-0000i-of-0000N.safetensors and
-                                              model.safetensors.index.json: whole matrices, shared by size
+model.safetensors                             its weights; of N processes
+                                              model-0000i-of-0000N.safetensors and
+                                              model.safetensors.index.json: whole matrices, shared
+                                              by size
 tokenizer.json, tokenizer_config.json, ...    the tokenizer, so that the folder stands alone
 optimizer-....safetensors                     NAME/SLOT -> each process's part with its offsets
 random.safetensors                            generator states
 state.json                                    step, data position, best so far, configuration
 manifest.json                                 sizes and hashes of the others
 
-The snapshot gathers the weights, one matrix at a time, because from_pretrained wants whole matrices: each
-forward pass of FSDP gathers as much. The optimizer, twice as large, is never gathered. Its parts are written
-by torch.distributed.checkpoint, whose names for its files nothing here depends on.
+The snapshot gathers the weights, one matrix at a time, because from_pretrained wants whole
+matrices: each forward pass of FSDP gathers as much. The optimizer, twice as large, is never
+gathered. Its parts are written by torch.distributed.checkpoint, whose names for its files nothing
+here depends on.
 
-torch.distributed.checkpoint's reader gives each process the parts that it has now. A run continues on any
-number of processes, divided in any way.
+torch.distributed.checkpoint's reader gives each process the parts that it has now. A run continues
+on any number of processes, divided in any way.
 """
 
 import contextlib
@@ -56,11 +59,13 @@ class State:
     """Where a run stands between two steps.
 
     tokens      tokens trained on so far, by all devices
-    seconds     seconds of training so far, in all processes that continued the run one after another
+    seconds     seconds of training so far, in all processes that continued the run one after
+                another
     position    the loader's state_dict
     best        (step, validation loss) of the lowest so far
-    owes        whether the evaluation after this step, or its sample, is still to be made. A checkpoint is
-                written before them; a resumed run finds in metrics.jsonl whether they were made
+    owes        whether the evaluation after this step, or its sample, is still to be made. A
+                checkpoint is written before them; a resumed run finds in metrics.jsonl whether they
+                were made
     """
 
     step: int = 0
@@ -131,7 +136,8 @@ def require_finite(snapshot: Snapshot, rank: int) -> None:
 
 
 def write_optimizer(folder: Path, snapshot: Snapshot, team: Team) -> None:
-    """Writes the optimizer's memory, each process its parts. All must call, before `write`, and wait here.
+    """Writes the optimizer's memory, each process its parts. All must call, before `write`, and
+    wait here.
 
     What fails on one process, torch.distributed.checkpoint raises on all.
     """
@@ -219,7 +225,9 @@ def _on_host(x: Tensor) -> Tensor:
 
 
 def read_state(folder: Path) -> tuple[State, RunConfig]:
-    """Returns a checkpoint's state and configuration. CheckpointError if this code cannot read it."""
+    """Returns a checkpoint's state and configuration.
+    CheckpointError if this code cannot read it.
+    """
     path = folder / "state.json"
     content = json.loads(path.read_bytes())
     if content.get("format") != FORMAT:
@@ -232,20 +240,24 @@ def read_state(folder: Path) -> tuple[State, RunConfig]:
 
 
 def require_same_run(saved: RunConfig, now: RunConfig, where: Path) -> None:
-    """CheckpointError naming every differing key that may not change between saving and resuming."""
+    """CheckpointError naming every differing key that may not change between saving
+    and resuming.
+    """
     differing = {
         k: pair for k, pair in differences(saved, now).items() if not may_change_on_resume(k)
     }
     if differing:
         listed = ", ".join(f"{key} was {old}, is {new}" for key, (old, new) in differing.items())
         raise CheckpointError(
-            f"{where} was saved with another configuration: {listed}; put that back in config.json, or begin "
-            "a new run"
+            f"{where} was saved with another configuration: {listed}; put that back in "
+            "config.json, or begin a new run"
         )
 
 
 def restore(folder: Path, sharding: Sharding, optimizer: Optimizer) -> None:
-    """Puts weights, optimizer and generators into the saved state, however many processes saved it."""
+    """Puts weights, optimizer and generators into the saved state,
+    however many processes saved it.
+    """
     load_weights(folder, sharding)
     own, saved = dict(named_parameters(optimizer)), {}
     for key, (size, dtype) in _sizes(folder).items():
@@ -263,7 +275,9 @@ def restore(folder: Path, sharding: Sharding, optimizer: Optimizer) -> None:
 
 
 def load_weights(folder: Path, sharding: Sharding) -> None:
-    """Puts saved weights into a model, each process its part. CheckpointError unless they are its own."""
+    """Puts saved weights into a model, each process its part.
+    CheckpointError unless they are its own.
+    """
     own = sharding.model.state_dict(keep_vars=True)
     files = {
         _current_name(key, own): (key, size)
@@ -285,8 +299,8 @@ def load_weights(folder: Path, sharding: Sharding) -> None:
     ]
     if wrong or missing:
         raise CheckpointError(
-            f"the weights in {folder} are not this model's: {len(missing)} missing, {len(wrong)} unknown or "
-            f"of another shape, {(missing + wrong)[0]} first; begin a new run"
+            f"the weights in {folder} are not this model's: {len(missing)} missing, {len(wrong)} "
+            f"unknown or of another shape, {(missing + wrong)[0]} first; begin a new run"
         )
     targets = {name: own[name].detach() for name in saved}
     wholes = {name: torch.empty(saved[name]) for name in saved if sharding.saves_whole(name)}
@@ -296,7 +310,9 @@ def load_weights(folder: Path, sharding: Sharding) -> None:
 
 
 def _current_name(key: str, own: Collection[str]) -> str:
-    """Returns the name, or NAME/SLOT, that a saved tensor has now. The backbone's once had no `model.`."""
+    """Returns the name, or NAME/SLOT, that a saved tensor has now.
+    The backbone's once had no `model.`.
+    """
     name = key.partition("/")[0]
     return f"model.{key}" if name not in own and f"model.{name}" in own else key
 
@@ -321,7 +337,9 @@ def _read(folder: Path, into: dict[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def _plain_library() -> Iterator[None]:
-    """Raises the first process's own error instead of torch.distributed.checkpoint's wrapper of it."""
+    """Raises the first process's own error instead
+    of torch.distributed.checkpoint's wrapper of it.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(
@@ -341,7 +359,9 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    """Puts the generators of the CPU and of `device` into the states that `random_states` returned."""
+    """Puts the generators of the CPU and of `device` into the states
+    that `random_states` returned.
+    """
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)

@@ -40,7 +40,9 @@ class Origin:
 
 
 class RunFolder:
-    """The files of a run: config.json, metrics.jsonl, checkpoints/, samples.txt, summary.json, pictures."""
+    """The files of a run: config.json, metrics.jsonl, checkpoints/,
+    samples.txt, summary.json, pictures.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -53,13 +55,17 @@ class RunFolder:
         self.plot_path = path / "loss.png"
 
     def is_taken(self) -> bool:
-        """Whether more than a lock is in it. A run that was killed before its first file leaves it free."""
+        """Whether more than a lock is in it. A run
+        that was killed before its first file leaves it free.
+        """
         return self.path.exists() and any(
             not name.startswith(".") for name in os.listdir(self.path)
         )
 
     def read(self) -> tuple[RunConfig, Origin]:
-        """Returns configuration and origin of the run. RunFolderError if there is none that can be read."""
+        """Returns configuration and origin of the run.
+        RunFolderError if there is none that can be read.
+        """
         if not self.path.is_dir():
             raise RunFolderError(
                 f"{self.path} is not a folder; a run's folder is what `run` printed"
@@ -70,12 +76,13 @@ class RunFolder:
             tree.pop("fingerprint")
         except FileNotFoundError:
             raise RunFolderError(
-                f"{self.config_path} is missing: {self.path} is no run's folder; that is what `run` printed"
+                f"{self.config_path} is missing: {self.path} is no run's folder; that is what "
+                "`run` printed"
             ) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunFolderError(
-                f"{self.config_path} cannot be read ({type(error).__name__}: {error}); every checkpoint's "
-                "state.json holds the same configuration"
+                f"{self.config_path} cannot be read ({type(error).__name__}: {error}); every "
+                "checkpoint's state.json holds the same configuration"
             ) from None
         return read_saved(tree, where=f"{self.config_path}: "), origin
 
@@ -97,7 +104,9 @@ class RunFolder:
         return json.loads(self.summary_path.read_bytes()) if self.summary_path.exists() else None
 
     def evaluation_after(self, step: int) -> dict[str, Any] | None:
-        """Returns the line of metrics.jsonl about the evaluation after a step; None: it was not made."""
+        """Returns the line of metrics.jsonl about the evaluation after a step;
+        None: it was not made.
+        """
         lines = (line for line in metrics.read(self.metrics.path) if line["split"] == "val")
         return next((line for line in lines if line["step"] == step), None)
 
@@ -114,7 +123,9 @@ class RunFolder:
                 write_file(self.samples_path, kept)
 
     def add_sample(self, step: int, text: str) -> None:
-        """Appends a sample to samples.txt. The file is replaced, so that a kill leaves no half sample."""
+        """Appends a sample to samples.txt. The file is replaced,
+        so that a kill leaves no half sample.
+        """
         before = self.samples_path.read_text(encoding="utf-8") if self.samples_path.exists() else ""
         write_file(self.samples_path, f"{before}{_SAMPLE.format(step)}\n{text}\n\n")
 
@@ -141,7 +152,9 @@ def _blocks(text: str) -> Iterator[tuple[int, str]]:
 
 
 def place_for(config: RunConfig) -> Path:
-    """Returns the folder of a new run: `out`, or the first free one. RunFolderError if `out` is taken."""
+    """Returns the folder of a new run: `out`, or the first free one.
+    RunFolderError if `out` is taken.
+    """
     if config.out is not None:
         path = Path(config.out).expanduser()
         if path.exists() and not path.is_dir():

@@ -1,4 +1,6 @@
-"""Saves a run between two steps: a snapshot, its way to the disk, and what is kept of earlier ones."""
+"""Saves a run between two steps: a snapshot, its way to the disk,
+and what is kept of earlier ones.
+"""
 
 from delta_trn.train.checkpoints import contents
 from delta_trn.train.checkpoints.store import describe
@@ -26,7 +28,8 @@ class Saver:
             run.folder.metrics.sync()  # a checkpoint promises that its lines of metrics are there
             contents.require_finite(snapshot, rank=team.rank)
 
-        # before the processes write together: one that raised there would leave the others in a collective
+        # before the processes write together: one that raised there would leave the others in a
+        # collective
         team.agree(prepare)
         with store.writing(step, leads=team.leads) as folder:
             team.leader_does(lambda: store.begin(step))
@@ -41,9 +44,11 @@ class Saver:
         self._saved, self._has_saved = step, True
 
     def tidy(self) -> None:
-        """Has `best` lead to this step if it is the best, and removes checkpoints that are not to be kept.
+        """Has `best` lead to this step if it is the best, and removes checkpoints that are not to
+        be kept.
 
-        It follows the evaluation, so that a model whose held-out loss is not finite removes no good one.
+        It follows the evaluation, so that a model whose held-out loss is not finite removes no good
+        one.
         """
         if self._saved == self._run.state.step:
             self._run.team.leader_does(self._tidy)

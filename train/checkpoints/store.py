@@ -3,12 +3,13 @@
     step-00000100/     whole: renamed here after every file and manifest.json were synced
     .step-*.tmp/       being written, or left by a kill
     .step-*.old/       being removed
-    undone-step-*/     of a run resumed further back; removed once the resumed run has saved its first
+    undone-step-*/     of a run resumed further back; removed once the resumed run has saved its
+                       first
     best               symbolic link to the one with the lowest validation loss, which is kept
 
-manifest.json lists size and sha256 of every other file: truncation and bit rot are found before anything is
-loaded. Several processes may fill one folder: each hashes what it wrote, and the folder gets its name when
-all files are on the disk.
+manifest.json lists size and sha256 of every other file: truncation and bit rot are found before
+anything is loaded. Several processes may fill one folder: each hashes what it wrote, and the folder
+gets its name when all files are on the disk.
 """
 
 import json
@@ -54,10 +55,11 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, step: int, *, leads: bool = True) -> Iterator[Path]:
-        """Surrounds the writing of a checkpoint, and yields the folder to fill between `begin` and `finish`.
+        """Surrounds the writing of a checkpoint, and yields the folder to fill between `begin` and
+        `finish`.
 
-        Every process of a team enters it. After an error the half-written folder is removed and all others
-        are as they were; DiskFull if there is no space.
+        Every process of a team enters it. After an error the half-written folder is removed and all
+        others are as they were; DiskFull if there is no space.
         """
         whole = [f"step {other}" for other in self.steps() if other != step]
         safe = f"checkpoints already there are whole ({', '.join(whole) or 'none yet'})"
@@ -79,7 +81,8 @@ class CheckpointStore:
         self._beside(step).mkdir()
 
     def finish(self, step: int, parts: Iterable[Described]) -> None:
-        """Gives the filled folder its manifest and the step's name. One process calls it, after all others.
+        """Gives the filled folder its manifest and the step's name. One process calls it, after all
+        others.
 
         parts   what `describe` returned on each process
         """
@@ -102,7 +105,9 @@ class CheckpointStore:
         return _damage(self.path(step))
 
     def require_whole(self, step: int) -> Path:
-        """Returns the step's folder. CheckpointError if it is missing or damaged, naming the others."""
+        """Returns the step's folder. CheckpointError if it is missing or damaged,
+        naming the others.
+        """
         if step not in self.steps():
             known = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(
@@ -119,7 +124,8 @@ class CheckpointStore:
         return folder
 
     def newest_whole(self, tell: Callable[[str], None]) -> int | None:
-        """Returns the newest undamaged step, None where there are none; `tell` hears of each damaged one.
+        """Returns the newest undamaged step, None where there are none; `tell` hears of each
+        damaged one.
 
         CheckpointError if there are some and all are damaged.
         """
@@ -132,8 +138,8 @@ class CheckpointStore:
             tell(f"checkpoint of step {step} is damaged: {damage}")
         if damages:
             raise CheckpointError(
-                f"every checkpoint in {self.directory} is damaged: {damages[0]}; restore one from a backup, "
-                "or move the folder away to begin at step 0"
+                f"every checkpoint in {self.directory} is damaged: {damages[0]}; restore one from "
+                "a backup, or move the folder away to begin at step 0"
             )
         return None
 
@@ -164,7 +170,8 @@ class CheckpointStore:
     def rotate(self, keep_last: int) -> None:
         """Removes all but the best and the newest `keep_last`, and what `set_aside` has renamed.
 
-        It is called after a checkpoint was saved: a resumed run has then gone on, and what it undid is over.
+        It is called after a checkpoint was saved: a resumed run has then gone on, and what it undid
+        is over.
         """
         best = self.best()
         for step in self.steps()[:-keep_last]:
@@ -180,9 +187,11 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
 
     def set_aside(self, after: int) -> list[int]:
-        """Renames checkpoints of later steps to undone-step-*, which nothing reads. Returns their steps.
+        """Renames checkpoints of later steps to undone-step-*, which nothing reads. Returns their
+        steps.
 
-        Until the resumed run has saved one of its own, they are the way back from a step chosen by mistake.
+        Until the resumed run has saved one of its own, they are the way back from a step chosen by
+        mistake.
         """
         if (self.best() or 0) > after:
             (self.directory / "best").unlink()
@@ -194,7 +203,8 @@ class CheckpointStore:
         return later
 
     def _remove(self, folder: Path) -> None:
-        # renamed first: a kill in the middle of removing must not leave a checkpoint that looks whole
+        # renamed first: a kill in the middle of removing must not leave a checkpoint that looks
+        # whole
         away = self.directory / f".{folder.name}.old"
         shutil.rmtree(away, ignore_errors=True)
         os.rename(folder, away)
@@ -227,7 +237,8 @@ def describe(files: Iterable[Path]) -> Described:
     """Syncs files to the disk. Returns by name what the manifest has of each."""
     entries: Described = {}
     for path in files:
-        # safetensors makes files that their owner alone may read; the umask shows in the new folder's mode
+        # safetensors makes files that their owner alone may read; the umask shows in the new
+        # folder's mode
         path.chmod(path.parent.stat().st_mode & 0o666)
         sync(path)
         entries[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}

@@ -1,1 +1,3 @@
-"""One module a command, each with `main(arguments) -> int`, imported when its command is asked for."""
+"""One module a command, each with `main(arguments) -> int`,
+imported when its command is asked for.
+"""

@@ -55,7 +55,8 @@ def main(arguments: Sequence[str]) -> int:
         (to / name).write_bytes(content)
     count = sum(p.numel() for p in model.parameters())
     print(
-        f"{to}: {count:,} parameters, {str(model.dtype).removeprefix('torch.')}, format {options.format}"
+        f"{to}: {count:,} parameters, {str(model.dtype).removeprefix('torch.')}, format "
+        f"{options.format}"
     )
     return 0
 

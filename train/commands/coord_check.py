@@ -26,7 +26,8 @@ from delta_trn.train.settings.schema import RunConfig
 if TYPE_CHECKING:
     from delta_trn.train.studies.coordinates.modules import Start
 
-    # the parametrizations that decide the exit status; of each and an optimizer, what starts its models
+    # the parametrizations that decide the exit status; of each and an optimizer, what starts its
+    # models
     Starts = tuple[set[str], dict[tuple[str, str], Start]]
 
 EPILOG = """keys of its own
@@ -54,10 +55,17 @@ OF_RECIPES = {
     "lr.adamw": "2**-8", "lr.sgd": "2**-8", "lr.muon": "2**-8", "steps": "4", "seeds": "8",
 }  # fmt: skip
 OF_MODULES = {
-    "widths": "64,128,256", "parametrizations": "plain,mup", "optimizers": "adamw", "lr.adamw": "2**-8",
-    "lr.sgd": "0.1", "steps": "4", "seeds": "8", "batch": "", "roles": "",
+    "widths": "64,128,256",
+    "parametrizations": "plain,mup",
+    "optimizers": "adamw",
+    "lr.adamw": ("2**-8"),
+    "lr.sgd": "0.1",
+    "steps": "4",
+    "seeds": "8",
+    "batch": "",
+    "roles": "",
     "optimizer": "",
-}  # fmt: skip
+}
 QUIET = {"optimizer.weight_decay": "0", "model.mixer_output_init": "1"}
 # keys of the configuration that the command's own keys replace
 AXES = {"model.width": "widths", "optimizer.name": "optimizers", "optimizer.lr": "lr.adamw"}
@@ -66,7 +74,10 @@ AXES = {"model.width": "widths", "optimizer.name": "optimizers", "optimizer.lr":
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="delta-trn coord-check",
-        description="Whether what a model computes, and what a few steps change of it, depends on its width.",
+        description=(
+            "Whether what a model computes, and what a few steps change of it, depends on its "
+            "width."
+        ),
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -111,7 +122,8 @@ def main(arguments: Sequence[str]) -> int:
     }
     picture, rows = write(out, head, read), judge(read)
     print(
-        "power of width of each output's size before training, and of its change after the last step"
+        "power of width of each output's size before training, and of its change after the last "
+        "step"
     )
     print(table(rows))
     failures = [v for v in rows if v.parametrization in counts and not v.passes]
@@ -122,7 +134,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _starts_of_recipe(recipe: str, own: Mapping[str, str], changes: Mapping[str, str]) -> "Starts":
-    """Checks a configuration for every optimizer and parametrization, and returns what starts its models."""
+    """Checks a configuration for every optimizer and parametrization,
+    and returns what starts its models.
+    """
     for key in changes:
         if key in AXES:
             raise UsageError(
@@ -143,8 +157,8 @@ def _starts_of_recipe(recipe: str, own: Mapping[str, str], changes: Mapping[str,
     for key in changes:
         if key != "device" and (not key.startswith(("model.", "optimizer.")) or "clip" in key):
             raise UsageError(
-                f"{key}={changes[key]} has no effect: coord-check trains on random tokens and does not "
-                "clip; give keys of the model and the optimizer"
+                f"{key}={changes[key]} has no effect: coord-check trains on random tokens and does "
+                "not clip; give keys of the model and the optimizer"
             )
 
     from delta_trn.train.studies.coordinates.modules import of_recipe
@@ -199,7 +213,8 @@ def _load(option: str, place: str) -> Any:
         function = resolve_name(place)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
-            f"{option}={place}: {error}; expected package.module:function, importable from this folder"
+            f"{option}={place}: {error}; expected package.module:function, importable from this "
+            "folder"
         ) from None
     finally:
         sys.path.pop(0)

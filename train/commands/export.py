@@ -27,7 +27,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--remote-code",
         action="store_true",
-        help="add code: from_pretrained(DIR, trust_remote_code=True) then needs torch and transformers only",
+        help=(
+            "add code: from_pretrained(DIR, trust_remote_code=True) then needs torch and "
+            "transformers only"
+        ),
     )
     options = parser.parse_args(arguments)
 

@@ -10,7 +10,9 @@ from delta_trn.train.settings.overrides import parse, read_arguments
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="delta-trn resume",
-        description="Continue a run from its newest whole checkpoint, or from its start if it has none.",
+        description=(
+            "Continue a run from its newest whole checkpoint, or from its start if it has none."
+        ),
     )
     parser.add_argument(
         "run_dir", metavar="RUN_DIR", type=Path, help="the folder that `run` printed"

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from delta_trn.train.run.setup import Run
 
 KEY_WIDTH = 36  # of the column of keys
-# What most runs need; `--keys` shows these and what differs from the defaults, `--all-keys` the rest, too.
+# What most runs need; `--keys` shows these and what differs from the defaults, `--all-keys` the
+# rest, too.
 USUAL = frozenset(
     (
         *(
@@ -159,14 +160,17 @@ def drive(run: "Run", asked_backend: str) -> int:
 
 
 def _wrap(line: str, width: int) -> str:
-    """Returns a line of `opening` in lines of at most `width`, under each other where its text begins."""
+    """Returns a line of `opening` in lines of at most `width`,
+    under each other where its text begins.
+    """
     return textwrap.fill(
         line, width, subsequent_indent=" " * 11, break_on_hyphens=False, break_long_words=False
     )
 
 
 def keys(config: RunConfig, *, every: bool) -> str:
-    """Returns keys with their values, choices and meanings, by sections; * marks what is no default.
+    """Returns keys with their values, choices and meanings, by sections; * marks what is no
+    default.
 
     every   all keys; else those of USUAL, and what differs from the defaults
     """

@@ -1,4 +1,6 @@
-"""delta-trn sweep RECIPE widths=... lrs=... [parametrizations=...] [optimizers=...] [seeds=...] ..."""
+"""delta-trn sweep RECIPE widths=... lrs=...
+[parametrizations=...] [optimizers=...] [seeds=...] ...
+"""
 
 import argparse
 import json

@@ -1,7 +1,8 @@
 """delta-trn warmup RECIPE|RUN_DIR [key=value ...] [--list] [--processes N]
 
-Start it as the run is started, under torchrun too. On Neuron twice: inside of neuron_parallel_compile, which
-compiles all graphs at once, then again, to see that every graph comes from the cache: train/launch/ does so.
+Start it as the run is started, under torchrun too. On Neuron twice: inside of
+neuron_parallel_compile, which compiles all graphs at once, then again, to see that every graph
+comes from the cache: train/launch/ does so.
 """
 
 import argparse
@@ -69,7 +70,9 @@ def _list(config: RunConfig, world: int) -> int:
 
 
 def _list_instructions(config: RunConfig, listed: list["Graph"]) -> None:
-    """Prints the instructions of our kernels in each graph whose rows are known, and warns above a bound."""
+    """Prints the instructions of our kernels in each graph whose rows are known,
+    and warns above a bound.
+    """
     from delta_trn.backends import BackendRefusal
     from delta_trn.train.neuron.instructions import MOST, per_sequence
 
@@ -102,7 +105,8 @@ def _warm(config: RunConfig) -> int:
             compile_all(run, tell, probe_of(run))
             if not compiles(run):
                 tell(
-                    f"nothing to compile: on {run.device} operators run one by one unless compile=true"
+                    f"nothing to compile: on {run.device} operators run one by one unless "
+                    "compile=true"
                 )
             elif COLLECTING in os.environ:
                 tell("collected for neuron_parallel_compile, which compiles now")

@@ -1,4 +1,6 @@
-"""A folder of prepared tokens: meta.json, the shards that it lists, and the tokenizer that made them."""
+"""A folder of prepared tokens: meta.json, the shards that it lists,
+and the tokenizer that made them.
+"""
 
 import hashlib
 import json
@@ -29,7 +31,9 @@ class SplitMeta(BaseModel, frozen=True, extra="forbid"):
 
 
 class TokenizerMeta(BaseModel, frozen=True, extra="forbid"):
-    """The tokenizer. `lossless` says whether every held-out document came back from its ids unchanged."""
+    """The tokenizer. `lossless` says whether every held-out document came back
+    from its ids unchanged.
+    """
 
     kind: str
     size: int
@@ -64,8 +68,8 @@ def read_meta(directory: Path) -> Meta:
     path = directory / "meta.json"
     if not path.is_file():
         raise ShardError(
-            f"{path} is missing, so nothing was prepared there to its end; make it with `delta-trn data "
-            f"prepare SOURCE data.folder={directory}`"
+            f"{path} is missing, so nothing was prepared there to its end; make it with `delta-trn "
+            f"data prepare SOURCE data.folder={directory}`"
         )
     try:
         return Meta.model_validate_json(path.read_bytes())
@@ -104,7 +108,8 @@ class TokenDataset:
         tokenizer = load_tokenizer(self.path)
         if tokenizer.sha256 != self.meta.tokenizer.sha256:
             raise ShardError(
-                f"{self.path / 'tokenizer.json'} is not the one the shards were made with; prepare again"
+                f"{self.path / 'tokenizer.json'} is not the one the shards were made with; prepare "
+                "again"
             )
         return tokenizer
 
@@ -123,7 +128,9 @@ class TokenDataset:
         ]
 
     def bits_per_byte(self, nats_per_token: float) -> float:
-        """Converts nats per token to bits per byte of the held-out text. BOS and EOS are paid for."""
+        """Converts nats per token to bits per byte of the held-out text.
+        BOS and EOS are paid for.
+        """
         meta = self.split("val")
         return nats_per_token / math.log(2) * meta.tokens / meta.bytes
 
@@ -133,7 +140,9 @@ class TokenDataset:
         return bits_per_byte * math.log(2) * meta.bytes / meta.tokens
 
     def check_tokens(self) -> None:
-        """Reads every token and raises ShardError for a wrong hash or id. It takes seconds per GB."""
+        """Reads every token and raises ShardError for a wrong hash or id.
+        It takes seconds per GB.
+        """
         for split in self.meta.splits:
             for shard, tokens in zip(self.split(split).shards, self.shards(split), strict=True):
                 path = self.path / shard.file
@@ -141,12 +150,14 @@ class TokenDataset:
                     check_ids(tokens[start : start + (1 << 24)], self.meta.vocab_size, path, start)
                 if sha256_of(path) != shard.sha256:
                     raise ShardError(
-                        f"{path} changed since it was prepared (sha256 differs); prepare the data again"
+                        f"{path} changed since it was prepared (sha256 differs); prepare the data "
+                        "again"
                     )
 
 
 def open_dataset(path: str | Path) -> TokenDataset:
-    """Opens a folder that `prepare` made, and checks every shard's header and size; no token is read.
+    """Opens a folder that `prepare` made, and checks every shard's header and size; no token is
+    read.
 
     Raises ShardError if meta.json or a shard is missing or cut short, or a split is empty.
     """
@@ -167,10 +178,12 @@ def open_dataset(path: str | Path) -> TokenDataset:
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int, path: Path, start: int) -> None:
-    """Raises ShardError if an id is not below vocab_size. `start`: place of the first one in its file."""
+    """Raises ShardError if an id is not below vocab_size. `start`:
+    place of the first one in its file.
+    """
     if tokens.size and int(tokens.max()) >= vocab_size:
         first = int(np.argmax(tokens >= vocab_size))
         raise ShardError(
-            f"{path} has token id {int(tokens[first])} at position {start + first}, but vocab_size is "
-            f"{vocab_size}; these tokens are of another tokenizer: prepare the data again"
+            f"{path} has token id {int(tokens[first])} at position {start + first}, but vocab_size "
+            f"is {vocab_size}; these tokens are of another tokenizer: prepare the data again"
         )

@@ -1,7 +1,7 @@
 """What to compare a language model's loss with: predictors without context, and compressors.
 
-All are measured on the same held-out text, in nats per token, BOS and EOS included, and in bits per byte of
-UTF-8. With n tokens and m bytes:
+All are measured on the same held-out text, in nats per token, BOS and EOS included, and in bits per
+byte of UTF-8. With n tokens and m bytes:
 
     bits/byte = nats/token * n / (m ln 2)
 """
@@ -39,17 +39,20 @@ class Baseline:
 
 
 def baselines(dataset: TokenDataset) -> dict[str, Baseline]:
-    """Returns costs of the held-out text by name, and keeps them in baselines.json beside the shards.
+    """Returns costs of the held-out text by name, and keeps them in baselines.json beside the
+    shards.
 
     uniform       ln of the number of ids
-    unigram       -mean ln p(token) over held-out tokens, p from training counts + 1, over the tokenizer's ids
+    unigram       -mean ln p(token) over held-out tokens, p from training counts + 1, over the
+                  tokenizer's ids
     zlib          level 9, on the held-out documents one after the other, nothing seen before
     lzma          LZMA2, preset 9 extreme, the same
-    lzma_primed   the same after 16 MiB of training text: C(training + held-out) - C(training) with C the
-                  compressed size. It is the fair comparison for a trained model, which has seen that text
+    lzma_primed   the same after 16 MiB of training text: C(training + held-out) - C(training) with
+                  C the compressed size. It is the fair comparison for a trained model, which has
+                  seen that text
 
-    The compressors are left out if the tokenizer does not give the held-out text back unchanged: the shards
-    then lack what they would have to compress.
+    The compressors are left out if the tokenizer does not give the held-out text back unchanged:
+    the shards then lack what they would have to compress.
     """
     path = dataset.path / "baselines.json"
     with suppress(

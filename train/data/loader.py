@@ -1,14 +1,16 @@
-"""Batches of next-token pairs from shards. A position is a few integers, and returning to it is exact.
+"""Batches of next-token pairs from shards. A position is a few integers, and returning to it is
+exact.
 
-A batch is a function of the seed and of how many samples came before it: there is no generator state to save.
-Batch b of rank r takes samples (b * world + r) * batch + row. Ranks never share a sample, and a step has the
-same data however it is divided among ranks and micro-batches.
+A batch is a function of the seed and of how many samples came before it: there is no generator
+state to save. Batch b of rank r takes samples (b * world + r) * batch + row. Ranks never share a
+sample, and a step has the same data however it is divided among ranks and micro-batches.
 
-    random_crop   Sample n starts at place fold(1, seed, n) mod W. W counts the places, shard by shard, where
-                  T+1 tokens begin.
-    stream        Sample n is window n mod W of epoch n // W: the tokens in order, the shards shuffled anew
-                  each epoch. Window j is tokens jT to jT+T, and its last token is the next window's first.
-                  Every token is a target once per epoch, except the first one and at most T at the end.
+    random_crop   Sample n starts at place fold(1, seed, n) mod W. W counts the places, shard by
+                  shard, where T+1 tokens begin.
+    stream        Sample n is window n mod W of epoch n // W: the tokens in order, the shards
+                  shuffled anew each epoch. Window j is tokens jT to jT+T, and its last token is the
+                  next window's first. Every token is a target once per epoch, except the first one
+                  and at most T at the end.
 
 fold chains SplitMix64 (Steele, Lea and Flood, OOPSLA 2014):
 
@@ -37,14 +39,17 @@ class Batch(NamedTuple):
 
     inputs        int64
     targets       int64: targets[b, t] follows inputs[b, t]
-    position_ids  int32, the place of each token in its own document. A document begins wherever it is 0: in
-                  every row at t = 0, and at each BOS. Nothing of the document before reaches it. It is 0, 1,
-                  2, ... in between. None: each row is one document, whatever is in it
-    noise         int32, a random number per token, from which dropout draws its masks; None: it drops nothing
+    position_ids  int32, the place of each token in its own document. A document begins wherever it
+                  is 0: in every row at t = 0, and at each BOS. Nothing of the document before
+                  reaches it. It is 0, 1, 2, ... in between. None: each row is one document,
+                  whatever is in it
+    noise         int32, a random number per token, from which dropout draws its masks; None: it
+                  drops nothing
 
     position_ids say what `cu_seqlens` over the rows put end to end would, and
-    `models.sequence.sequence_bounds(position_ids)` is that tensor. Their shape does not depend on the
-    documents, so that graphs are compiled once, and rows and segments of rows take their part along.
+    `models.sequence.sequence_bounds(position_ids)` is that tensor. Their shape does not depend on
+    the documents, so that graphs are compiled once, and rows and segments of rows take their part
+    along.
 
     >>> import torch
     >>> ids = torch.arange(4)[None]
@@ -95,7 +100,8 @@ def fold(*words: "int | np.ndarray") -> np.ndarray:
 
 @dataclass
 class Loader(ABC):
-    """Yields batches of one split without end, to one of `world` ranks. `state_dict` is the same on each.
+    """Yields batches of one split without end, to one of `world` ranks. `state_dict` is the same on
+    each.
 
     batch, sequence     sequences of a batch, and tokens of a sequence
     boundaries          batches have position_ids, which say where documents begin
@@ -130,7 +136,9 @@ class Loader(ABC):
         return as_batch(windows, self._bos)._replace(noise=noise)
 
     def noise(self) -> "Tensor":
-        """Returns a random number per token of the next batch, from the seed and the sample; int32 [B, T]."""
+        """Returns a random number per token of the next batch,
+        from the seed and the sample; int32 [B, T].
+        """
         import torch
 
         first = self._samples + self.rank * self.batch
@@ -143,7 +151,9 @@ class Loader(ABC):
         return {**self._identity(), "samples": self._samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken, on any number of ranks. PositionMismatch if it does not fit."""
+        """Continues where `state` was taken, on any number of ranks.
+        PositionMismatch if it does not fit.
+        """
         differences = [
             f"{key} was {state.get(key)!r}, is {value!r}"
             for key, value in self._identity().items()
@@ -151,8 +161,8 @@ class Loader(ABC):
         ]
         if differences:
             raise PositionMismatch(
-                f"the saved position does not fit this loader: {'; '.join(differences)}; continue with the "
-                "settings that it was saved with, or begin a new run"
+                f"the saved position does not fit this loader: {'; '.join(differences)}; continue "
+                "with the settings that it was saved with, or begin a new run"
             )
         step, samples = self.world * self.batch, state.get("samples")
         if not isinstance(samples, int) or samples % step:
@@ -191,9 +201,9 @@ class Stream(Loader):
         self._in_epoch = (self._tokens.total - 1) // self.sequence
         if self._in_epoch < 1:
             raise ShardError(
-                f"split {self.split!r} of {self.dataset.path} has {self._tokens.total} tokens, too few for "
-                f"sequence={self.sequence}: that needs {self.sequence + 1}; choose a shorter sequence, or "
-                "prepare more text"
+                f"split {self.split!r} of {self.dataset.path} has {self._tokens.total} tokens, too "
+                f"few for sequence={self.sequence}: that needs {self.sequence + 1}; choose a "
+                "shorter sequence, or prepare more text"
             )
         self._order = -1, np.zeros(0, np.int64)
 
@@ -232,10 +242,11 @@ def evaluation_batches(
     seed: int = 0,
     boundaries: bool = False,
 ) -> list[Batch]:
-    """Returns the same crops at every call: batches x batch, one in each equal part of the held-out split.
+    """Returns the same crops at every call: batches x batch, one in each equal part of the held-out
+    split.
 
-    The crops depend on seed, sequence and batches x batch only: another micro-batch with the same product
-    evaluates the same tokens. `boundaries` as in Loader.
+    The crops depend on seed, sequence and batches x batch only: another micro-batch with the same
+    product evaluates the same tokens. `boundaries` as in Loader.
     """
     crops = _Crops(_Tokens(dataset, "val"), sequence)
     count = batch * batches
@@ -278,7 +289,9 @@ class _Tokens:
 
 
 class _Crops:
-    """Numbers the places of a split where sequence + 1 tokens of one shard begin: 0 to `starts` - 1."""
+    """Numbers the places of a split where sequence + 1 tokens of one shard begin:
+    0 to `starts` - 1.
+    """
 
     def __init__(self, tokens: _Tokens, sequence: int):
         self._tokens, self._sequence = tokens, sequence
@@ -287,8 +300,8 @@ class _Crops:
         if self.starts < 1:
             raise ShardError(
                 f"split {tokens.split!r} of {tokens.dataset.path} has no shard of sequence + 1 = "
-                f"{sequence + 1} tokens, its longest has {int(tokens.lengths.max())}; choose a shorter "
-                "sequence, or prepare more text"
+                f"{sequence + 1} tokens, its longest has {int(tokens.lengths.max())}; choose a "
+                "shorter sequence, or prepare more text"
             )
 
     def at(self, places: np.ndarray) -> np.ndarray:
@@ -302,7 +315,8 @@ class _Crops:
 
 
 def as_batch(windows: np.ndarray, bos: int | None) -> Batch:
-    """Splits windows into inputs and targets, each contiguous so that it can be pinned. int64 [n, T+1]
+    """Splits windows into inputs and targets, each contiguous so that it can be pinned. int64 [n,
+    T+1]
 
     A document begins at each `bos` of the inputs; None: there are no position_ids.
     """

@@ -1,7 +1,7 @@
 """Text to shards, in a folder that has a meta.json once it is complete.
 
-A preparation writes below .unfinished, and moves everything to its place at the end, meta.json last. One that
-is killed leaves no more than that folder, which the next one takes away.
+A preparation writes below .unfinished, and moves everything to its place at the end, meta.json
+last. One that is killed leaves no more than that folder, which the next one takes away.
 """
 
 import hashlib
@@ -33,12 +33,13 @@ BATCH_DOCUMENTS, BATCH_CHARACTERS = 1024, 2**23  # that are tokenized at once, o
 def prepare(data: DataSection, *, show: bool = True) -> Path:
     """Tokenizes `data.source` into shards, and returns their folder.
 
-    The folder is `data.folder`, or else data/NAME-TOKENIZER-HASH with a hash of the settings and the text.
-    Documents are BOS tokens EOS. Those without text are left out, and so are training documents that are also
-    in `data.validation`. A folder already complete with the same settings is returned as it is, without any
-    network. With `show`, progress is printed on stderr.
+    The folder is `data.folder`, or else data/NAME-TOKENIZER-HASH with a hash of the settings and
+    the text. Documents are BOS tokens EOS. Those without text are left out, and so are training
+    documents that are also in `data.validation`. A folder already complete with the same settings
+    is returned as it is, without any network. With `show`, progress is printed on stderr.
 
-    Raises SourceError, TokenizerError, DiskFull; SettingsDiffer if the folder holds another preparation.
+    Raises SourceError, TokenizerError, DiskFull; SettingsDiffer if the folder holds another
+    preparation.
     """
     source = find_source(data)
     held_out = find_validation(data, source)
@@ -64,7 +65,8 @@ def prepare(data: DataSection, *, show: bool = True) -> Path:
 
 @contextmanager
 def open_unfinished(folder: Path) -> Iterator[Path]:
-    """Yields a place within the folder to write to, and moves what is in it to the folder at the end.
+    """Yields a place within the folder to write to, and moves what is in it to the folder at the
+    end.
 
     After an error nothing of it is left. SettingsDiffer if the folder holds somebody else's shards.
     """
@@ -171,8 +173,8 @@ class _Preparation:
             )
             raise SourceError(
                 f"no document for {empty}: {sum(documents.values())} documents with text in "
-                f"{self.source.name!r} (skipped: {skipped or 'nothing'}); holding out needs at least two "
-                "that differ, or held-out text of its own: data.validation=PATH"
+                f"{self.source.name!r} (skipped: {skipped or 'nothing'}); holding out needs at "
+                "least two that differ, or held-out text of its own: data.validation=PATH"
             )
 
     def _meta(self, tokenizer: TextTokenizer, writers: ShardWriters) -> Meta:
@@ -207,11 +209,13 @@ class _Preparation:
 def hold_out(
     data: DataSection, source: Source, validation: Source | None
 ) -> Callable[[str], Split | None]:
-    """Returns the function that decides a document's split; None if the validation source has it too.
+    """Returns the function that decides a document's split; None if the validation source has it
+    too.
 
-    With data.val_fraction a document is held out if its hash is among the lowest of all hashes. So that a
-    small source has held-out text too, the lowest hash of its first 1/val_fraction documents is held out in
-    any case. With a validation source everything is for training, except what that source also has.
+    With data.val_fraction a document is held out if its hash is among the lowest of all hashes. So
+    that a small source has held-out text too, the lowest hash of its first 1/val_fraction documents
+    is held out in any case. With a validation source everything is for training, except what that
+    source also has.
     """
 
     def value(text: str) -> int:
@@ -248,7 +252,9 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
 
 
 def is_complete(folder: Path, settings: dict[str, Any]) -> bool:
-    """Returns whether a folder holds all that these settings make. SettingsDiffer if it is of others."""
+    """Returns whether a folder holds all that these settings make.
+    SettingsDiffer if it is of others.
+    """
     if not (folder / "meta.json").exists():
         return False
     before, now = read_meta(folder).settings, json.loads(json.dumps(settings))
@@ -259,7 +265,7 @@ def is_complete(folder: Path, settings: dict[str, Any]) -> bool:
             if before.get(key) != now.get(key)
         ]
         raise SettingsDiffer(
-            f"{folder} holds a preparation with other settings ({'; '.join(differences)}); choose another "
-            f"data.folder=DIR, or remove the folder"
+            f"{folder} holds a preparation with other settings ({'; '.join(differences)}); choose "
+            "another data.folder=DIR, or remove the folder"
         )
     return True

@@ -1,8 +1,8 @@
 """Documents of one file, and rows of datasets, as text.
 
-Tables and datasets are read by the library `datasets`, streamed: nothing is copied to its cache. Text is read
-here, because its builder for text turns "\\r\\n" into "\\n", and so are lines of .jsonl, because its parser
-takes dates for times.
+Tables and datasets are read by the library `datasets`, streamed: nothing is copied to its cache.
+Text is read here, because its builder for text turns "\\r\\n" into "\\n", and so are lines of
+.jsonl, because its parser takes dates for times.
 """
 
 import io
@@ -35,7 +35,9 @@ def has_rows(path: Path) -> bool:
 
 
 def open_text(path: Path) -> io.TextIOWrapper:
-    """Opens a text file that may be packed. Line ends stay, so that a document's bytes are the file's."""
+    """Opens a text file that may be packed. Line ends stay,
+    so that a document's bytes are the file's.
+    """
     import fsspec
 
     _teach_zstd()
@@ -43,7 +45,9 @@ def open_text(path: Path) -> io.TextIOWrapper:
 
 
 def _teach_zstd() -> None:
-    """Lets fsspec, and so `datasets`, unpack .zst by pyarrow: its own way needs one more package."""
+    """Lets fsspec, and so `datasets`, unpack .zst by pyarrow:
+    its own way needs one more package.
+    """
     import pyarrow
     from fsspec.compression import register_compression
 
@@ -56,8 +60,8 @@ def _teach_zstd() -> None:
 def read_text(path: Path, section: int) -> Iterator[str]:
     """Reads a text file: one document between two separators, or several where that is long.
 
-    A long one is cut between `section` and twice as many characters: at the last blank line there, else at
-    the last line's end, else before the last space, else where it becomes too long.
+    A long one is cut between `section` and twice as many characters: at the last blank line there,
+    else at the last line's end, else before the last space, else where it becomes too long.
     """
     rest = edges = ""
     with open_text(path) as file:
@@ -116,7 +120,8 @@ def _parse(lines: Iterable[str], path: Path) -> Iterator[Any]:
 
 
 def stream(text_field: str, *names: Any, **options: Any) -> Any:
-    """Returns a `datasets.IterableDataset`. The library prints nothing, and keeps nothing on this machine.
+    """Returns a `datasets.IterableDataset`. The library prints nothing, and keeps nothing on this
+    machine.
 
     Of parquet, which most datasets are, no column but the text is fetched and decoded.
     """
@@ -140,8 +145,8 @@ def read_dataset(rows: Iterable[Any], text_field: str, where: str) -> Iterator[s
         text = row.get(text_field, number) if isinstance(row, dict) else number
         if text is not None and not isinstance(text, str):
             raise SourceError(
-                f"{where} row {number} has no text in field {text_field!r}: {str(row)[:200]}; expected text: "
-                "choose data.text_field"
+                f"{where} row {number} has no text in field {text_field!r}: {str(row)[:200]}; "
+                "expected text: choose data.text_field"
             )
         # JSON can spell half of a surrogate pair, which no UTF-8 holds: U+FFFD stands for it
         yield _SURROGATE.sub("\ufffd", text or "")

@@ -5,8 +5,8 @@
     header[2]  tokens       how many follow
     header[3:] 0
 
-A document never straddles two shards: one that does not fit goes whole into the next shard. A document longer
-than a shard gets a longer shard of its own.
+A document never straddles two shards: one that does not fit goes whole into the next shard. A
+document longer than a shard gets a longer shard of its own.
 """
 
 import os
@@ -48,7 +48,9 @@ def encode_header(tokens: int) -> bytes:
 
 
 def check_shard(path: Path, dtype: str, tokens: int) -> None:
-    """ShardError unless the file has the header and the size of this many tokens; none of them is read."""
+    """ShardError unless the file has the header and the size of this many tokens;
+    none of them is read.
+    """
     try:
         with open(path, "rb") as file:
             header = file.read(HEADER_BYTES)
@@ -64,8 +66,9 @@ def check_shard(path: Path, dtype: str, tokens: int) -> None:
     if header != encode_header(tokens):
         magic, version, count = np.frombuffer(header, dtype="<i4", count=3).tolist()
         raise ShardError(
-            f"{path} starts with {magic}, {version}, {count} where a shard has the magic number {MAGIC}, "
-            f"version {VERSION} and, by meta.json, {tokens} tokens; it is another file: prepare it again"
+            f"{path} starts with {magic}, {version}, {count} where a shard has the magic number "
+            f"{MAGIC}, version {VERSION} and, by meta.json, {tokens} tokens; it is another file: "
+            "prepare it again"
         )
 
 
@@ -78,7 +81,9 @@ def map_tokens(path: Path, dtype: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard as meta.json lists it, with the hash of the whole file, which lies beside it."""
+    """A finished shard as meta.json lists it, with the hash of the whole file,
+    which lies beside it.
+    """
 
     file: Annotated[str, Field(pattern=r"^[\w-]+\.bin$")]
     tokens: int
@@ -86,7 +91,8 @@ class ShardRecord:
 
 
 class ShardWriters:
-    """Writes documents into the shards of both splits, in a folder that counts for nothing until all is done.
+    """Writes documents into the shards of both splits, in a folder that counts for nothing until
+    all is done.
 
     with ShardWriters(folder, "stories", "uint16", 10**8) as writers:
         writers.append("train", ids)

@@ -1,13 +1,15 @@
-"""Where text comes from: files of this machine, those of Python and its packages, or a Hugging Face dataset.
+"""Where text comes from: files of this machine, those of Python and its packages, or a Hugging Face
+dataset.
 
     source                          one document is
-    .txt and other                  what stands between two <|endoftext|>; where that is long, a piece of it
+    .txt and other                  what stands between two <|endoftext|>; where that is long, a
+                                    piece of it
     .jsonl                          one field of a line
     .csv, .tsv, .parquet, dataset   one column of a row
     python-stdlib, site-packages    the source of a module
 
-Any but .parquet may be packed: .txt.gz, .jsonl.zst, .csv.xz, .py.bz2 are read like the file in them.
-Documents come in the same order every time.
+Any but .parquet may be packed: .txt.gz, .jsonl.zst, .csv.xz, .py.bz2 are read like the file in
+them. Documents come in the same order every time.
 """
 
 import hashlib
@@ -42,10 +44,10 @@ WHOLE_FILE = 2**30  # a module is one document
 UNREADABLE = (ValueError, OSError, EOFError, zlib.error, lzma.LZMAError)
 HASHED_BYTES = 2**28  # of each file, in a quarter of a second; its size says more of a larger one
 
-# Left out of python-stdlib. Tests are twice as large as all the rest, and not installed everywhere. The
-# codecs are generated tables, near-copies of each other: some would be in training and their twins held out.
-# pydoc_data is one generated file with 7 % of the bytes. The rest is what a build generates about its host:
-# the text must depend on the interpreter's version alone.
+# Left out of python-stdlib. Tests are twice as large as all the rest, and not installed everywhere.
+# The codecs are generated tables, near-copies of each other: some would be in training and their
+# twins held out. pydoc_data is one generated file with 7 % of the bytes. The rest is what a build
+# generates about its host: the text must depend on the interpreter's version alone.
 _STDLIB_LEFT_OUT = re.compile(
     r"tests?|idle_test|(site|dist)-packages|encodings|pydoc_data|__pycache__|_sysconfigdata.*|config-.*|\..*"
 )
@@ -55,7 +57,9 @@ _HIDDEN = re.compile(r"__pycache__|\..*")
 
 
 def find_source(data: DataSection) -> "Source":
-    """Returns what `data.source` names: an existing path, else python-stdlib, else a Hugging Face dataset."""
+    """Returns what `data.source` names: an existing path, else python-stdlib,
+    else a Hugging Face dataset.
+    """
     path = Path(data.source).expanduser()
     if path.exists():
         return path_source(path, data.text_field)
@@ -64,8 +68,9 @@ def find_source(data: DataSection) -> "Source":
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", data.source):
         return HubSource(data.source, data.subset, data.split, data.text_field, data.revision)
     raise SourceError(
-        f"no source {data.source!r}: expected an existing folder, .txt, .jsonl, .csv or .parquet file, "
-        f"{', '.join(map(repr, NAMED))}, or a Hugging Face dataset such as roneneldan/TinyStories"
+        f"no source {data.source!r}: expected an existing folder, .txt, .jsonl, .csv or .parquet "
+        f"file, {', '.join(map(repr, NAMED))}, or a Hugging Face dataset such as "
+        "roneneldan/TinyStories"
     )
 
 
@@ -90,12 +95,14 @@ def path_source(path: Path, text_field: str) -> "FileSource":
         return FileSource(_slug(name), path.parent, (path.name,), text_field, section=SECTION)
     if (path / "meta.json").exists() and any(path.glob("*.bin")):
         raise SourceError(
-            f"{path} holds prepared shards, not text; open it as it is, or pass the text it was made of"
+            f"{path} holds prepared shards, not text; open it as it is, or pass the text it was "
+            "made of"
         )
     return FileSource(_slug(path.resolve().name), path, _walk(path, _HIDDEN), text_field)
 
 
-# name -> where its files lie, as sysconfig calls it; names left out; suffixes read; where a document is cut
+# name -> where its files lie, as sysconfig calls it; names left out; suffixes read; where a
+# document is cut
 NAMED = {
     # of the running interpreter: 10 MB, 600 documents
     "python-stdlib": ("stdlib", _STDLIB_LEFT_OUT, (".py", ".txt"), WHOLE_FILE),
@@ -111,8 +118,8 @@ def named_source(name: str) -> "FileSource":
     names = tuple(file for file in _walk(root, left_out) if file.endswith(suffixes))
     if len(names) < 100:
         raise SourceError(
-            f"{root} holds {len(names)} source files for {name}, expected hundreds; this Python ships them "
-            "compiled, zipped or elsewhere: pass a folder of text instead"
+            f"{root} holds {len(names)} source files for {name}, expected hundreds; this Python "
+            "ships them compiled, zipped or elsewhere: pass a folder of text instead"
         )
     return FileSource(name, root, names, section=section, kind=name)
 
@@ -140,7 +147,9 @@ class FileSource:
         return sum(path.stat().st_size for path in paths)
 
     def settings(self) -> dict[str, Any]:
-        """Returns names, contents, and what decides how they are cut. Where the root lies does not matter."""
+        """Returns names, contents, and what decides how they are cut.
+        Where the root lies does not matter.
+        """
         digest = hashlib.sha256()
         for name in self.names:
             digest.update(f"{name}\0{_content_hash(self.root / name)}\n".encode())
@@ -173,14 +182,16 @@ class FileSource:
                         f"rows in UTF-8 with {self.text_field!r}, which data.text_field names"
                     )
                 raise SourceError(
-                    f"{path} cannot be read ({error}); expected {expected}: mend it, unpack an archive, or "
-                    "copy it again where it is cut short"
+                    f"{path} cannot be read ({error}); expected {expected}: mend it, unpack an "
+                    "archive, or copy it again where it is cut short"
                 ) from error
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """A dataset such as HuggingFaceFW/fineweb-edu, subset sample-10BT, streamed. `revision` pins a commit."""
+    """A dataset such as HuggingFaceFW/fineweb-edu, subset sample-10BT,
+    streamed. `revision` pins a commit.
+    """
 
     dataset: str
     subset: str | None = None
@@ -211,9 +222,9 @@ class HubSource:
         ) as error:  # requests, httpx, OfflineModeIsEnabled: it varies by the client's version
             raise SourceError(
                 f"dataset {self.dataset!r} of the Hugging Face Hub, subset {self.subset!r}, split "
-                f"{self.split!r}, cannot be read ({type(error).__name__}: {error}), and there is no such "
-                "path here; check the names, log in with `hf auth login` where it is gated, or download it "
-                "where there is a network and pass its folder"
+                f"{self.split!r}, cannot be read ({type(error).__name__}: {error}), and there is "
+                "no such path here; check the names, log in with `hf auth login` where it is "
+                "gated, or download it where there is a network and pass its folder"
             ) from error
 
     @cached_property
@@ -240,7 +251,9 @@ def _walk(root: Path, left_out: re.Pattern[str]) -> tuple[str, ...]:
 
 
 def _content_hash(path: Path) -> str:
-    """Returns the SHA-256 of a file's size and of its first bytes, which are all unless it is huge."""
+    """Returns the SHA-256 of a file's size and of its first bytes,
+    which are all unless it is huge.
+    """
     digest = hashlib.sha256(str(path.stat().st_size).encode())
     left = HASHED_BYTES
     with open(path, "rb") as file:

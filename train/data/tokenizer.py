@@ -1,10 +1,12 @@
-"""Text to token ids and back: GPT-2, byte-level BPE trained on the text, plain bytes, or any tokenizer.json.
+"""Text to token ids and back: GPT-2, byte-level BPE trained on the text, plain bytes, or any
+tokenizer.json.
 
-Every tokenizer has three ids that no text produces: BOS before a document, EOS after it, and PAD. Text that
-contains "<|endoftext|>" is tokenized like any other text.
+Every tokenizer has three ids that no text produces: BOS before a document, EOS after it, and PAD.
+Text that contains "<|endoftext|>" is tokenized like any other text.
 
-These are Hugging Face's `tokenizers`, without the classes of transformers around them: importing those takes
-seconds and loads torch, and their `save_pretrained` writes other bytes with every version.
+These are Hugging Face's `tokenizers`, without the classes of transformers around them: importing
+those takes seconds and loads torch, and their `save_pretrained` writes other bytes with every
+version.
 """
 
 import hashlib
@@ -84,7 +86,9 @@ class TextTokenizer:
         return self.tokenizer.decode([int(i) for i in several], skip_special_tokens=True)
 
     def save(self, directory: Path) -> None:
-        """Writes what `transformers.AutoTokenizer.from_pretrained(directory)` and `load_tokenizer` read."""
+        """Writes what `transformers.AutoTokenizer.from_pretrained(directory)`
+        and `load_tokenizer` read.
+        """
         names = {
             "bos_token": self.tokenizer.id_to_token(self.bos),
             "eos_token": self.tokenizer.id_to_token(self.eos),
@@ -94,7 +98,8 @@ class TextTokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
             "model_max_length": 10**30,
-            "padding_side": "left",  # a prompt's last token must be its own, for generate() goes on from it
+            # a prompt's last token must be its own, for generate() goes on from it
+            "padding_side": "left",
             "model_vocab_size": self.vocab_size,
             **names,
         }
@@ -109,14 +114,16 @@ def load_tokenizer(directory: str | Path) -> TextTokenizer:
     config = _read_config(directory / "tokenizer_config.json")
     if "model_vocab_size" not in config:
         raise TokenizerError(
-            f"{directory / 'tokenizer_config.json'} lacks model_vocab_size: it was not written by `delta-trn "
-            f"data prepare`; prepare the data again with data.tokenizer={directory}"
+            f"{directory / 'tokenizer_config.json'} lacks model_vocab_size: it was not written by "
+            f"`delta-trn data prepare`; prepare the data again with data.tokenizer={directory}"
         )
     return adopt(_read(directory / "tokenizer.json"), config, config["model_vocab_size"])
 
 
 def tokenizer_settings(name: str, vocab_size: int | None) -> dict[str, str | int | None]:
-    """Returns what identifies the tokenizer in a preparation's settings. Nothing is trained or fetched."""
+    """Returns what identifies the tokenizer in a preparation's settings.
+    Nothing is trained or fetched.
+    """
     if name == "bytebpe":
         vocab_size = vocab_size or DEFAULT_BPE_VOCAB
     if name in NAMED:
@@ -144,8 +151,8 @@ def make_tokenizer(name: str, vocab_size: int | None, documents: Iterator[str]) 
 def train_byte_bpe(documents: Iterator[str], vocab_size: int) -> TextTokenizer:
     """Trains GPT-2's kind of byte-level BPE on the first 64 MiB of the documents.
 
-    The same text gives the same merges. Ids: BOS 0, EOS 1, PAD 2, the 256 bytes, merges. Any text survives a
-    round trip.
+    The same text gives the same merges. Ids: BOS 0, EOS 1, PAD 2, the 256 bytes, merges. Any text
+    survives a round trip.
     """
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
@@ -167,7 +174,9 @@ def plain_bytes(vocab_size: int | None = None) -> TextTokenizer:
 
 
 def byte_alphabet() -> list[str]:
-    """Returns GPT-2's printable character for every byte: itself if printable, else the next from U+0100."""
+    """Returns GPT-2's printable character for every byte: itself if printable,
+    else the next from U+0100.
+    """
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     stand_ins = iter(range(256, 512))
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
@@ -187,18 +196,19 @@ def fetch_gpt2() -> Tokenizer:
             path = hub.hf_hub_download(GPT2_REPOSITORY, "tokenizer.json")
     except Exception as error:  # the client's exceptions vary by version: it is out of reach
         raise TokenizerError(
-            f"GPT-2's tokenizer is not on this machine, and {GPT2_REPOSITORY} on the Hugging Face Hub is out "
-            f"of reach ({type(error).__name__}); train one on your text with data.tokenizer=bytebpe, or copy "
-            "its tokenizer.json here and give data.tokenizer=PATH"
+            f"GPT-2's tokenizer is not on this machine, and {GPT2_REPOSITORY} on the Hugging Face "
+            f"Hub is out of reach ({type(error).__name__}); train one on your text with "
+            "data.tokenizer=bytebpe, or copy its tokenizer.json here and give data.tokenizer=PATH"
         ) from error
     return _read(Path(path))
 
 
 def adopt(tokenizer: Tokenizer, config: dict[str, Any], vocab_size: int | None) -> TextTokenizer:
-    """Takes over any tokenizer with the special tokens that its configuration names, and adds those it lacks.
+    """Takes over any tokenizer with the special tokens that its configuration names, and adds those
+    it lacks.
 
-    A BOS that is also the EOS, as in GPT-2, counts as missing: a document's start and its end must differ.
-    All have in common: no padding, BOS before a prompt, special tokens spelled out.
+    A BOS that is also the EOS, as in GPT-2, counts as missing: a document's start and its end must
+    differ. All have in common: no padding, BOS before a prompt, special tokens spelled out.
     """
     ids: dict[str, int] = {}
     for key, usual in OURS.items():
@@ -216,8 +226,8 @@ def adopt(tokenizer: Tokenizer, config: dict[str, Any], vocab_size: int | None) 
         vocab_size = -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if vocab_size < size:
         raise TokenizerError(
-            f"vocab_size={vocab_size} is smaller than the tokenizer's {size} ids; leave it out, or give "
-            f"{size} or more"
+            f"vocab_size={vocab_size} is smaller than the tokenizer's {size} ids; leave it out, or "
+            f"give {size} or more"
         )
     name = tokenizer.id_to_token(bos)
     # so that transformers' tokenizer(prompt) starts as a document does
@@ -251,8 +261,8 @@ def _tokenizer_file(name: str) -> Path:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise TokenizerError(
-            f"no tokenizer {name!r}: expected gpt2, bytebpe, bytes, or the path of a tokenizer.json or of "
-            "its folder"
+            f"no tokenizer {name!r}: expected gpt2, bytebpe, bytes, or the path of a "
+            "tokenizer.json or of its folder"
         )
     return file
 

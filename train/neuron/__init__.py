@@ -1,1 +1,3 @@
-"""Trainium's own parts of training: several NeuronCores, batches sent ahead, and compiling before the run."""
+"""Trainium's own parts of training: several NeuronCores, batches sent ahead,
+and compiling before the run.
+"""

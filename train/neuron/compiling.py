@@ -20,14 +20,16 @@ from delta_trn.train.run.step import TrainingStep, loss_function
 from delta_trn.train.settings.schema import RunConfig
 
 Tell = Callable[[str], None]
-# AdamW has its memory from the second step on, and the rate is no longer 0: nothing new is compiled from the
-# third on (tests/train/test_xla.py counts).
+# AdamW has its memory from the second step on, and the rate is no longer 0: nothing new is compiled
+# from the third on (tests/train/test_xla.py counts).
 STEPS = 3
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph of one process: `rows` sequences of `length` tokens. rows None: only the data can tell."""
+    """A graph of one process: `rows` sequences of `length` tokens.
+    rows None: only the data can tell.
+    """
 
     name: str
     rows: int | None
@@ -38,7 +40,8 @@ class Graph:
 
 
 def graphs(config: RunConfig, *, world: int, held_out: int | None = None) -> list[Graph]:
-    """Returns every graph in the order in which a run comes to it: a micro-batch is one, however many follow.
+    """Returns every graph in the order in which a run comes to it: a micro-batch is one, however
+    many follow.
 
     held_out    held-out tokens of the data, where they are known
     """
@@ -56,7 +59,9 @@ def graphs(config: RunConfig, *, world: int, held_out: int | None = None) -> lis
 
 
 def compile_all(run: Run, tell: Tell, probe: Probe | None = None) -> None:
-    """Compiles every graph in the order of the run, whose weights move: it is not to be continued."""
+    """Compiles every graph in the order of the run, whose weights move:
+    it is not to be continued.
+    """
     c, device, layout = run.config, run.device, run.layout
     loss = loss_function(run.sharding, c, device)
     plain = loss_function(run.sharding, c.model_copy(update={"compile": False}), device)

@@ -1,7 +1,8 @@
 """Sends batches to an XLA device ahead of their step, by AWS's documented way (MpDeviceLoader).
 
-A thread reads and sends batches that no step has taken yet. So the loader's own position is too far on, and
-each batch comes with the position behind it: a checkpoint has that of the last batch that a step has taken.
+A thread reads and sends batches that no step has taken yet. So the loader's own position is too far
+on, and each batch comes with the position behind it: a checkpoint has that of the last batch that a
+step has taken.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from delta_trn.train.data.loader import Batch, Loader
 
 
 class DeviceFeed:
-    """Yields a loader's batches on an XLA device. After the first one the loader belongs to a thread."""
+    """Yields a loader's batches on an XLA device.
+    After the first one the loader belongs to a thread.
+    """
 
     def __init__(self, loader: Loader, device: torch.device):
         self._loader, self._device = loader, device
         self._coming: Iterator[list[Tensor]] | None = None
-        # of each batch on its way: the loader's position behind it, and which of its fields are there
+        # of each batch on its way: the loader's position behind it, and which of its fields are
+        # there
         self._read: deque[tuple[dict[str, Any], list[bool]]] = deque()
         self._position: dict[str, Any] | None = None
         self._error: Exception | None = None
@@ -41,7 +45,9 @@ class DeviceFeed:
         return Batch(*(next(fields) if there else None for there in present))  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the first batch comes from that no step has taken, for `Loader.load_state_dict`."""
+        """Returns where the first batch comes from that no step has taken,
+        for `Loader.load_state_dict`.
+        """
         return self._loader.state_dict() if self._position is None else self._position
 
     def close(self) -> None:

@@ -1,8 +1,10 @@
-"""How many instructions our NKI kernels put into a graph: neuronx-cc refuses a graph that has too many.
+"""How many instructions our NKI kernels put into a graph: neuronx-cc refuses a graph that has too
+many.
 
-The kernels are unrolled, so their instructions grow with the sequences of a graph. One layer that runs on one
-sequence in the simulator counts them, and so does the readout with two small vocabularies, as all blocks of
-words have the same. What XLA makes of everything else is not counted.
+The kernels are unrolled, so their instructions grow with the sequences of a graph. One layer that
+runs on one sequence in the simulator counts them, and so does the readout with two small
+vocabularies, as all blocks of words have the same. What XLA makes of everything else is not
+counted.
 """
 
 from dataclasses import dataclass
@@ -16,22 +18,27 @@ from delta_trn.backends.checks import BackendRefusal
 from delta_trn.train.run.model import make_model, model_config, vocabulary
 from delta_trn.train.settings.schema import RunConfig
 
-# The compiler's own, "[XTP003] Number of instructions (...) is over the threshold (5000000)". Long before, it
-# takes 30 to 40 GB of memory (aws-neuron-sdk 1374), so the launch scripts stay far below.
+# The compiler's own, "[XTP003] Number of instructions (...) is over the threshold (5000000)". Long
+# before, it takes 30 to 40 GB of memory (aws-neuron-sdk 1374), so the launch scripts stay far
+# below.
 MOST = 5_000_000
 _VOCABULARY = 64  # the readout is counted apart
 
 
 @dataclass(frozen=True)
 class PerSequence:
-    """Instructions of one sequence in all layers and the readout: forward, and forward with backward."""
+    """Instructions of one sequence in all layers and the readout: forward,
+    and forward with backward.
+    """
 
     forward: int
     training: int
 
 
 def per_sequence(config: RunConfig) -> PerSequence:
-    """Counts by a model of one layer. Raises BackendRefusal where the kernels do not take the model."""
+    """Counts by a model of one layer. Raises BackendRefusal
+    where the kernels do not take the model.
+    """
     layers = config.model.layers - len(config.model.attention_layers)
     changes: dict[str, Any] = {"layers": 1, "attention_layers": (), "vocab_size": _VOCABULARY}
     one = config.model_copy(update={"model": config.model.model_copy(update=changes)})
@@ -43,8 +50,8 @@ def per_sequence(config: RunConfig) -> PerSequence:
 def _count_readout(config: RunConfig, rows: int) -> tuple[int, int]:
     """Returns the instructions of the readout's kernel, none where PyTorch computes it.
 
-    Beyond four blocks of words they lie on a line through two and four: all vocabularies have the same rest,
-    which fills no block.
+    Beyond four blocks of words they lie on a line through two and four: all vocabularies have the
+    same rest, which fills no block.
     """
     from delta_trn.backends.layers.nki_adapter import readout_block
     from delta_trn.backends.nki_runtime_adapter import count_instructions
@@ -68,7 +75,9 @@ def _count_readout(config: RunConfig, rows: int) -> tuple[int, int]:
 
 
 def _run_readout(config: RunConfig, rows: int, *, training: bool) -> None:
-    """Computes the loss, and in `training` its gradients, by the NKI kernel in the simulator, of zeros."""
+    """Computes the loss, and in `training` its gradients,
+    by the NKI kernel in the simulator, of zeros.
+    """
     tokens = config.batch.length // config.distribution.context
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     hidden = torch.zeros((tokens, config.model.width), dtype=dtype, requires_grad=training)

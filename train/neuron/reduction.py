@@ -1,7 +1,9 @@
-"""Data parallelism on XLA: one all-reduce for each flat bucket of gradients, in the graph of the update.
+"""Data parallelism on XLA: one all-reduce for each flat bucket of gradients, in the graph of the
+update.
 
-AWS asks for torch's DistributedDataParallel to be removed: it reduces by hooks between graphs, and each of 32
-processes then compiles a graph of its own (torch-neuronx's release notes and its programming guide).
+AWS asks for torch's DistributedDataParallel to be removed: it reduces by hooks between graphs, and
+each of 32 processes then compiles a graph of its own (torch-neuronx's release notes and its
+programming guide).
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ VARIABLE, DEFAULT = "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB", 50
 
 
 def replica_groups(world: int, tensor: int) -> list[list[int]] | None:
-    """Returns the ranks that have the same part of the model, group by group; None where all have it.
+    """Returns the ranks that have the same part of the model, group by group; None where all have
+    it.
 
     >>> replica_groups(4, 2)
     [[0, 2], [1, 3]]
@@ -29,7 +32,9 @@ def replica_groups(world: int, tensor: int) -> list[list[int]] | None:
 
 
 def bucket_bytes() -> int:
-    """Returns the largest size of a bucket. ConfigError where its variable is no positive whole number."""
+    """Returns the largest size of a bucket. ConfigError
+    where its variable is no positive whole number.
+    """
     text = os.environ.get(VARIABLE, str(DEFAULT))
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(
@@ -67,7 +72,8 @@ def average(
 
     most    bytes of a bucket, see `buckets`
 
-    All processes must have gradients of the same parameters, which they have where they trace one program.
+    All processes must have gradients of the same parameters, which they have where they trace one
+    program.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     for bucket in buckets(gradients, most):

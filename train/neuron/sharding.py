@@ -2,7 +2,8 @@
 
 Replicas average their gradients by `train.neuron.reduction`. Heads and ZeRO-1 are divided by AWS's
 neuronx_distributed; names, arguments and shapes are those of its release 0.17 (Neuron SDK 2.28,
-aws-neuron/neuronx-distributed at v2.28.0). Elsewhere PyTorch's own parts do it: `train.parallel.pytorch`.
+aws-neuron/neuronx-distributed at v2.28.0). Elsewhere PyTorch's own parts do it:
+`train.parallel.pytorch`.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def require(how: DistributionSection) -> None:
     if how.mode == "fsdp" or how.context > 1 or (how.mode == "zero1" and how.tensor > 1):
         raise ConfigError(
             f"distribution.mode={how.mode} with distribution.context={how.context} and "
-            f"distribution.tensor={how.tensor} is not there on Neuron; use mode=ddp, or mode=zero1 with "
-            "tensor=1, and context=1"
+            f"distribution.tensor={how.tensor} is not there on Neuron; use mode=ddp, or mode=zero1 "
+            "with tensor=1, and context=1"
         )
 
 
@@ -69,7 +70,8 @@ class NeuronSharding(Sharding):
         clip: float | None,
         **options: Any,
     ) -> Optimizer:
-        """Under ZeRO-1 a NeuronZero1Optimizer: its step averages gradients, clips, updates and gathers.
+        """Under ZeRO-1 a NeuronZero1Optimizer: its step averages gradients, clips, updates and
+        gathers.
 
         Without a `clip` the limit is infinite, so that the norm is measured all the same.
         """
@@ -77,8 +79,8 @@ class NeuronSharding(Sharding):
             return super().make_optimizer(kind, groups, clip=clip, **options)
         if any(group["clip"] != 1 for group in groups):
             raise ConfigError(
-                "optimizer.clip_norm=width is not there with distribution.mode=zero1 on Neuron, whose "
-                "optimizer clips by itself; give clip_norm=global or mode=ddp"
+                "optimizer.clip_norm=width is not there with distribution.mode=zero1 on Neuron, "
+                "whose optimizer clips by itself; give clip_norm=global or mode=ddp"
             )
         initialize(1)
         options.pop("fused")  # it is for CPUs and GPUs
@@ -131,7 +133,8 @@ class NeuronSharding(Sharding):
 
     @torch.no_grad()
     def _load_slots(self, optimizer: Any, slots: list[dict[str, Tensor]]) -> None:
-        """Under ZeRO-1 this process's rows, and those of the weights, which the optimizer has a second time.
+        """Under ZeRO-1 this process's rows, and those of the weights, which the optimizer has a
+        second time.
 
         Process r of n has part r of each tensor, padded with zeros to a multiple of n rows.
         """
@@ -179,17 +182,22 @@ class NeuronSharding(Sharding):
 
 
 def library(module: str) -> Any:
-    """Returns a module of neuronx_distributed. ConfigError says what to install where it is missing."""
+    """Returns a module of neuronx_distributed.
+    ConfigError says what to install where it is missing.
+    """
     if find_spec("neuronx_distributed") is None:
         raise ConfigError(
-            "distribution.tensor and distribution.mode=zero1 on Neuron need neuronx_distributed: install "
-            "neuronx-distributed==0.17.26814 (Neuron SDK 2.28) from AWS's package index, or use mode=ddp"
+            "distribution.tensor and distribution.mode=zero1 on Neuron need neuronx_distributed: "
+            "install neuronx-distributed==0.17.26814 (Neuron SDK 2.28) from AWS's package index, "
+            "or use mode=ddp"
         )
     return import_module(f"neuronx_distributed.{module}")
 
 
 def initialize(tensor: int) -> Any:
-    """Makes neuronx_distributed's groups: `tensor` neighbors divide a layer, the others are data parallel."""
+    """Makes neuronx_distributed's groups: `tensor` neighbors divide a layer,
+    the others are data parallel.
+    """
     state = library("parallel_layers.parallel_state")
     if not state.model_parallel_is_initialized():
         state.initialize_model_parallel(tensor_model_parallel_size=tensor)
@@ -197,10 +205,11 @@ def initialize(tensor: int) -> Any:
 
 
 def _divide_heads(model: DeltaForCausalLM, parts: int) -> dict[str, Tensor]:
-    """Divides every block among `parts` processes, and marks parts as neuronx_distributed marks its own.
+    """Divides every block among `parts` processes, and marks parts as neuronx_distributed marks its
+    own.
 
-    Its ColumnParallelLinear would reduce the gradient of an input once for each projection that it has, six
-    times per mixer; in a region it is once.
+    Its ColumnParallelLinear would reduce the gradient of an input once for each projection that it
+    has, six times per mixer; in a region it is once.
     """
     rank = initialize(parts).get_tensor_model_parallel_rank()
 
@@ -209,8 +218,9 @@ def _divide_heads(model: DeltaForCausalLM, parts: int) -> dict[str, Tensor]:
             return nn.Parameter(whole)
         if whole.shape[dim] % parts:  # heads were found to be whole before
             raise ConfigError(
-                f"distribution.tensor={parts} does not divide {whole.shape[dim]}, the inner size of an MLP, "
-                "into the equal parts that Neuron needs; give another model.intermediate_size"
+                f"distribution.tensor={parts} does not divide {whole.shape[dim]}, the inner size "
+                "of an MLP, into the equal parts that Neuron needs; give another "
+                "model.intermediate_size"
             )
         part = nn.Parameter(whole.chunk(parts, dim)[rank].clone())
         library("parallel_layers.utils").set_tensor_model_parallel_attributes(
@@ -224,8 +234,9 @@ def _divide_heads(model: DeltaForCausalLM, parts: int) -> dict[str, Tensor]:
 class _Region:
     """Calls the layer's own forward on local heads, or on the local part of an MLP's inner size.
 
-    neuronx_distributed has a pair of functions for it. `enter` copies x and what the heads share, and sums
-    their gradients in backward; `leave` sums the outputs of all processes, and copies the gradient.
+    neuronx_distributed has a pair of functions for it. `enter` copies x and what the heads share,
+    and sums their gradients in backward; `leave` sums the outputs of all processes, and copies the
+    gradient.
     """
 
     def __init__(self, module: nn.Module):

@@ -1,4 +1,6 @@
-"""Tensor parallelism by heads with DTensor: each process computes whole heads, and the scan sends nothing."""
+"""Tensor parallelism by heads with DTensor: each process computes whole heads,
+and the scan sends nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,12 @@ def divide_heads(
 ) -> dict[str, Tensor]:
     """Divides every block among `parts` processes; embedding and norms of the blocks stay whole.
 
-    divide    (a whole parameter, its divided dimension; None: all have it) -> this process's parameter
+    divide    (a whole parameter, its divided dimension; None: all have it) -> this process's
+              parameter
     region    returns what a mixer or an MLP computes from its parts, in place of its forward
 
-    Returns name -> order of the rows of a parameter whose rows had to be moved so that a process's heads
-    are neighbors.
+    Returns name -> order of the rows of a parameter whose rows had to be moved so that a process's
+    heads are neighbors.
     """
     moved = {}
     blocks: Any = model.model.blocks
@@ -53,7 +56,9 @@ def divide_heads(
 
 
 def divide_by_dtensor(model: DeltaForCausalLM, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Divides every block among the processes of a one-dimensional mesh. Returns what `divide_heads` does."""
+    """Divides every block among the processes of a one-dimensional mesh.
+    Returns what `divide_heads` does.
+    """
 
     def divide(whole: Tensor, dim: int | None) -> nn.Parameter:
         place = Replicate() if dim is None else Shard(dim)
@@ -63,10 +68,11 @@ def divide_by_dtensor(model: DeltaForCausalLM, mesh: DeviceMesh) -> dict[str, Te
 
 
 class _Local:
-    """Calls a layer's own forward on local tensors, with this process's part of every parameter in its place.
+    """Calls a layer's own forward on local tensors, with this process's part of every parameter in
+    its place.
 
-    In torch.distributed.tensor's terms: x is replicated and its gradient partial, y is partial, as is the
-    gradient of the norm's gain that heads share.
+    In torch.distributed.tensor's terms: x is replicated and its gradient partial, y is partial, as
+    is the gradient of the norm's gain that heads share.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh):
@@ -96,7 +102,9 @@ def channels(sizes: tuple[int, ...], parts: int) -> Tensor:
 
 
 class Holder(nn.Module):
-    """Gives functional_call a module whose forward is its class's, not the one that was put in its place."""
+    """Gives functional_call a module whose forward is its class's,
+    not the one that was put in its place.
+    """
 
     def __init__(self, module: nn.Module):
         super().__init__()

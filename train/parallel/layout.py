@@ -1,4 +1,6 @@
-"""How the processes of a run share a step: who has how many sequences, and how many go forward at once."""
+"""How the processes of a run share a step: who has how many sequences,
+and how many go forward at once.
+"""
 
 from dataclasses import dataclass
 
@@ -10,7 +12,8 @@ from delta_trn.train.settings.schema import RunConfig
 class Layout:
     """One process's share of a step.
 
-    shares      data-parallel shares of a step; the processes of a tensor or context group have the same one
+    shares      data-parallel shares of a step; the processes of a tensor or context group have the
+                same one
     sequences   sequences of one share
     micro       sequences in one forward pass
     length      tokens of each sequence that one process has
@@ -23,7 +26,9 @@ class Layout:
 
 
 def layout_of(config: RunConfig, world: int) -> Layout:
-    """Returns the layout of a run on `world` processes. See `require_divisible` for what must divide what."""
+    """Returns the layout of a run on `world` processes.
+    See `require_divisible` for what must divide what.
+    """
     d, b = config.distribution, config.batch
     shares = world // (d.tensor * d.context)
     sequences = b.sequences // shares
@@ -31,7 +36,9 @@ def layout_of(config: RunConfig, world: int) -> Layout:
 
 
 def is_divided(config: RunConfig, world: int) -> bool:
-    """Returns whether a process has only a part of the weights, or of the memory of their optimizer."""
+    """Returns whether a process has only a part of the weights,
+    or of the memory of their optimizer.
+    """
     return world > 1 and (config.distribution.mode != "ddp" or config.distribution.tensor > 1)
 
 
@@ -41,43 +48,45 @@ def require_divisible(config: RunConfig, world: int) -> None:
     group = d.tensor * d.context
     if world % group:
         raise ConfigError(
-            f"distribution.tensor={d.tensor} x distribution.context={d.context} does not divide {world} "
-            f"processes; start a multiple of {group} with torchrun --nproc_per_node, or change them"
+            f"distribution.tensor={d.tensor} x distribution.context={d.context} does not divide "
+            f"{world} processes; start a multiple of {group} with torchrun --nproc_per_node, or "
+            "change them"
         )
     if config.log.probes and world > 1:
         raise ConfigError(
-            f"log.probes=true looks into the model of one process, and this run has {world}; leave it "
-            "out, or start one process"
+            f"log.probes=true looks into the model of one process, and this run has {world}; leave "
+            "it out, or start one process"
         )
     layout = layout_of(config, world)
     shares = layout.shares
     if b.sequences % shares:
         raise ConfigError(
-            f"batch.sequences={b.sequences} cannot be shared by {shares} data-parallel processes; give a "
-            f"multiple of {shares}"
+            f"batch.sequences={b.sequences} cannot be shared by {shares} data-parallel processes; "
+            f"give a multiple of {shares}"
         )
     if layout.sequences % layout.micro:
         raise ConfigError(
-            f"batch.micro={b.micro} does not divide the {layout.sequences} sequences that each of {shares} "
-            "data-parallel processes has in a step; give a divisor"
+            f"batch.micro={b.micro} does not divide the {layout.sequences} sequences that each of "
+            f"{shares} data-parallel processes has in a step; give a divisor"
         )
     if b.length % d.context:
         raise ConfigError(
-            f"distribution.context={d.context} does not divide batch.length={b.length}; give a divisor"
+            f"distribution.context={d.context} does not divide batch.length={b.length}; give a "
+            "divisor"
         )
     if d.context > 1 and b.length // d.context < m.conv_size:
         raise ConfigError(
-            f"distribution.context={d.context} leaves {b.length // d.context} tokens to a process, and a "
-            f"convolution of {m.conv_size} taps reaches further than one neighbor; lower it"
+            f"distribution.context={d.context} leaves {b.length // d.context} tokens to a process, "
+            f"and a convolution of {m.conv_size} taps reaches further than one neighbor; lower it"
         )
     if d.context > 1 and m.attention_layers:
         raise ConfigError(
-            "distribution.context divides sequences at states, which softmax attention does not have; set "
-            "model.attention_layers= to none, or distribution.context=1"
+            "distribution.context divides sequences at states, which softmax attention does not "
+            "have; set model.attention_layers= to none, or distribution.context=1"
         )
     for name, heads in (("model.heads", m.heads), ("model.v_heads", m.v_heads or m.heads)):
         if heads % d.tensor:
             raise ConfigError(
-                f"distribution.tensor={d.tensor} does not divide {name}={heads}: every process has whole "
-                "heads; give a divisor"
+                f"distribution.tensor={d.tensor} does not divide {name}={heads}: every process has "
+                "whole heads; give a divisor"
             )

@@ -1,11 +1,13 @@
-"""PyTorch's own ways to divide a model: DDP, FSDP2, tensor parallelism by DTensor, context parallelism.
+"""PyTorch's own ways to divide a model: DDP, FSDP2, tensor parallelism by DTensor, context
+parallelism.
 
-`distribution.mode=zero1` is FSDP2 that keeps the weights gathered between the forward and backward passes of
-a step: a process stores the optimizer's memory of its part alone, and the weights of all.
+`distribution.mode=zero1` is FSDP2 that keeps the weights gathered between the forward and backward
+passes of a step: a process stores the optimizer's memory of its part alone, and the weights of all.
 
-Where products are in bf16, FSDP2 sends the blocks' matrices in bf16, which is what autocast rounds them to,
-and their gradients in float32. It cannot send one block's parameters in two types. So the blocks' other
-parameters, gains, taps and gates, are whole on every process, in float32: they are small.
+Where products are in bf16, FSDP2 sends the blocks' matrices in bf16, which is what autocast rounds
+them to, and their gradients in float32. It cannot send one block's parameters in two types. So the
+blocks' other parameters, gains, taps and gates, are whole on every process, in float32: they are
+small.
 """
 
 from __future__ import annotations
@@ -57,8 +59,9 @@ class PyTorchSharding(Sharding):
         if self._by_heads:
             if replicas.size() > 1 and how.mode != "fsdp":
                 raise ConfigError(
-                    f"distribution.mode={how.mode} does not go with distribution.tensor={how.tensor} on "
-                    f"{team.world} processes; use distribution.mode=fsdp, or distribution.tensor={team.world}"
+                    f"distribution.mode={how.mode} does not go with "
+                    f"distribution.tensor={how.tensor} on {team.world} processes; use "
+                    f"distribution.mode=fsdp, or distribution.tensor={team.world}"
                 )
             self.rows = divide_by_dtensor(model, team.mesh["tensor"])
         if how.mode == "fsdp" or (how.mode == "zero1" and replicas.size() > 1):
@@ -91,7 +94,9 @@ class PyTorchSharding(Sharding):
         self._fully_sharded.append(fully_shard(model, **options))
 
     def loss(self, inputs: Tensor, targets: Tensor, **others: Tensor | None) -> Tensor:
-        """Under context parallelism each process of a group has the same sequences, and its part is taken."""
+        """Under context parallelism each process of a group has the same sequences,
+        and its part is taken.
+        """
         compute = self._replicated or self.model.loss
         parts = {name: self._segment(x) for name, x in others.items() if x is not None}
         return compute(self._segment(inputs), self._segment(targets), **parts)
@@ -126,7 +131,9 @@ class PyTorchSharding(Sharding):
 
     @torch.no_grad()
     def _average_gradients(self) -> None:
-        """Does for the parameters that FSDP2 leaves whole what it does for its own, in one collective."""
+        """Does for the parameters that FSDP2 leaves whole what it does for its own,
+        in one collective.
+        """
         assert self.team.mesh is not None
         replicas = self.team.mesh["replica"]
         gradients = [

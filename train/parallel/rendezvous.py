@@ -1,18 +1,22 @@
-"""Where the processes of one start of a team meet: a part of torchrun's store that no start before has used.
+"""Where the processes of one start of a team meet: a part of torchrun's store that no start before
+has used.
 
-torchrun's agent keeps one store for as long as it lives, so that after a restart the addresses of the dead
-are still in it (pytorch/pytorch issue 135712). Gloo reads its neighbors' addresses as soon as there are some,
-and then waits for a process that is no more, until the timeout and without a word: 2 of 3 restarts did. The
-count of restarts that torchrun tells is each node's own, and no name for a start.
+torchrun's agent keeps one store for as long as it lives, so that after a restart the addresses of
+the dead are still in it (pytorch/pytorch issue 135712). Gloo reads its neighbors' addresses as soon
+as there are some, and then waits for a process that is no more, until the timeout and without a
+word: 2 of 3 restarts did. The count of restarts that torchrun tells is each node's own, and no name
+for a start.
 
 So the leader draws a name, and gives it to those who live:
 
     rank r      draws a ticket, and leaves it at  ticket/r
-    leader      gives the name for every ticket it finds there, also for those of the dead: answer/TICKET
+    leader      gives the name for every ticket it finds there, also for those of the dead:
+                answer/TICKET
     rank r      reads it there, and says so at    NAME/r
 
-Before there is a group, `leaders_word` tells all what the leader sees, such as whether a folder is there:
-processes that looked for themselves on a shared disk could go different ways, and wait for each other.
+Before there is a group, `leaders_word` tells all what the leader sees, such as whether a folder is
+there: processes that looked for themselves on a shared disk could go different ways, and wait for
+each other.
 """
 
 import functools
@@ -32,7 +36,8 @@ _SECONDS = 0.01  # between two looks at the tickets
 def fresh_part(store: Store, rank: int, world: int, timeout: timedelta) -> Store:
     """Returns a part of `store` for the `world` processes that call this now, each with its rank.
 
-    Raises TimeoutError with the ranks that did not come, and RuntimeError (torch's) where the leader did not.
+    Raises TimeoutError with the ranks that did not come, and RuntimeError (torch's) where the
+    leader did not.
     """
     if rank > 0:
         ticket = uuid.uuid4().hex
@@ -74,7 +79,9 @@ def leaders_word(say: Callable[[], str], timeout: timedelta) -> str:
 
 
 def _meet(timeout: timedelta) -> tuple[Store, int, int]:
-    """Returns a part of torchrun's store for this meeting alone, this process's rank and how many come."""
+    """Returns a part of torchrun's store for this meeting alone,
+    this process's rank and how many come.
+    """
     store, rank, world = _torchrun_store()
     store.set_timeout(timeout)
     return fresh_part(store, rank, world, timeout), rank, world
@@ -82,15 +89,17 @@ def _meet(timeout: timedelta) -> tuple[Store, int, int]:
 
 @functools.cache
 def _torchrun_store() -> tuple[Store, int, int]:
-    """Returns the store and the numbers that torchrun's variables name, the same for this whole process."""
+    """Returns the store and the numbers that torchrun's variables name,
+    the same for this whole process.
+    """
     return next(rendezvous("env://"))
 
 
 def join(backend: str, timeout: timedelta, device: torch.device) -> None:
     """Makes torch.distributed's default group, of the processes that torchrun's variables name.
 
-    On CUDA the group is bound to this process's device, and NCCL connects at once: an impossible connection
-    fails here and not in the first step.
+    On CUDA the group is bound to this process's device, and NCCL connects at once: an impossible
+    connection fails here and not in the first step.
     """
     part, rank, world = _meet(timeout)
     bound = device if device.type == "cuda" else None

@@ -1,9 +1,11 @@
-"""Exact context parallelism: one sequence over several processes, joined at the delta rule's states.
+"""Exact context parallelism: one sequence over several processes, joined at the delta rule's
+states.
 
-A segment of tokens maps the state that it begins with to the one that it ends with, S -> A S + B, since each
-step is S <- exp(g) (I - beta k k^T) S + beta k v^T. Every process computes A [K, K] and B [K, V] of its own
-segment, all A and B are gathered, and each composes those before its own. Nothing is approximated, and
-nothing waits for the segment before: two scans instead of one, and one gather.
+A segment of tokens maps the state that it begins with to the one that it ends with, S -> A S + B,
+since each step is S <- exp(g) (I - beta k k^T) S + beta k v^T. Every process computes A [K, K] and
+B [K, V] of its own segment, all A and B are gathered, and each composes those before its own.
+Nothing is approximated, and nothing waits for the segment before: two scans instead of one, and one
+gather.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def pass_states_on(model: DeltaForCausalLM, mesh: DeviceMesh) -> None:
 
 
 def gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Returns all processes' x as [n, *x.shape]. The gradient of x is the sum of all processes' gradients."""
+    """Returns all processes' x as [n, *x.shape].
+    The gradient of x is the sum of all processes' gradients.
+    """
     parts = DTensor.from_local(x[None].contiguous(), mesh, [Shard(0)], run_check=False)
     return parts.full_tensor(grad_placements=[Partial()])
 
@@ -45,7 +49,8 @@ def gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def segment_map(
     rule: Rule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Returns A [B, HV, K, K] and B [B, HV, K, V]: a segment that starts with the state S ends with A S + B.
+    """Returns A [B, HV, K, K] and B [B, HV, K, V]: a segment that starts with the state S ends with
+    A S + B.
 
     Arguments and options are those of the rule. One scan with values [v, 0] from the state [0, I]
     computes both: the two do not meet, because the columns of a state do not.
@@ -74,10 +79,11 @@ def state_before(A: Tensor, B: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _zero_of(x: Tensor) -> Tensor:
-    """Returns zeros whose gradient for x is zero, whatever x is: 0 * x would be NaN where x overflowed.
+    """Returns zeros whose gradient for x is zero, whatever x is: 0 * x would be NaN where x
+    overflowed.
 
-    The first process needs nothing of what was gathered. It must take part in the gather's gradient all the
-    same, because the others wait for it there.
+    The first process needs nothing of what was gathered. It must take part in the gather's gradient
+    all the same, because the others wait for it there.
     """
     return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0.0)
 
@@ -101,7 +107,9 @@ class _Scan:
 
 
 class _Convolution:
-    """Puts the last W - 1 inputs of the segment before in the place of the zeros before a sequence."""
+    """Puts the last W - 1 inputs of the segment before in the place
+    of the zeros before a sequence.
+    """
 
     def __init__(self, module: ShortConvolution, mesh: DeviceMesh):
         self.module, self.mesh = module, mesh
@@ -114,7 +122,8 @@ class _Convolution:
         me = self.mesh.get_local_rank()
         tail = ends[me - 1] if me > 0 else _zero_of(ends[-1])
         if sequences.begins is not None:
-            # tokens that join the row in front see nothing, and what is before a document's first is not seen
+            # tokens that join the row in front see nothing, and what is before a document's first
+            # is not seen
             joined = replace(sequences, position=F.pad(sequences.position, (before, 0)))
             return ShortConvolution.forward(self.module, torch.cat([tail, x], 1), joined)[
                 :, before:

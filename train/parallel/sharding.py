@@ -1,11 +1,13 @@
-"""The one interface between training and the ways to divide a model, with one process as its plainest case.
+"""The one interface between training and the ways to divide a model, with one process as its
+plainest case.
 
     Sharding            one process: nothing is divided                                  (here)
     PyTorchSharding     DDP, FSDP2, DTensor, context parallelism                         (parallel/pytorch.py)
     NeuronSharding      replicas, heads and ZeRO-1 by neuronx_distributed                (neuron/sharding.py)
 
-`train.run.setup.make_sharding` chooses. The loop, the step, the optimizer and checkpoints call these methods
-and ask nothing else. Names are those of parameters, or NAME/SLOT for the optimizer's memory of one.
+`train.run.setup.make_sharding` chooses. The loop, the step, the optimizer and checkpoints call
+these methods and ask nothing else. Names are those of parameters, or NAME/SLOT for the optimizer's
+memory of one.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ from delta_trn.train.settings.errors import CheckpointError
 class Sharding:
     """A model that is ready for its team, and the optimizer's part in that.
 
-    Every process calls `loss` with its share of a step's tokens, and has the gradient of the mean over all
-    of them after the last backward pass.
+    Every process calls `loss` with its share of a step's tokens, and has the gradient of the mean
+    over all of them after the last backward pass.
 
-    rows    name -> order in which this model has a parameter's rows, where that is not the file's order
+    rows    name -> order in which this model has a parameter's rows, where that is not the file's
+            order
     """
 
     def __init__(self, model: DeltaForCausalLM, team: Team | None = None):
@@ -39,7 +42,9 @@ class Sharding:
         self.rows: dict[str, Tensor] = {}
 
     def loss(self, inputs: Tensor, targets: Tensor, **others: Tensor | None) -> Tensor:
-        """Returns the mean cross-entropy of this process's tokens; arguments are the fields of a Batch."""
+        """Returns the mean cross-entropy of this process's tokens;
+        arguments are the fields of a Batch.
+        """
         return self.model.loss(inputs, targets, **others)
 
     def accumulating(self, more: bool) -> contextlib.AbstractContextManager[None]:
@@ -47,7 +52,9 @@ class Sharding:
         return contextlib.nullcontext()
 
     def at_rest(self) -> None:
-        """Gives back what the last forward pass gathered: parameters are this process's parts again."""
+        """Gives back what the last forward pass gathered:
+        parameters are this process's parts again.
+        """
 
     @property
     def is_divided(self) -> bool:
@@ -70,8 +77,8 @@ class Sharding:
     def step(self, optimizer: Optimizer, clip: float | None) -> Tensor:
         """Scales all gradients so that their norm is at most `clip`, and moves the weights.
 
-        Returns the norm before: the root of the sum of `clip` |g|^2 over the optimizer's groups. It is taken
-        after the reduction: a process's own gradient is longer than the mean of all.
+        Returns the norm before: the root of the sum of `clip` |g|^2 over the optimizer's groups. It
+        is taken after the reduction: a process's own gradient is longer than the mean of all.
         """
         parameters = [parameter for _, parameter in named_parameters(optimizer)]
         norm = self._norm_of_groups(optimizer)
@@ -100,7 +107,9 @@ class Sharding:
         torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
 
     def slots(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Returns this process's memory as NAME/SLOT -> tensor, so that the groups do not matter."""
+        """Returns this process's memory as NAME/SLOT -> tensor,
+        so that the groups do not matter.
+        """
         return {
             f"{name}/{slot}": value.detach().contiguous()
             for name, parameter in named_parameters(optimizer)
@@ -109,7 +118,9 @@ class Sharding:
         }
 
     def load_slots(self, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
-        """Puts this process's memory back. CheckpointError unless it is that of exactly these parameters."""
+        """Puts this process's memory back. CheckpointError unless it is that
+        of exactly these parameters.
+        """
         slots: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for key, value in tensors.items():
             name, _, slot = key.rpartition("/")
@@ -118,8 +129,8 @@ class Sharding:
         odd = sorted(slots.keys() ^ set(names))
         if tensors and odd:
             raise CheckpointError(
-                f"the saved optimizer is of another model: {len(odd)} parameters differ, {odd[0]} first; "
-                "begin a new run"
+                f"the saved optimizer is of another model: {len(odd)} parameters differ, {odd[0]} "
+                "first; begin a new run"
             )
         self._load_slots(optimizer, [slots[name] for name in names] if tensors else [])
 
@@ -130,11 +141,15 @@ class Sharding:
     # Parameters and slots as files have them
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the weights that a checkpoint has, by name. A tied matrix has two, and gets the first."""
+        """Returns the weights that a checkpoint has, by name. A tied matrix has two,
+        and gets the first.
+        """
         return dict(self.model.named_parameters())
 
     def whole(self, name: str, x: Tensor) -> Tensor:
-        """Returns a parameter or slot put together, rows in the file's order. All processes must call."""
+        """Returns a parameter or slot put together, rows in the file's order.
+        All processes must call.
+        """
         whole = self._gather(self._parameter(name), x).detach()
         order = self._order(name)
         return whole if order is None or not whole.dim() else whole[order.argsort()]
@@ -146,7 +161,9 @@ class Sharding:
         return self._divide(parameter, ordered)
 
     def saves_whole(self, name: str) -> bool:
-        """Returns whether this is gathered before it is saved: its parts are no blocks of the saved one."""
+        """Returns whether this is gathered before it is saved:
+        its parts are no blocks of the saved one.
+        """
         return self._order(name) is not None
 
     def shape(self, name: str) -> torch.Size:

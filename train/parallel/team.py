@@ -1,4 +1,6 @@
-"""The processes that torchrun started, as one team: who leads, who has which data, what all agree on."""
+"""The processes that torchrun started, as one team: who leads,
+who has which data, what all agree on.
+"""
 
 import contextlib
 import pickle
@@ -21,7 +23,8 @@ from delta_trn.train.settings.schema import RunConfig
 
 T = TypeVar("T")
 
-# How long the others wait while the leader prepares a corpus. Elsewhere distribution.timeout_minutes holds.
+# How long the others wait while the leader prepares a corpus. Elsewhere
+# distribution.timeout_minutes holds.
 PATIENCE = timedelta(hours=12)
 
 _ABOUT_OTHERS = re.compile(
@@ -33,10 +36,11 @@ _ABOUT_OTHERS = re.compile(
 class Team:
     """This process among `world` processes. Alone, every method returns what it is given.
 
-    data_rank, data_world   this process has share `data_rank` of the `data_world` shares of a step's
-                            sequences. The processes of one tensor or context group have the same share.
-    mesh                    [replica, tensor]; None alone. Gradients are averaged over `replica`, which counts
-                            the context groups' processes too: each has its own tokens.
+    data_rank, data_world   this process has share `data_rank` of the `data_world` shares of a
+                            step's sequences. The processes of one tensor or context group have the
+                            same share.
+    mesh                    [replica, tensor]; None alone. Gradients are averaged over `replica`,
+                            which counts the context groups' processes too: each has its own tokens.
     context                 [data, context, tensor]; None where sequences are whole
     hosts                   group for values in the hosts' memory
     patient                 the same, for `leader_first`
@@ -57,7 +61,9 @@ class Team:
         return self.rank == 0
 
     def mean(self, x: Tensor) -> Tensor:
-        """Returns the mean over all processes, the same on each; on the device, without waiting for it."""
+        """Returns the mean over all processes, the same on each; on the device,
+        without waiting for it.
+        """
         if self.world == 1:
             return x
         x = x.clone()
@@ -83,9 +89,9 @@ class Team:
     def agree(self, work: Callable[[], T]) -> list[T]:
         """Returns what work() returns on each process, by rank. Waits for all.
 
-        What it raises on one process, it raises on all: none goes on without the others, or waits for them.
-        That holds only if work() waits for no other process itself: one that had raised before would leave
-        the others waiting there.
+        What it raises on one process, it raises on all: none goes on without the others, or waits
+        for them. That holds only if work() waits for no other process itself: one that had raised
+        before would leave the others waiting there.
         """
         if self.world == 1:
             return [work()]
@@ -107,12 +113,16 @@ class Team:
         return [result for result, _ in outcomes]
 
     def leader_does(self, work: Callable[[], T]) -> T:
-        """Returns what work() returns on the leader, which alone does it. Its error is raised on all."""
+        """Returns what work() returns on the leader, which alone does it.
+        Its error is raised on all.
+        """
         return self.agree(lambda: work() if self.leads else None)[0]  # type: ignore[return-value]
 
     @contextlib.contextmanager
     def leader_first(self) -> Iterator[None]:
-        """Lets the leader through the block before the others enter it: it makes files, they find them."""
+        """Lets the leader through the block before the others enter it:
+        it makes files, they find them.
+        """
         if not self.leads:
             self.from_leader(None, self.patient)
         yield
@@ -130,7 +140,8 @@ def _picklable(error: Exception) -> Exception:
 
 
 def ask_leader(look: Callable[[], T], minutes: float) -> T:
-    """Returns what look() returns on the leader, before there is a team. Its error is raised on all.
+    """Returns what look() returns on the leader, before there is a team. Its error is raised on
+    all.
 
     minutes     how long to wait for all processes
     """
@@ -163,7 +174,8 @@ def assemble(config: RunConfig, device: torch.device) -> Iterator[Team]:
         return
     d = config.distribution
     timeout = timedelta(minutes=d.timeout_minutes)
-    # over XLA's devices a mesh has no groups (torch 2.9); over the hosts it has the default group's kind
+    # over XLA's devices a mesh has no groups (torch 2.9); over the hosts it has the default group's
+    # kind
     kind = "cpu" if device.type == "xla" else device.type
     try:
         with _naming_the_lost(here.world, d.timeout_minutes):
@@ -194,9 +206,10 @@ def _naming_the_lost(world: int, minutes: float) -> Iterator[None]:
         if not _ABOUT_OTHERS.search(str(error)):
             raise
         raise ProcessLost(
-            f"another of the {world} processes has ended, which its own output explains, or did not answer "
-            f"for distribution.timeout_minutes={minutes:g} ({str(error).splitlines()[0]}); checkpoints on "
-            "the disk are whole: resume the run, or have torchrun --max-restarts=N restart `run --or-resume`"
+            f"another of the {world} processes has ended, which its own output explains, or did "
+            f"not answer for distribution.timeout_minutes={minutes:g} "
+            f"({str(error).splitlines()[0]}); checkpoints on the disk are whole: resume the run, "
+            "or have torchrun --max-restarts=N restart `run --or-resume`"
         ) from error
 
 

@@ -41,12 +41,12 @@ def evaluate(
 ) -> Evaluation:
     """Returns the mean of `loss` over all targets. It waits for the device once, at the end.
 
-    is_to_stop() is asked after each turn, on all processes and with one answer. Raises Interrupted where it
-    says so.
+    is_to_stop() is asked after each turn, on all processes and with one answer. Raises Interrupted
+    where it says so.
 
-    The data-parallel shares of the team take turns: share r of n has batches r, r + n, and so on. All have
-    equally many, because a divided model's processes need each other for every batch. Where the last turn has
-    fewer, the others compute its first batch as well, and do not count it.
+    The data-parallel shares of the team take turns: share r of n has batches r, r + n, and so on.
+    All have equally many, because a divided model's processes need each other for every batch.
+    Where the last turn has fewer, the others compute its first batch as well, and do not count it.
     """
     team = team or Team()
     exact = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
@@ -62,14 +62,17 @@ def evaluate(
             machine.synchronize(device, wait=False)
             if is_to_stop():
                 raise Interrupted
-    # the processes of a tensor group add the same, those of a context group the means of their own tokens
+    # the processes of a tensor group add the same, those of a context group the means of their own
+    # tokens
     return Evaluation((team.mean(total) * team.data_world / tokens).item(), tokens)
 
 
 def held_out_windows(
     config: RunConfig, dataset: TokenDataset, *, tokens: int, batch: int
 ) -> Iterator[Batch]:
-    """Yields the first `tokens` held-out tokens in order: whole windows of batch.length, at least one."""
+    """Yields the first `tokens` held-out tokens in order:
+    whole windows of batch.length, at least one.
+    """
     sequence, total = (
         config.batch.length,
         dataset.split("val").tokens - 1,
@@ -90,14 +93,17 @@ def held_out_crops(
     *,
     at_most: int | None = None,
 ) -> list[Batch]:
-    """Returns the fixed crops of an evaluation in batches, or the first `at_most` batches of them."""
+    """Returns the fixed crops of an evaluation in batches,
+    or the first `at_most` batches of them.
+    """
     e, size = config.evaluation, crops_at_once(config, layout)
     where = {"sequence": config.batch.length, "seed": e.seed, "boundaries": config.data.boundaries}
     return evaluation_batches(dataset, batch=size, batches=e.sequences // size, **where)[:at_most]
 
 
 def crops_at_once(config: RunConfig, layout: Layout) -> int:
-    """Returns crops per forward pass: their largest divisor up to evaluation.batch, or up to a micro-batch.
+    """Returns crops per forward pass: their largest divisor up to evaluation.batch, or up to a
+    micro-batch.
 
     There are fewer where shares would otherwise have nothing to do.
     """
@@ -107,7 +113,9 @@ def crops_at_once(config: RunConfig, layout: Layout) -> int:
 
 
 def windows_at_once(config: RunConfig, layout: Layout) -> int:
-    """Returns the largest number of windows per forward pass where held-out text is read in order."""
+    """Returns the largest number of windows per forward pass
+    where held-out text is read in order.
+    """
     e, b = config.evaluation, config.batch
     mine = math.ceil((e.final_tokens or 1) / b.length / layout.shares)
     return max(1, min(e.batch or min(b.micro or b.sequences, 64), mine))

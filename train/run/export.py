@@ -1,4 +1,6 @@
-"""Writes a trained model for others to load: weights, tokenizer and a model card, and on request its code."""
+"""Writes a trained model for others to load: weights, tokenizer and a model card,
+and on request its code.
+"""
 
 import os
 import shutil
@@ -29,11 +31,13 @@ def export(
 
     which           best, last or a step
     to              the folder to make; it appears when everything in it is written
-    remote_code     adds code, so that transformers loads the model where this package is not installed
+    remote_code     adds code, so that transformers loads the model where this package is not
+                    installed
     dtype           of the weights, but for A_log and dt_bias; None: as they are, which is float32
     license         what the card says of the weights' license, as the Hub names it; None: nothing
 
-    Raises RunFolderError where `to` is taken, CheckpointError where a checkpoint is missing or damaged.
+    Raises RunFolderError where `to` is taken, CheckpointError where a checkpoint is missing or
+    damaged.
     """
     from torch import device
     from transformers.utils.logging import disable_progress_bar
@@ -99,8 +103,12 @@ def model_card(
         "model": f"{layers}, width {m.width}, {parameters:,} parameters",
         "text": f"{Path(config.data.source).name}, {config.data.tokenizer} tokenizer, "
         f"{m.vocab_size or 0:,} rows",
-        "training": f"{state.step:,} steps of {b.sequences} x {b.length} tokens, {state.tokens:,} tokens",
-        "optimizer": f"{o.name}, learning rate {o.lr:g} at width {m.base_width}, {config.parametrization}",
+        "training": (
+            f"{state.step:,} steps of {b.sequences} x {b.length} tokens, {state.tokens:,} tokens"
+        ),
+        "optimizer": (
+            f"{o.name}, learning rate {o.lr:g} at width {m.base_width}, {config.parametrization}"
+        ),
         "arithmetic": f"{config.precision}, delta rule by the backend {config.backend}",
         "software": ", ".join(f"{name} {version}" for name, version in origin.versions.items()),
     }
@@ -112,7 +120,8 @@ def model_card(
         )
         tokens = f" on {measured['held_out']:,} tokens" if "held_out" in measured else ""
         rows["held-out loss"] = (
-            f"{loss:.4f} nats per token{tokens}, perplexity {perplexity:.2f}, {bits:.4f} bits per byte"
+            f"{loss:.4f} nats per token{tokens}, perplexity {perplexity:.2f}, {bits:.4f} bits per "
+            "byte"
         )
     return _CARD.read_text(encoding="utf-8").format(
         name=config.name,

@@ -30,7 +30,9 @@ Probe = Callable[[], dict[str, float]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended. `stopped`: why before the last step, or None; `signal`: the one that asked."""
+    """How training ended. `stopped`: why before the last step, or None;
+    `signal`: the one that asked.
+    """
 
     step: int
     stopped: str | None = None
@@ -49,11 +51,12 @@ class _Pending:
 
 
 def train(run: Run, display: Display, probe: Probe | None = None) -> Outcome:
-    """Trains from where the run stands to its last step, or until asked to stop, and saves a checkpoint.
+    """Trains from where the run stands to its last step, or until asked to stop, and saves a
+    checkpoint.
 
-    Raises Diverged when a loss or a gradient is not finite, DiskFull when a checkpoint or metrics.jsonl
-    cannot be written; the checkpoints from before stay as they are. A sample, a tracker, a probe or the
-    display that fails is left out, and a line says so.
+    Raises Diverged when a loss or a gradient is not finite, DiskFull when a checkpoint or
+    metrics.jsonl cannot be written; the checkpoints from before stay as they are. A sample, a
+    tracker, a probe or the display that fails is left out, and a line says so.
     """
     with StopRequest(run.config.max_minutes) as stop:
         loop = _Loop(run, display, probe)
@@ -62,8 +65,8 @@ def train(run: Run, display: Display, probe: Probe | None = None) -> Outcome:
         except torch.OutOfMemoryError as error:
             size = f"{loop.step.micro} x {run.config.batch.length} tokens at once"
             raise OutOfMemory(
-                f"{run.device} has too little memory for {size} ({str(error).splitlines()[0]}); resume with "
-                "a smaller batch.micro or gradient_checkpointing=true"
+                f"{run.device} has too little memory for {size} ({str(error).splitlines()[0]}); "
+                "resume with a smaller batch.micro or gradient_checkpointing=true"
             ) from error
         finally:
             loop.close()
@@ -102,7 +105,8 @@ class _Loop:
                 # before anything is saved: a loss that is not finite must not get into a checkpoint
                 self._fetch()
             if saving:
-                # before the evaluation, which the checkpoint owes: whatever happens there, the step is saved
+                # before the evaluation, which the checkpoint owes: whatever happens there, the step
+                # is saved
                 self._save()
             if state.owes:
                 found = self._evaluate(stop)
@@ -123,7 +127,9 @@ class _Loop:
         return Outcome(state.step, None if last else reason, None if last else stop.signal)
 
     def _reason(self, stop: StopRequest) -> str | None:
-        """Returns why to stop now, None to go on. Processes decide together, after the same step."""
+        """Returns why to stop now, None to go on. Processes decide together,
+        after the same step.
+        """
         signal, is_over = self.run.team.largest([stop.signal or 0, int(stop.is_over)])
         return stop.reason_for(signal, bool(is_over))
 
@@ -177,7 +183,9 @@ class _Loop:
         )
 
     def _evaluate(self, stop: StopRequest) -> Evaluation | None:
-        """Returns the loss on held-out crops; None where a signal ended it: a resumed run begins with it."""
+        """Returns the loss on held-out crops; None where a signal ended it:
+        a resumed run begins with it.
+        """
         run, state = self.run, self.run.state
 
         def is_to_stop() -> bool:
@@ -198,7 +206,9 @@ class _Loop:
         return evaluation
 
     def _report_evaluation(self, evaluation: Evaluation, better: bool) -> None:
-        """Reports an evaluation and a sample. The line in metrics.jsonl is last: with it, nothing is owed."""
+        """Reports an evaluation and a sample. The line in metrics.jsonl is last:
+        with it, nothing is owed.
+        """
         run, state = self.run, self.run.state
         self._count_seconds()
         bits = run.dataset.bits_per_byte(evaluation.loss)

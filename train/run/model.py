@@ -22,7 +22,9 @@ _KNOWN_VOCABULARIES = {"bytebpe": 4096, "gpt2": 50304, "bytes": 320}
 
 
 def pick_device(name: str) -> torch.device:
-    """Returns the device of that name, or the machine's preferred one for auto; ConfigError if absent."""
+    """Returns the device of that name, or the machine's preferred one for auto;
+    ConfigError if absent.
+    """
     try:
         return machine.pick(name)
     except (
@@ -45,7 +47,8 @@ def vocabulary(config: RunConfig) -> int:
     )
     if known is None:
         raise ConfigError(
-            f"only the tokenizer {config.data.tokenizer!r} knows its vocabulary; give model.vocab_size=N"
+            f"only the tokenizer {config.data.tokenizer!r} knows its vocabulary; give "
+            "model.vocab_size=N"
         )
     return known
 
@@ -58,7 +61,9 @@ def model_config(
     eos: int | None = None,
     pad: int | None = None,
 ) -> "DeltaConfig":
-    """Returns the model's configuration for `rows` of vocabulary. ConfigError: sizes do not go together."""
+    """Returns the model's configuration for `rows` of vocabulary. ConfigError:
+    sizes do not go together.
+    """
     settings = config.model.model_dump(exclude={"vocab_size"})
     try:
         return DeltaConfig(
@@ -76,7 +81,8 @@ def model_config(
 def make_model(
     configuration: "DeltaConfig", *, seed: int, device: torch.device
 ) -> "DeltaForCausalLM":
-    """Returns the model with initial float32 weights, drawn on the CPU and so the same on every device.
+    """Returns the model with initial float32 weights, drawn on the CPU and so the same on every
+    device.
 
     A model on the meta device has no weights: divide it first, and `materialize` it.
     """
@@ -88,13 +94,16 @@ def make_model(
         model = DeltaForCausalLM(configuration)
     cast(nn.Module, model).to(device=device, dtype=torch.float32)
     if configuration.tie_word_embeddings:
-        # Moving to XLA makes a new parameter per name: the matrix would become two that train separately.
+        # Moving to XLA makes a new parameter per name: the matrix would become two that train
+        # separately.
         model.lm_head.weight = model.model.embed.weight
     return model
 
 
 def checkpoint_blocks(model: nn.Module, device: torch.device) -> None:
-    """Lets backward compute each block again, which saves memory. On XLA torch_xla's own function does it."""
+    """Lets backward compute each block again, which saves memory.
+    On XLA torch_xla's own function does it.
+    """
     given = cast(Any, model)  # of transformers' classes
     given.gradient_checkpointing_enable({"use_reentrant": False})
     if device.type == "xla":
@@ -102,9 +111,11 @@ def checkpoint_blocks(model: nn.Module, device: torch.device) -> None:
 
 
 def materialize(sharding: Sharding, *, seed: int, device: torch.device) -> None:
-    """Gives this process's parts of a model on the meta device memory and the values of `make_model`.
+    """Gives this process's parts of a model on the meta device memory and the values of
+    `make_model`.
 
-    No process ever has more than one whole parameter, so that a model may be larger than a device or a host.
+    No process ever has more than one whole parameter, so that a model may be larger than a device
+    or a host.
     """
     model = sharding.model
     cast(nn.Module, model).to_empty(device=device)
@@ -118,7 +129,8 @@ def materialize(sharding: Sharding, *, seed: int, device: torch.device) -> None:
 def choose_backend(
     configuration: "DeltaConfig", config: RunConfig, device: torch.device, precision: str
 ) -> str:
-    """Chooses the backend that computes the delta rule in this process from here on, and returns its name.
+    """Chooses the backend that computes the delta rule in this process from here on, and returns
+    its name.
 
     Raises BackendRefusal, with every reason, if none can or if the one that was asked for cannot.
     """
@@ -137,7 +149,8 @@ def choose_backend(
         chosen = choose(replace(call, op=op, dtype=dtype, sizes=heads), named)
     except BackendRefusal as refusal:
         raise BackendRefusal(
-            f"{refusal}\nleave out backend={named}, or name another: `delta-trn backends` says what runs here"
+            f"{refusal}\nleave out backend={named}, or name another: `delta-trn backends` says "
+            "what runs here"
             if named
             else str(refusal)
         ) from None

@@ -6,10 +6,10 @@ Per block X of a matrix, with gradient G and momentum u:
     O  =  U V^T  of  G + momentum u = U S V^T             by five Newton-Schulz steps
     X  <- (1 - lr weight_decay) X - 0.2 sqrt(max(rows, columns)) lr O
 
-A block is one head's rows of the projections to q, k, v and the output gate, one head's columns of the output
-projection, and any other matrix whole. The factor gives an update the root mean square 0.2 lr, about what
-AdamW's has (arXiv:2502.16982), so that both take one learning rate. torch.optim.Muon knows neither heads nor
-AdamW's part.
+A block is one head's rows of the projections to q, k, v and the output gate, one head's columns of
+the output projection, and any other matrix whole. The factor gives an update the root mean square
+0.2 lr, about what AdamW's has (arXiv:2502.16982), so that both take one learning rate.
+torch.optim.Muon knows neither heads nor AdamW's part.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MATCHES_ADAMW = 0.2
 class Muon(AdamW):
     """AdamW, except for groups with `momentum`.
 
-    Such a group has `heads`, the number of blocks of each matrix, and `of_columns`, whether they divide its
-    columns rather than its rows.
+    Such a group has `heads`, the number of blocks of each matrix, and `of_columns`, whether they
+    divide its columns rather than its rows.
     """
 
     @torch.no_grad()
@@ -77,14 +77,17 @@ class Muon(AdamW):
 
 
 def cut(x: Tensor, heads: int, of_columns: bool) -> Tensor:
-    """Returns matrices [n, rows, columns] as a view of blocks, [n, heads, rows, columns] of a head."""
+    """Returns matrices [n, rows, columns] as a view of blocks,
+    [n, heads, rows, columns] of a head.
+    """
     if of_columns:
         return x.unflatten(2, (heads, -1)).transpose(1, 2)
     return x.unflatten(1, (heads, -1))
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """Returns about U V^T of each x [..., rows, columns] = U S V^T: singular values from 0.7 to 1.2, 0 at 0.
+    """Returns about U V^T of each x [..., rows, columns] = U S V^T: singular values from 0.7 to
+    1.2, 0 at 0.
 
     >>> x = torch.diag(torch.tensor([3.0, -2.0]))
     >>> bool((orthogonalize(x).diag().abs() - 1).abs().max() < 0.32)

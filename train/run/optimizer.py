@@ -1,4 +1,6 @@
-"""AdamW, Muon and Nesterov SGD, with one group per set of factors in the muP table, and their schedule."""
+"""AdamW, Muon and Nesterov SGD, with one group per set of factors in the muP table,
+and their schedule.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def learning_rate(config: RunConfig, finished: int) -> float:
         i < w     lr(i) = lr i / w
         i >= w    lr(i) = min_lr + (1 + cos(pi r)) / 2 (lr - min_lr),    r = min(1, (i - w) / (e - w))
 
-    with i = finished, w = schedule.warmup, e = schedule.decay_steps or steps (arXiv:2606.04048, section 6.1).
+    with i = finished, w = schedule.warmup, e = schedule.decay_steps or steps (arXiv:2606.04048,
+    section 6.1).
     """
     peak, warmup, low = config.optimizer.lr, config.schedule.warmup, config.schedule.min_lr
     if finished < warmup:
@@ -100,7 +103,8 @@ def make_optimizer(sharding: Sharding, config: RunConfig) -> Optimizer:
         }
         for (factor, decay, epsilon, clip, kind), group in members.items()
     ]
-    # one kernel over all parameters instead of ten small ones for each; other devices have their own
+    # one kernel over all parameters instead of ten small ones for each; other devices have their
+    # own
     fused = sharding.model.device.type in ("cpu", "cuda")
     if adaptive:
         betas = (o.beta1, o.beta2)

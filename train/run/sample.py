@@ -33,7 +33,8 @@ def continue_text(
 ) -> str:
     """Returns the prompt's continuation, up to `how.tokens` tokens or the end of the document.
 
-    `stream` gets the text piece by piece as it is made. The process's random numbers are left as they were.
+    `stream` gets the text piece by piece as it is made. The process's random numbers are left as
+    they were.
     """
     device = next(model.parameters()).device
     if on_xla := device.type == "xla":  # which would compile a graph for each length
@@ -83,7 +84,9 @@ def continue_text(
 
 
 def choose_checkpoint(folder: RunFolder, which: str) -> Path:
-    """Returns the folder that "best", "last" or a step names. CheckpointError unless it is whole."""
+    """Returns the folder that "best", "last" or a step names.
+    CheckpointError unless it is whole.
+    """
     steps = folder.checkpoints.steps()
     if not steps:
         raise CheckpointError(
@@ -95,8 +98,8 @@ def choose_checkpoint(folder: RunFolder, which: str) -> Path:
         best = folder.checkpoints.require_best()
         if best is None:
             raise CheckpointError(
-                f"{folder.path} has no best checkpoint: no evaluation yet, or checkpoint.keep_best=false; "
-                f"choose last or one of {', '.join(map(str, steps))}"
+                f"{folder.path} has no best checkpoint: no evaluation yet, or "
+                f"checkpoint.keep_best=false; choose last or one of {', '.join(map(str, steps))}"
             )
         return best
     if not which.isdecimal():
@@ -107,10 +110,11 @@ def choose_checkpoint(folder: RunFolder, which: str) -> Path:
 
 
 def read_checkpoint(folder: RunFolder, which: str, read: Callable[[Path], T]) -> T:
-    """Returns what `read` makes of the folder that "best", "last" or a step names, `choose_checkpoint`'s.
+    """Returns what `read` makes of the folder that "best", "last" or a step names,
+    `choose_checkpoint`'s.
 
-    A run that goes on saves new checkpoints and removes old ones, perhaps this one while it is read. Then it
-    is chosen again: what is read is a whole checkpoint.
+    A run that goes on saves new checkpoints and removes old ones, perhaps this one while it is
+    read. Then it is chosen again: what is read is a whole checkpoint.
     """
     while True:
         steps = folder.checkpoints.steps()

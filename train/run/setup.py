@@ -114,13 +114,15 @@ def start(config: RunConfig) -> Iterator[Run]:
 
 @contextlib.contextmanager
 def resume(path: Path, changes: dict[str, str], step: int | None, tell: Tell) -> Iterator[Run]:
-    """Yields a run at its newest whole checkpoint, at that of `step`, or at its start if there is none.
+    """Yields a run at its newest whole checkpoint, at that of `step`, or at its start if there is
+    none.
 
     changes   keys and their new values
-    tell      is called with what is not obvious: damaged checkpoints, changed keys, a start at step 0
+    tell      is called with what is not obvious: damaged checkpoints, changed keys, a start at step
+              0
 
-    Raises ConfigError for a change that would make it another run, CheckpointError if the checkpoint is of
-    another one.
+    Raises ConfigError for a change that would make it another run, CheckpointError if the
+    checkpoint is of another one.
     """
     folder = RunFolder(path)
     saved, origin = ask_leader(folder.read, DistributionSection().timeout_minutes)
@@ -155,7 +157,9 @@ def resume(path: Path, changes: dict[str, str], step: int | None, tell: Tell) ->
 
 
 def _read_state(folder: RunFolder, where: Path) -> tuple[State, RunConfig]:
-    """Returns the state and configuration of a checkpoint, with the evaluation that was made after it."""
+    """Returns the state and configuration of a checkpoint,
+    with the evaluation that was made after it.
+    """
     state, config = checkpoint.read_state(where)
     made = folder.evaluation_after(state.step) if state.owes else None
     if made is not None:
@@ -183,8 +187,8 @@ def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
     undone = folder.checkpoints.set_aside(state.step)
     if undone:
         tell(
-            f"later checkpoints are set aside as undone-step-*: {', '.join(map(str, undone))}; the first new "
-            "checkpoint removes them"
+            f"later checkpoints are set aside as undone-step-*: {', '.join(map(str, undone))}; the "
+            "first new checkpoint removes them"
         )
     folder.rewind(state.step, owes=state.owes)
     if state.best is not None and state.best[0] in folder.checkpoints.steps():
@@ -239,7 +243,8 @@ def _assemble(
         boundaries=config.data.boundaries,
         with_noise=configuration.dropout > 0,
     )
-    # after the model's own draws: nothing here draws from it, but a model with layers of a user's own may
+    # after the model's own draws: nothing here draws from it, but a model with layers of a user's
+    # own may
     torch.manual_seed(config.seed)
     feed = DeviceFeed(loader, device) if neuron.serves(device) else None
     return Run(config, origin, folder, dataset, device, sharding, optimizer, loader, State(), feed)
@@ -248,7 +253,9 @@ def _assemble(
 def make_sharding(
     configuration: DeltaConfig, config: RunConfig, device: torch.device, team: Team
 ) -> Sharding:
-    """Returns the model with initial weights, divided among a team by the library that serves its device."""
+    """Returns the model with initial weights, divided among a team
+    by the library that serves its device.
+    """
     on_neuron = neuron.serves(device)
     later = is_divided(config, team.world) and not on_neuron
     model = make_model(
@@ -270,7 +277,9 @@ def make_sharding(
 
 @contextlib.contextmanager
 def _join(config: RunConfig) -> Iterator[tuple[RunConfig, torch.device, Team]]:
-    """Yields the configuration without `auto`, this process's device, and the team that it has joined."""
+    """Yields the configuration without `auto`, this process's device,
+    and the team that it has joined.
+    """
     require_divisible(config, machine.processes().world)
     config, device = set_up_process(config)
     with assemble(config, device) as team:
@@ -289,15 +298,17 @@ def _require_same_data(dataset: TokenDataset, origin: Origin, than: str, remedy:
     found, expected = dataset.fingerprint, origin.data
     if found != expected:
         raise DataError(
-            f"{dataset.path} holds other tokens {than} (fingerprint {found[:16]}, expected {expected[:16]}); "
-            f"{remedy}"
+            f"{dataset.path} holds other tokens {than} (fingerprint {found[:16]}, expected "
+            f"{expected[:16]}); {remedy}"
         )
 
 
 def set_up_process(config: RunConfig) -> tuple[RunConfig, torch.device]:
-    """Sets this process up for a run: its current device, precision, determinism, backend of operations.
+    """Sets this process up for a run: its current device, precision, determinism, backend of
+    operations.
 
-    Returns the configuration without `auto` in device, precision and backend, and this process's device.
+    Returns the configuration without `auto` in device, precision and backend, and this process's
+    device.
     """
     device = pick_device(config.device)
     machine.make_current(device)
@@ -329,7 +340,9 @@ def set_up_process(config: RunConfig) -> tuple[RunConfig, torch.device]:
 
 
 def load_dataset(config: RunConfig) -> TokenDataset:
-    """Returns the prepared folder that data.source is, or the one that preparing it makes or finds."""
+    """Returns the prepared folder that data.source is,
+    or the one that preparing it makes or finds.
+    """
     source = Path(config.data.source).expanduser()
     if is_prepared(config.data.source):
         return open_dataset(source)  # shards without meta.json too: they are damaged, not text
@@ -350,7 +363,8 @@ def _reload_dataset(config: RunConfig, origin: Origin) -> TokenDataset:
 
 
 def with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:
-    """Returns the configuration with what only the data can tell: rows of the vocabulary, steps, the folder.
+    """Returns the configuration with what only the data can tell: rows of the vocabulary, steps,
+    the folder.
 
     ConfigError if the model's vocabulary is too small for the data.
     """
@@ -358,7 +372,8 @@ def with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:
     ids = meta.tokenizer.size
     if rows is not None and rows < ids:
         raise ConfigError(
-            f"model.vocab_size={rows} is below the tokenizer's {ids} ids; give {ids} or more, or leave it out"
+            f"model.vocab_size={rows} is below the tokenizer's {ids} ids; give {ids} or more, or "
+            "leave it out"
         )
     steps = config.steps
     if config.epochs is not None:
@@ -375,7 +390,9 @@ def with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:
 
 
 def _change(saved: RunConfig, changes: dict[str, str]) -> RunConfig:
-    """Returns the saved configuration with changes. ConfigError for keys that would make it another run."""
+    """Returns the saved configuration with changes.
+    ConfigError for keys that would make it another run.
+    """
     if "device" in changes:
         changes = {"backend": "auto", **changes}  # another device has another backend
     config = apply(saved, changes)
@@ -385,7 +402,8 @@ def _change(saved: RunConfig, changes: dict[str, str]) -> RunConfig:
     if refused:
         listed = ", ".join(f"{key} from {old} to {new}" for key, (old, new) in refused.items())
         raise ConfigError(
-            f"resuming may not change {listed}: that is another run; start one with `run` and out=DIR"
+            f"resuming may not change {listed}: that is another run; start one with `run` and "
+            "out=DIR"
         )
     return config
 

@@ -1,4 +1,6 @@
-"""One optimizer step: micro-batches forward and backward, clipping, update. It never waits for the device."""
+"""One optimizer step: micro-batches forward and backward, clipping, update.
+It never waits for the device.
+"""
 
 from collections.abc import Callable
 
@@ -20,7 +22,9 @@ Loss = Callable[..., Tensor]
 def loss_function(
     model: "DeltaForCausalLM | Sharding", config: RunConfig, device: torch.device
 ) -> Loss:
-    """Returns a function of a batch's fields: the mean cross-entropy in nats, in the run's precision."""
+    """Returns a function of a batch's fields: the mean cross-entropy in nats,
+    in the run's precision.
+    """
     compute: Loss = torch.compile(model.loss, dynamic=False) if config.compile else model.loss
 
     def loss(
@@ -38,7 +42,8 @@ def loss_function(
 class TrainingStep:
     """Moves the weights once per call.
 
-    A loss that is not finite raises nothing: seeing it takes a wait for the device, which is the caller's.
+    A loss that is not finite raises nothing: seeing it takes a wait for the device, which is the
+    caller's.
     """
 
     def __init__(
@@ -55,7 +60,8 @@ class TrainingStep:
         self.micro, self.clip = micro, clip
 
     def __call__(self, batch: Batch, lr: float) -> tuple[Tensor, Tensor]:
-        """Does one update. Returns the mean loss over all of the step and the unclipped norm, on the device.
+        """Does one update. Returns the mean loss over all of the step and the unclipped norm, on
+        the device.
 
         batch   this process's share of the step, on the CPU; its rows are a multiple of `micro`
         """
@@ -70,7 +76,8 @@ class TrainingStep:
         with micro_batches():
             for left, some in zip(reversed(range(len(micros))), micros, strict=True):
                 with self.sharding.accumulating(left > 0):
-                    # every micro-batch has as many targets as the next, so the mean of means is the mean
+                    # every micro-batch has as many targets as the next, so the mean of means is the
+                    # mean
                     loss = self.loss(*some) / len(micros)
                     loss.backward()
                 total += loss.detach()

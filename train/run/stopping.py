@@ -28,8 +28,8 @@ class StopRequest:
     def reason_for(self, number: int, is_over: bool) -> str | None:
         """Returns why to stop: a signal of that number (0: none), or that the time is over.
 
-        Several processes give what they have agreed on. A signal that comes to one of them later waits for
-        the next step: the others know nothing of it, and would go on without this one.
+        Several processes give what they have agreed on. A signal that comes to one of them later
+        waits for the next step: the others know nothing of it, and would go on without this one.
         """
         if number:
             self.signal = number

@@ -1,1 +1,3 @@
-"""Settings: the schema of a run, overrides from the command line, and the errors that a user sees."""
+"""Settings: the schema of a run, overrides from the command line,
+and the errors that a user sees.
+"""

@@ -1,8 +1,10 @@
-"""Refuses a setting that would waste a run: given by the user, and without effect beside another one.
+"""Refuses a setting that would waste a run: given by the user, and without effect beside another
+one.
 
-NEEDS has the pairs that waste a run, and no other: an optimizer's setting under another optimizer, how to
-prepare text that is prepared, parts of attention or of Deep Delta Learning in a model without them. Only keys
-that a user gives are checked: a recipe may set a key that another key makes idle.
+NEEDS has the pairs that waste a run, and no other: an optimizer's setting under another optimizer,
+how to prepare text that is prepared, parts of attention or of Deep Delta Learning in a model
+without them. Only keys that a user gives are checked: a recipe may set a key that another key makes
+idle.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -18,7 +20,8 @@ def is_prepared(source: str) -> bool:
     return (path / "meta.json").is_file() or any(path.glob("*_train_*.bin*"))
 
 
-# what the keys need, as a message has it; whether that holds; the keys, after the section that they share
+# what the keys need, as a message has it; whether that holds; the keys, after the section that they
+# share
 NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], str, str], ...] = (
     ("epochs=none", lambda c: c.epochs is None, "", "steps"),
     (
@@ -39,15 +42,15 @@ NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], str, str], ...] = (
         "a data.source that is text, not prepared shards",
         lambda c: not is_prepared(c.data.source),
         "data.",
-        "tokenizer vocab_size subset split revision text_field validation val_fraction max_documents "
-        "max_tokens seed",
+        "tokenizer vocab_size subset split revision text_field validation val_fraction "
+        "max_documents max_tokens seed",
     ),
     (
         "model.attention_layers other than none",
         lambda c: bool(c.model.attention_layers),
         "model.",
-        "use_qk_rmsnorm q_activation k_activation v_activation use_k_shift use_v_shift use_output_gate "
-        "using_groupnorm rope_ratio rope_theta",
+        "use_qk_rmsnorm q_activation k_activation v_activation use_k_shift use_v_shift "
+        "use_output_gate using_groupnorm rope_ratio rope_theta",
     ),
     (
         "model.residual other than additive",
@@ -66,7 +69,9 @@ NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], str, str], ...] = (
 
 
 def require_effect(config: RunConfig, keys: Collection[str]) -> None:
-    """ConfigError for the first of the keys that a user gave and that NEEDS says changes nothing."""
+    """ConfigError for the first of the keys that a user gave and
+    that NEEDS says changes nothing.
+    """
     for text, holds, section, names in NEEDS:
         idle = [
             key
@@ -76,18 +81,21 @@ def require_effect(config: RunConfig, keys: Collection[str]) -> None:
         if idle and not holds(config):
             value = dict(flatten(config))[idle[0]]
             raise ConfigError(
-                f"{idle[0]}={value} has no effect here: it needs {text}; leave {idle[0]} out, or change that"
+                f"{idle[0]}={value} has no effect here: it needs {text}; leave {idle[0]} out, or "
+                "change that"
             )
     low, peak = config.schedule.min_lr, config.optimizer.lr
     if low > peak and not {"schedule.min_lr", "optimizer.lr"}.isdisjoint(keys):
         raise ConfigError(
-            f"schedule.min_lr={low:g} is above optimizer.lr={peak:g}, so that the rate would rise to it; "
-            f"give schedule.min_lr={peak:g} or less"
+            f"schedule.min_lr={low:g} is above optimizer.lr={peak:g}, so that the rate would rise "
+            f"to it; give schedule.min_lr={peak:g} or less"
         )
 
 
 def require_effect_somewhere(configs: Sequence[RunConfig], keys: Collection[str]) -> None:
-    """ConfigError for a key without effect in all of several runs: one may need what another ignores."""
+    """ConfigError for a key without effect in all of several runs:
+    one may need what another ignores.
+    """
     for key in keys:
         refusals = []
         for config in configs:

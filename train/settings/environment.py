@@ -1,10 +1,12 @@
 """Deep Delta Learning LM's settings by environment variables, as its users know them.
 
-One recipe reads them, `ddl_lm_tinystories`, as its defaults; `run` prints those that are set. `key=value` on
-the command line overrides them. WANDB_API_KEY sets log.wandb; wandb itself reads the key.
+One recipe reads them, `ddl_lm_tinystories`, as its defaults; `run` prints those that are set.
+`key=value` on the command line overrides them. WANDB_API_KEY sets log.wandb; wandb itself reads the
+key.
 
-IS_RESUME=true is refused, because `resume` is a command here. These are not read: NUM_WORKERS (batches come
-from a file in memory), DATA_LENGTH (stories are packed whole), and AWS_* (any tool can copy a run's folder).
+IS_RESUME=true is refused, because `resume` is a command here. These are not read: NUM_WORKERS
+(batches come from a file in memory), DATA_LENGTH (stories are packed whole), and AWS_* (any tool
+can copy a run's folder).
 """
 
 from collections.abc import Mapping
@@ -28,7 +30,9 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 def with_environment(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:
-    """Returns the configuration with the values of all variables set. ConfigError names wrong ones."""
+    """Returns the configuration with the values of all variables set.
+    ConfigError names wrong ones.
+    """
     if environment.get("IS_RESUME", "").strip().lower() in ("1", "true", "yes", "on"):
         raise ConfigError(
             "IS_RESUME begins no new run: continue one with `delta-trn resume RUN_DIR`, or unset it"

@@ -1,7 +1,7 @@
 """What can go wrong around a run and its data: one class per remedy.
 
-A message says what was found, what was expected and what to do. The command line prints it on one line and
-exits with 2. Nothing here imports anything: it must be cheap.
+A message says what was found, what was expected and what to do. The command line prints it on one
+line and exits with 2. Nothing here imports anything: it must be cheap.
 """
 
 

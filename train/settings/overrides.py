@@ -20,9 +20,11 @@ _POWER = re.compile(
 def read_arguments(
     parser: argparse.ArgumentParser, arguments: Sequence[str], *, section: str = ""
 ) -> argparse.Namespace:
-    """Reads options and `key=value` in any order. UsageError for a key that is spelled as an option.
+    """Reads options and `key=value` in any order. UsageError for a key that is spelled as an
+    option.
 
-    section     where the command's own keys are; of two keys with one name, its is the one that is meant
+    section     where the command's own keys are; of two keys with one name, its is the one that is
+                meant
     """
     for action in (
         parser._actions
@@ -45,7 +47,8 @@ def read_arguments(
 
 
 def parse(arguments: Sequence[str]) -> dict[str, str]:
-    """Returns key -> value of each `key=value`. UsageError for anything else, and for a key given twice.
+    """Returns key -> value of each `key=value`. UsageError for anything else, and for a key given
+    twice.
 
     >>> parse(["steps=100", "optimizer.lr=4e-3"])
     {'steps': '100', 'optimizer.lr': '4e-3'}
@@ -62,14 +65,18 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def apply(config: RunConfig, changes: dict[str, str]) -> RunConfig:
-    """Returns the configuration with changes. ConfigError for an unknown key, a wrong value, or no effect."""
+    """Returns the configuration with changes. ConfigError for an unknown key,
+    a wrong value, or no effect.
+    """
     changed = change(config, changes)
     require_effect(changed, changes.keys())
     return changed
 
 
 def change(config: RunConfig, changes: dict[str, str]) -> RunConfig:
-    """Returns the configuration with changes, also those without effect. ConfigError for all else."""
+    """Returns the configuration with changes, also those without effect.
+    ConfigError for all else.
+    """
     tree = config.model_dump()
     for key, text in changes.items():
         section, name = _locate(tree, key)
@@ -78,13 +85,17 @@ def change(config: RunConfig, changes: dict[str, str]) -> RunConfig:
 
 
 def number(text: str) -> float:
-    """Reads a number such as `0.01`, or a power such as `2**-8.5`. Raises ValueError or OverflowError."""
+    """Reads a number such as `0.01`, or a power such as `2**-8.5`.
+    Raises ValueError or OverflowError.
+    """
     base, power, exponent = text.partition("**")
     return math.pow(float(base), float(exponent)) if power else float(base)
 
 
 def whole_numbers(key: str, text: str, *, least: int = 1, count: int = 1) -> list[int]:
-    """Reads `count` or more different whole numbers, such as `1,2`. Raises UsageError for anything else."""
+    """Reads `count` or more different whole numbers, such as `1,2`.
+    Raises UsageError for anything else.
+    """
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -92,7 +103,8 @@ def whole_numbers(key: str, text: str, *, least: int = 1, count: int = 1) -> lis
     if len(numbers) < count or min(numbers) < least or len(set(numbers)) < len(numbers):
         several = f"{count} or more " if count > 1 else ""
         raise UsageError(
-            f"{key}={text}: expected {several}different whole numbers of at least {least}, such as 1,2"
+            f"{key}={text}: expected {several}different whole numbers of at least {least}, such as "
+            "1,2"
         )
     return numbers
 

@@ -1,7 +1,8 @@
-"""The configuration of a run: one frozen tree, every key documented where it is declared, nothing outside it.
+"""The configuration of a run: one frozen tree, every key documented where it is declared, nothing
+outside it.
 
-A key is a dotted path such as `optimizer.lr`. `delta-trn run RECIPE --all-keys` prints all. Importing this
-costs a tenth of a second, so that a mistyped key is reported before torch is loaded.
+A key is a dotted path such as `optimizer.lr`. `delta-trn run RECIPE --all-keys` prints all.
+Importing this costs a tenth of a second, so that a mistyped key is reported before torch is loaded.
 """
 
 import copy
@@ -30,7 +31,9 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class ModelSection(ModelSettings):
-    """The language model: Gated DeltaNet (arXiv:2412.06464) or attention over time, a residual over depth."""
+    """The language model: Gated DeltaNet (arXiv:2412.06464) or attention over time,
+    a residual over depth.
+    """
 
     vocab_size: CountOrNone = None
     """number of rows of the embedding; none: what the data's tokenizer says"""
@@ -74,7 +77,9 @@ class OptimizerSection(Section):
 
 
 class ScheduleSection(Section):
-    """lr(i) = lr i / warmup for i < warmup, then half a cosine down to min_lr. i counts finished steps."""
+    """lr(i) = lr i / warmup for i < warmup, then half a cosine down to min_lr.
+    i counts finished steps.
+    """
 
     warmup: NotNegative = 0
     """steps of linear warmup; the first step's learning rate is 0 if there are any"""
@@ -133,7 +138,9 @@ class DataSection(Section):
 
 
 class EvaluationSection(Section):
-    """Loss on fixed crops of held-out text: the same at every evaluation and for every batch size."""
+    """Loss on fixed crops of held-out text: the same at every evaluation
+    and for every batch size.
+    """
 
     every: Count = 1000
     """steps between evaluations; there is always one after the last step"""
@@ -148,7 +155,9 @@ class EvaluationSection(Section):
 
 
 class SampleSection(Section):
-    """Text written to samples.txt at every evaluation, without a change to the run's random numbers."""
+    """Text written to samples.txt at every evaluation,
+    without a change to the run's random numbers.
+    """
 
     tokens: NotNegative = 64
     """tokens of each sample; 0: no samples"""
@@ -257,8 +266,8 @@ class RunConfig(Section):
             )
         if self.out is not None and "://" in self.out:
             raise ValueError(
-                f"out={self.out}: a run's folder is on this machine; give out=DIR, and copy it when it has "
-                "ended, such as with aws s3 sync DIR s3://BUCKET"
+                f"out={self.out}: a run's folder is on this machine; give out=DIR, and copy it "
+                "when it has ended, such as with aws s3 sync DIR s3://BUCKET"
             )
         alone = (
             "use_qk_rmsnorm",
@@ -273,17 +282,18 @@ class RunConfig(Section):
             and (given := [name for name in alone if getattr(m, name)])
         ):
             raise ValueError(
-                f"model.{given[0]}=true is not divided among processes; leave distribution.tensor at 1"
+                f"model.{given[0]}=true is not divided among processes; leave distribution.tensor "
+                "at 1"
             )
         if self.optimizer.name == "muon" and (d.mode != "ddp" or d.tensor > 1):
             raise ValueError(
-                "optimizer.name=muon needs whole matrices on every process; give distribution.mode=ddp and "
-                "distribution.tensor=1, or optimizer.name=adamw"
+                "optimizer.name=muon needs whole matrices on every process; give "
+                "distribution.mode=ddp and distribution.tensor=1, or optimizer.name=adamw"
             )
         if m.residual != "additive" and (d.tensor > 1 or d.context > 1):
             raise ValueError(
-                f"model.residual={m.residual} is not divided among processes; leave distribution.tensor and "
-                "distribution.context at 1"
+                f"model.residual={m.residual} is not divided among processes; leave "
+                "distribution.tensor and distribution.context at 1"
             )
         decay = self.schedule.decay_steps
         if decay is not None and decay <= self.schedule.warmup:
@@ -293,7 +303,9 @@ class RunConfig(Section):
         return self
 
     def fingerprint(self) -> str:
-        """Returns 16 hex digits of the keys that decide what is learned: equal digits, the same curve."""
+        """Returns 16 hex digits of the keys that decide what is learned:
+        equal digits, the same curve.
+        """
         mathematics = {
             key: value for key, value in flatten(self) if not is_one_of(key, NOT_MATHEMATICS)
         }
@@ -308,7 +320,8 @@ NOT_MATHEMATICS = frozenset(
         *("checkpoint", "log", "distribution"),
     )
 )
-# Keys that `resume` may change. With other crops the validation losses of one run could not be compared.
+# Keys that `resume` may change. With other crops the validation losses of one run could not be
+# compared.
 RESUMABLE = (NOT_MATHEMATICS | {"steps", "epochs"}) - {"name", "out"}
 NOT_RESUMABLE = frozenset(("evaluation.sequences", "evaluation.seed"))
 
@@ -348,7 +361,8 @@ def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
     return {key: (value, mine[key]) for key, value in flatten(saved) if mine[key] != value}
 
 
-# Keys that earlier versions had, with the value where nobody gave another. Their runs are still read.
+# Keys that earlier versions had, with the value where nobody gave another. Their runs are still
+# read.
 # ...: whatever the value, the run is the same.
 GONE: Mapping[str, Any] = {
     "lora": {"rank": 0, "alpha": 32.0, "targets": ["all-linear"]},
@@ -372,8 +386,8 @@ GONE: Mapping[str, Any] = {
 def read_saved(tree: dict[str, Any], where: str) -> RunConfig:
     """Returns the configuration of a saved run, of this version or an earlier one.
 
-    ConfigError names every wrong key and value, and every key of an earlier version that asked for something
-    which this one does not have.
+    ConfigError names every wrong key and value, and every key of an earlier version that asked for
+    something which this one does not have.
     """
     tree = copy.deepcopy(tree)
     for key, usual in GONE.items():
@@ -387,7 +401,9 @@ def read_saved(tree: dict[str, Any], where: str) -> RunConfig:
 
 
 def validate(tree: dict[str, Any], where: str = "") -> RunConfig:
-    """Returns the configuration of a nested dictionary. ConfigError names every wrong key and value."""
+    """Returns the configuration of a nested dictionary.
+    ConfigError names every wrong key and value.
+    """
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:

@@ -1,1 +1,3 @@
-"""Studies: coordinate checks, probes, sweeps, fits and throughput. Only commands import this package."""
+"""Studies: coordinate checks, probes, sweeps, fits and throughput.
+Only commands import this package.
+"""

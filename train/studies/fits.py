@@ -1,4 +1,6 @@
-"""A straight line and a parabola through measurements, and the quantiles of Student's distribution."""
+"""A straight line and a parabola through measurements,
+and the quantiles of Student's distribution.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +10,9 @@ import numpy as np
 
 
 def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Fits a line by least squares to three or more points, not all at one x: its slope, and that's error."""
+    """Fits a line by least squares to three or more points, not all at one x:
+    its slope, and that's error.
+    """
     X = np.asarray(x, float)
     if len(X) < 3 or np.ptp(X) == 0:
         raise ValueError(
@@ -35,7 +39,9 @@ def optimum(x: Sequence[float], y: Sequence[float], blocks: Sequence[int]) -> fl
 
 
 def parabola(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Fits a (x - lowest)^2 + c by least squares. Returns a and lowest; NaN if it has no minimum."""
+    """Fits a (x - lowest)^2 + c by least squares. Returns a and lowest;
+    NaN if it has no minimum.
+    """
     z = x - x.mean()
     a, b, _ = np.polyfit(z, y, 2)
     return (float(a), float(x.mean() - b / (2 * a))) if a > 0 else (math.nan, math.nan)
@@ -45,7 +51,8 @@ def parabola(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 def student_quantile(p: float, freedom: int) -> float:
     """Returns the t below which Student's distribution has probability p > 0.5, to four digits.
 
-    With t = sqrt(f) tan(u), the probability between 0 and t is proportional to the integral of cos(u)^(f-1).
+    With t = sqrt(f) tan(u), the probability between 0 and t is proportional to the integral of
+    cos(u)^(f-1).
     """
     u = np.linspace(0, math.pi / 2, 200_001)
     density = np.cos(u) ** (freedom - 1)

@@ -1,8 +1,9 @@
 """Draws probes.png and geometry.png from metrics.jsonl: what goes on inside a model over steps.
 
-probes.png has those of appendices C (SGD) and D (AdamW) of arXiv:2606.04048: sizes of q and k (C.1, D.1),
-gradients of the block's input, q and k (C.2, D.2), beta, strong writes and the spread of W_a x and W_b x
-(C.3, D.3), and the cosine of q and k at nine places of the sequence (C.4, D.4), in a panel for each run.
+probes.png has those of appendices C (SGD) and D (AdamW) of arXiv:2606.04048: sizes of q and k (C.1,
+D.1), gradients of the block's input, q and k (C.2, D.2), beta, strong writes and the spread of W_a
+x and W_b x (C.3, D.3), and the cosine of q and k at nine places of the sequence (C.4, D.4), in a
+panel for each run.
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,9 @@ class Probed:
     series: tuple[tuple[int, dict[str, float]], ...]
 
     def names(self, start: str) -> list[str]:
-        """Returns what stands behind `start`, up to the next /, in the names of probes; numbers in order."""
+        """Returns what stands behind `start`, up to the next /,
+        in the names of probes; numbers in order.
+        """
         keys = {key for _, values in self.series for key in values if key.startswith(start)}
         names = {key.removeprefix(start).partition("/")[0] for key in keys}
         return sorted(names, key=lambda name: (int(name) if name.isdigit() else 0, name))
@@ -76,7 +79,8 @@ def load_probes(folder: RunFolder) -> Probed | None:
 
 
 def plot_probes(runs: Sequence[Probed], path: Path) -> Path:
-    """Draws one panel per probe: a line per layer of one run, or a line per run for its middle layer.
+    """Draws one panel per probe: a line per layer of one run, or a line per run for its middle
+    layer.
 
     Raises RunFolderError if there is no run, or nothing of a token mixer to draw.
     """

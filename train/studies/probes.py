@@ -1,8 +1,9 @@
-"""Probes measure what goes on inside a model while it trains, at every evaluation on one held-out batch.
+"""Probes measure what goes on inside a model while it trains, at every evaluation on one held-out
+batch.
 
-Sizes are root mean squares. Gradients are of the loss summed over tokens, so that they do not depend on the
-number of tokens: those of the mean, as in training, shrink with the batch. The last column says how each
-grows with width d under muP; K is the key size (arXiv:2606.04048):
+Sizes are root mean squares. Gradients are of the loss summed over tokens, so that they do not
+depend on the number of tokens: those of the mean, as in training, shrink with the batch. The last
+column says how each grows with width d under muP; K is the key size (arXiv:2606.04048):
 
     of a layer          layers/I/NAME, I the first, middle and last layer with a token mixer
     q k v               after convolution and SiLU, before normalization           1
@@ -14,12 +15,13 @@ grows with width d under muP; K is the key size (arXiv:2606.04048):
     memory              tokens that the median head remembers, 1 / (1 - mean alpha)
     gate_decay_std      standard deviation of W_a x, without its bias              1
     gate_beta_std       standard deviation of W_b x                                1
-    Sk/T                |S k| sqrt(K) / |S| of the state after T tokens and the next token's unit k: 1 for a
-                        random direction k, sqrt(K) if the state holds only k
+    Sk/T                |S k| sqrt(K) / |S| of the state after T tokens and the next token's unit k:
+                        1 for a random direction k, sqrt(K) if the state holds only k
     qk/T  qk_mean       mean cosine of q and k at token T, and at all tokens
     grad_q _k _hidden   gradients of the same tensors                              1/d
 
-    of a write          depth/I/NAME, of Deep Delta Learning's residuals, I from 0 to 2 L - 1 with depth
+    of a write          depth/I/NAME, of Deep Delta Learning's residuals, I from 0 to 2 L - 1 with
+                        depth
     beta_mean           mean of beta over tokens
     identity            share of tokens with beta below 1/2: the stream stays
     projection          from 1/2 to 3/2: what the stream holds along k is replaced
@@ -55,7 +57,8 @@ L2_EPSILON = 1e-6  # as in the operation's own normalization of q and k
 
 
 class MixerView:
-    """One Gated DeltaNet layer in one forward pass, seen by hooks on its block; tensors keep their gradients.
+    """One Gated DeltaNet layer in one forward pass, seen by hooks on its block; tensors keep their
+    gradients.
 
     stream  [B, T, d]         residual stream before the block
     x       [B, T, d]         input
@@ -95,7 +98,9 @@ class MixerView:
         return q, k, v
 
     def gates(self) -> tuple[Tensor, Tensor]:
-        """Returns g = log(alpha) and beta, [B, T, HV]; g of Kimi Delta Attention for each channel."""
+        """Returns g = log(alpha) and beta, [B, T, HV];
+        g of Kimi Delta Attention for each channel.
+        """
         return self.mixer.gates(self.x, self.sequences)
 
     def state(self, tokens: int) -> Tensor:
@@ -114,7 +119,8 @@ Writes = dict[int, tuple[Any, tuple[Tensor, ...]]]
 
 @contextlib.contextmanager
 def observe(model: DeltaForCausalLM) -> Iterator[tuple[dict[int, MixerView], Writes]]:
-    """Within `with`, a forward pass fills views of the first, middle and last mixer, and all writes.
+    """Within `with`, a forward pass fills views of the first, middle and last mixer, and all
+    writes.
 
     Their tensors keep their gradients after backward.
     """
@@ -152,7 +158,9 @@ def rms(x: Tensor) -> float:
 
 
 def probe_of(run: Run) -> Probe | None:
-    """Returns what measures the probes of a run of one process; None where log.probes asks for none."""
+    """Returns what measures the probes of a run of one process;
+    None where log.probes asks for none.
+    """
     if not run.config.log.probes:
         return None
     loss = loss_function(run.model, run.config.model_copy(update={"compile": False}), run.device)
@@ -161,7 +169,9 @@ def probe_of(run: Run) -> Probe | None:
 
 
 def measure(model: DeltaForCausalLM, loss: Loss, batch: Batch) -> dict[str, float]:
-    """Returns every probe by its name, and leaves weights, their gradients and random numbers as they are."""
+    """Returns every probe by its name, and leaves weights,
+    their gradients and random numbers as they are.
+    """
     training = model.training
     kept = [(p, p.grad) for p in model.parameters()]
     model.eval()
@@ -248,7 +258,8 @@ def write_probes(X: Tensor, k: Tensor, beta: Tensor, *, erases: bool = True) -> 
 def recall(S: Tensor, k: Tensor) -> float:
     """Returns |S^T k| sqrt(K) / |S|_F for unit k, as the root mean square over sequences and heads.
 
-    S [B, HV, K, V]; k [B, H, K] of any length. Averaged over all directions of k it is 1, whatever S is.
+    S [B, HV, K, V]; k [B, H, K] of any length. Averaged over all directions of k it is 1, whatever
+    S is.
     """
     k = normalize(k.float()).repeat_interleave(S.shape[1] // k.shape[1], dim=1)
     values = torch.einsum("bhkv,bhk->bhv", S.float(), k)

@@ -1,8 +1,10 @@
-"""How fast a recipe trains: tokens/s and memory of a step, also with a peer's operation in the place of ours.
+"""How fast a recipe trains: tokens/s and memory of a step, also with a peer's operation in the
+place of ours.
 
-    contenders      the model as it is, and with its delta rule by a peer of `backends.bench.peers`: same
-                    weights, same tokens, same optimizer; they take turns, a step each
-    parity          before any time: the operation's on small cases, and all losses at the same weights
+    contenders      the model as it is, and with its delta rule by a peer of `backends.bench.peers`:
+                    same weights, same tokens, same optimizer; they take turns, a step each
+    parity          before any time: the operation's on small cases, and all losses at the same
+                    weights
 
 Tokens are random: no product takes longer or shorter for that.
 """
@@ -32,12 +34,14 @@ from delta_trn.train.settings.errors import TrainError
 from delta_trn.train.settings.schema import RunConfig
 
 OURS = "ours"
-# by the mixer, cases that a step's operation must pass before it is timed: a seam, and gates with states
+# by the mixer, cases that a step's operation must pass before it is timed: a seam, and gates with
+# states
 CASES = {
     "gated_deltanet": [rule_cases.BY_NAME[name] for name in ("seam_129", "gates")],
     "kimi_delta_attention": [channel_cases.BY_NAME[name] for name in ("kimi_seam", "kimi_bound")],
 }
-# two losses of one model may differ by what their operators may: bfloat16 keeps 2^-9 of every number
+# two losses of one model may differ by what their operators may: bfloat16 keeps 2^-9 of every
+# number
 LOSSES_AGREE = {"float32": 2**-14, "bf16": 2**-7, "bf16_products": 2**-7}
 
 
@@ -64,7 +68,9 @@ class Workload:
         self.batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     def __call__(self, contender: str) -> float:
-        """Makes one step and returns its seconds. A rate of 0 leaves the weights, so that steps are alike."""
+        """Makes one step and returns its seconds. A rate of 0 leaves the weights,
+        so that steps are alike.
+        """
         with self.operations(contender):
             machine.synchronize(self.device)
             begun = time.perf_counter()
@@ -117,8 +123,8 @@ def measure(workload: Workload, peers: Sequence[str], rounds: int) -> list[dict[
         allowed = LOSSES_AGREE[workload.config.precision] * losses[OURS]
         if not abs(loss - losses[OURS]) <= allowed:
             raise TrainError(
-                f"not timed: with {name}'s operator the loss is {loss:.6g}, with ours {losses[OURS]:.6g}; "
-                f"they may differ by {allowed:.2g}"
+                f"not timed: with {name}'s operator the loss is {loss:.6g}, with ours "
+                f"{losses[OURS]:.6g}; they may differ by {allowed:.2g}"
             )
     peaks = {}
     for name in names:
@@ -133,8 +139,12 @@ def measure(workload: Workload, peers: Sequence[str], rounds: int) -> list[dict[
     tokens = workload.batch.inputs.numel()
     return [
         {
-            "contender": name, "ms": ms, "ratio": over[name], "tokens_per_s": tokens / (ms.p50 / 1e3),
-            "peak_bytes": peaks[name], "loss": losses[name],
+            "contender": name,
+            "ms": ms,
+            "ratio": over[name],
+            "tokens_per_s": tokens / (ms.p50 / 1e3),
+            "peak_bytes": peaks[name],
+            "loss": losses[name],
         }
         for name, ms in spreads.items()
-    ]  # fmt: skip
+    ]

@@ -1,4 +1,6 @@
-"""How a long job looks while it runs: a live line on a terminal, a line every ten seconds elsewhere."""
+"""How a long job looks while it runs: a live line on a terminal,
+a line every ten seconds elsewhere.
+"""
 
 import contextlib
 import os
@@ -44,7 +46,10 @@ class _Output:
             with contextlib.suppress(OSError):
                 os.dup2(nowhere, self._stream.fileno())
             try:
-                why = f"the output cannot be written ({error.strerror}); the work goes on, and Ctrl-C ends it"
+                why = (
+                    f"the output cannot be written ({error.strerror}); the work goes on, and "
+                    "Ctrl-C ends it"
+                )
                 print(why, file=sys.stderr)
             except OSError:
                 os.dup2(nowhere, sys.stderr.fileno())
@@ -71,7 +76,9 @@ def attempt(what: str, work: Callable[[], T], tell: Callable[[str], None]) -> T 
 
 
 def leads() -> bool:
-    """Returns whether this is the one among torchrun's processes that prints, before torch is loaded."""
+    """Returns whether this is the one among torchrun's processes that prints,
+    before torch is loaded.
+    """
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -113,7 +120,9 @@ class Bar:
             self._bar.stop()
 
     def begin(self, name: str, share: float | None = None) -> None:
-        """Begins a phase of which `share` was done before. None: as much as the first `advance` says."""
+        """Begins a phase of which `share` was done before. None:
+        as much as the first `advance` says.
+        """
         self._began = self._last_line = time.monotonic()
         self._share_before = share
         if self._bar:
@@ -124,7 +133,9 @@ class Bar:
             self.tell(name)
 
     def advance(self, share: float | None, text: str) -> None:
-        """Shows what share of the phase is done, and the time left. None: nobody knows how much there is."""
+        """Shows what share of the phase is done, and the time left. None:
+        nobody knows how much there is.
+        """
         now = time.monotonic()
         if self._share_before is None and share is not None:
             self._share_before, self._began = share, now
@@ -146,7 +157,8 @@ class Bar:
 class Display(Bar):
     """Shows the steps, loss and speed of a run that stands at step `at`.
 
-    peak    tokens/s if the machine did nothing but the model's products, at its best; None: not known
+    peak    tokens/s if the machine did nothing but the model's products, at its best; None: not
+            known
     """
 
     def __init__(self, steps: int, at: int, *, show: bool = True, peak: float | None = None):
@@ -155,7 +167,9 @@ class Display(Bar):
         self.begin("", at / steps)
 
     def update(self, step: int, loss: float, tokens_per_s: float) -> None:
-        """Shows the last loss, the rate since the call before, and its share of the machine's peak."""
+        """Shows the last loss, the rate since the call before,
+        and its share of the machine's peak.
+        """
         line = f"step {step}/{self._steps}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s"
         if self._peak is not None:
             line += f"  {tokens_per_s / self._peak:.0%} of peak"

@@ -10,7 +10,9 @@ CHUNK = 64  # tokens of a chunk, as the accelerators' kernels have it
 
 
 def matrix_elements(config: RunConfig) -> int:
-    """Counts the elements of all matrices that every token is multiplied by. No weights are made."""
+    """Counts the elements of all matrices that every token is multiplied by.
+    No weights are made.
+    """
     shapes = {row.name: tuple(row.shape) for row in list_scaled(config)}
     count = sum(
         math.prod(shape)
@@ -27,8 +29,9 @@ def matrix_elements(config: RunConfig) -> int:
 def flops_per_token(config: RunConfig) -> float:
     """Returns FLOPs of forward and backward: 6 per matrix element, and 3 times the delta rule's.
 
-    A chunk of C tokens of a head: q k^T and k k^T (2 C^2 K each), the inverse (2 C^3 / 3), its products with
-    k and v (2 C^2 (K + V)), the state read twice and written (6 C K V), P u (2 C^2 V).
+    A chunk of C tokens of a head: q k^T and k k^T (2 C^2 K each), the inverse (2 C^3 / 3), its
+    products with k and v (2 C^2 (K + V)), the state read twice and written (6 C K V), P u (2 C^2
+    V).
     """
     c = model_config(config, rows=vocabulary(config))
     assert c.head_dim_k is not None and c.num_v_heads is not None

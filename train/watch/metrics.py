@@ -1,6 +1,7 @@
 """metrics.jsonl: one JSON object per line, one line per step and per evaluation.
 
-    every line     step, split ("train" or "val"), loss in nats per token, tokens trained on so far, seconds
+    every line     step, split ("train" or "val"), loss in nats per token, tokens trained on so far,
+                   seconds
     train          lr before per-parameter factors, grad_norm before clipping, tokens_per_s
     val            perplexity, bits_per_byte; with log.probes also probes (studies/probes.py)
 

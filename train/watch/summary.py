@@ -44,11 +44,12 @@ def opening(run: Run, asked_backend: str) -> list[str]:
     lines = [
         f"run        {c.name}, fingerprint {c.fingerprint()}, in {run.folder.path}",
         f"data       {meta.name}: {run.dataset.split('train').tokens:,} training tokens, "
-        f"{run.dataset.split('val').tokens:,} held out; {meta.tokenizer.kind}, {c.model.vocab_size:,} rows",
-        f"model      Gated DeltaNet, {c.model.layers} layers, width {c.model.width} ({ratio:g} x base), "
-        f"{total:,} parameters, {embedding:,} of them for the vocabulary",
-        f"training   {c.steps:,} steps of {c.batch.sequences} x {c.batch.length} tokens{accumulation}: "
-        f"{per_step * c.steps:,} tokens, {passes:.2g} passes",
+        f"{run.dataset.split('val').tokens:,} held out; {meta.tokenizer.kind}, "
+        f"{c.model.vocab_size:,} rows",
+        f"model      Gated DeltaNet, {c.model.layers} layers, width {c.model.width} ({ratio:g} x "
+        f"base), {total:,} parameters, {embedding:,} of them for the vocabulary",
+        f"training   {c.steps:,} steps of {c.batch.sequences} x {c.batch.length} "
+        f"tokens{accumulation}: {per_step * c.steps:,} tokens, {passes:.2g} passes",
         f"optimizer  {o.name}, lr {o.lr:g} to {s.min_lr:g}, warmup {s.warmup}, {c.parametrization}",
         f"device     {c.device} ({device}), {c.precision}; delta rule by {kernel}"
         + (", chosen by device" if asked_backend == "auto" else ", as asked"),
@@ -71,7 +72,8 @@ def opening(run: Run, asked_backend: str) -> list[str]:
 
 
 def measure(run: Run) -> dict[str, Any] | None:
-    """Returns what summary.json has: the loss on final_tokens in order at the end, else the last on crops.
+    """Returns what summary.json has: the loss on final_tokens in order at the end, else the last on
+    crops.
 
     None before the first evaluation.
     """
@@ -109,9 +111,11 @@ def _in_order(run: Run) -> Evaluation:
 
 
 def peak_tokens_per_s(run: Run) -> float | None:
-    """Returns tokens/s if the machine did nothing but the model's products, at the rate that it shows now.
+    """Returns tokens/s if the machine did nothing but the model's products, at the rate that it
+    shows now.
 
-    None where that is not measured: in runs of few steps, on Neuron, and where processes share a CPU.
+    None where that is not measured: in runs of few steps, on Neuron, and where processes share a
+    CPU.
     """
     if run.config.steps < 100:
         return None

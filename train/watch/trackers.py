@@ -20,8 +20,8 @@ def require(log: LogSection) -> None:
 class Tracker:
     """Sends every line of metrics.jsonl to Weights & Biases, where log.wandb asks for it.
 
-    Once it has failed it sends nothing more, and a line says so: the run goes on, and metrics.jsonl has
-    everything.
+    Once it has failed it sends nothing more, and a line says so: the run goes on, and metrics.jsonl
+    has everything.
     """
 
     def __init__(

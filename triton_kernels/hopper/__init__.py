@@ -1,5 +1,6 @@
-"""Kernels of the gated delta rule in Gluon for compute capability 9, in place of those in the folder above.
+"""Kernels of the gated delta rule in Gluon for compute capability 9, in place of those in the
+folder above.
 
-Gluon is the language of Triton's compiler in which layouts are placed by hand. No interpreter runs it, only a
-GPU, or here the emulator.
+Gluon is the language of Triton's compiler in which layouts are placed by hand. No interpreter runs
+it, only a GPU, or here the emulator.
 """

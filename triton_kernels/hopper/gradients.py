@@ -1,24 +1,28 @@
-"""Gated delta rule, the gradients of gated_delta_rule_bwd for Hopper, in Gluon: bfloat16 and K = V = 128.
+"""Gated delta rule, the gradients of gated_delta_rule_bwd for Hopper, in Gluon: bfloat16 and K = V
+= 128.
 
-The first of two kernels computes dq, dk and dv, by the equations of gated_delta_rule_bwd, of a chunk and all
-value heads of a key head, whose dq and dk it adds in registers. Of what is one value per token it leaves
+The first of two kernels computes dq, dk and dv, by the equations of gated_delta_rule_bwd, of a
+chunk and all value heads of a key head, whose dq and dk it adds in registers. Of what is one value
+per token it leaves
 
     sums [NC, HV, 8, C] float32     0  <Q, dO S^T>      1  <K, dY S^T>      2  <K, U dS'^T>
-                                    3  <dY, U>          4  dL . D . K K^T, over j, without beta and r_k of i
+                                    3  <dY, U>          4  dL . D . K K^T, over j, without beta and
+                                                           r_k of i
                                     5  E, over i >= t > j                   6  <dY, V>
                                     7  <S, dS'>, whose sum over the chunk counts
 
 for the second, in Triton, which makes dg, dbeta and dgates of them.
 
-A processor runs one program, which takes every processors-th chunk and key head. It copies a tile of the next
-head to shared memory as soon as this head's has been used, so that memory seldom rests. Copies are in three
-groups, in the order of their use: dO, dY and V; U, S, dS' and the rows; q and k, of the next key head. Each
-of eight warps has half the columns of 16 rows: sums over a row are of two warps, and left operands of
-products lie in shared memory.
+A processor runs one program, which takes every processors-th chunk and key head. It copies a tile
+of the next head to shared memory as soon as this head's has been used, so that memory seldom rests.
+Copies are in three groups, in the order of their use: dO, dY and V; U, S, dS' and the rows; q and
+k, of the next key head. Each of eight warps has half the columns of 16 rows: sums over a row are of
+two warps, and left operands of products lie in shared memory.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# (the decorators add the launch arguments and give their functions their types at compile time)
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false,
+# reportIndexIssue=false (the decorators add the launch arguments and give their functions their
+# types at compile time)
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -131,16 +135,43 @@ def _through_norm(b_dx, s_x, p_r, s_parts, place: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tokens", "NT", "count"])
 def gradients_kernel(
-    q, k, v, do, rows, S, U, dY, dS, dq, dk, dv, sums, chunk_start, chunk_length, scale, tokens, NT, count,
-    H: gl.constexpr, HV: gl.constexpr, C: gl.constexpr, QR: gl.constexpr, KR: gl.constexpr, VR: gl.constexpr,
-    DQR: gl.constexpr, DKR: gl.constexpr, DVR: gl.constexpr, L2NORM: gl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    do,
+    rows,
+    S,
+    U,
+    dY,
+    dS,
+    dq,
+    dk,
+    dv,
+    sums,
+    chunk_start,
+    chunk_length,
+    scale,
+    tokens,
+    NT,
+    count,
+    H: gl.constexpr,
+    HV: gl.constexpr,
+    C: gl.constexpr,
+    QR: gl.constexpr,
+    KR: gl.constexpr,
+    VR: gl.constexpr,
+    DQR: gl.constexpr,
+    DKR: gl.constexpr,
+    DVR: gl.constexpr,
+    L2NORM: gl.constexpr,
+):
     """Computes dq, dk, dv and sums of `count` pairs of a chunk of 64 and a key head."""
     dtype: gl.constexpr = k.dtype.element_ty
     G: gl.constexpr = HV // H
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, 128], dtype)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
-    # with an index of which the compiler knows nothing: of what it knew, it would keep every address
+    # with an index of which the compiler knows nothing: of what it knew, it would keep every
+    # address
     a_q = gl.allocate_shared_memory(dtype, [1, C, 128], TILE)
     a_k = gl.allocate_shared_memory(dtype, [1, C, 128], TILE)
     a_U = gl.allocate_shared_memory(dtype, [1, C, 128], TILE)
@@ -303,11 +334,31 @@ def gradients_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "NT"])
 def gates_kernel(
-    sums, g, beta, A_log, dt_bias, rows, carry, dg, dbeta, dgates, chunk_start, chunk_length, scale, beta_max,
-    tokens, NT,
-    HV: tl.constexpr, C: tl.constexpr, GR: tl.constexpr, BR: tl.constexpr, DGR: tl.constexpr,
-    DBR: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+    sums,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    rows,
+    carry,
+    dg,
+    dbeta,
+    dgates,
+    chunk_start,
+    chunk_length,
+    scale,
+    beta_max,
+    tokens,
+    NT,
+    HV: tl.constexpr,
+    C: tl.constexpr,
+    GR: tl.constexpr,
+    BR: tl.constexpr,
+    DGR: tl.constexpr,
+    DBR: tl.constexpr,
+    TILES: tl.constexpr,
+    DOT: tl.constexpr,
+):
     """Computes dg, dbeta and dgates of `sums`; one program per (chunk, value head)."""
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_h = pid // HV, pid % HV
@@ -354,32 +405,95 @@ def gates_kernel(
 
 
 def takes(q, k, v, do, units, config: Config) -> bool:
-    """Returns whether the kernels take a call in bfloat16: 128:128, in pieces of 16 bytes, without units."""
+    """Returns whether the kernels take a call in bfloat16: 128:128,
+    in pieces of 16 bytes, without units.
+    """
     sized = q.shape[3] == v.shape[3] == SIZE
     return compiles(config) and sized and in_pieces(q, k, v, do) and units is None
 
 
 def gradients(
-    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, *, dq, dk, dv, dg, dbeta, dgates, scale,
-    l2norm, beta_max, chunks: Chunks, config: Config,
-):  # fmt: skip
-    """Launches both kernels: fills dq and dk, of key heads, dv, dg, dbeta, and with A_log dgates."""
+    q,
+    k,
+    v,
+    do,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    rows,
+    S,
+    U,
+    dY,
+    dS,
+    carry,
+    *,
+    dq,
+    dk,
+    dv,
+    dg,
+    dbeta,
+    dgates,
+    scale,
+    l2norm,
+    beta_max,
+    chunks: Chunks,
+    config: Config,
+):
+    """Launches both kernels: fills dq and dk, of key heads, dv, dg,
+    dbeta, and with A_log dgates.
+    """
     H, HV, count = q.shape[2], v.shape[2], chunks.count * q.shape[2]
     sums = rows.new_empty((chunks.count, HV, SUMS.value, chunks.size))
     sizes = {"HV": HV, "C": chunks.size}
     places = chunks.start, chunks.length, scale
     strides = {"QR": q, "KR": k, "VR": v, "DQR": dq, "DKR": dk, "DVR": dv}
     gradients_kernel[(min(count, config.processors),)](
-        q, k, v, do, rows, S, U, dY, dS, dq, dk, dv, sums, *places, chunks.tokens, chunks.per_sequence, count,
-        H=H, **{name: row_stride(x) for name, x in strides.items()}, L2NORM=l2norm, **sizes,
+        q,
+        k,
+        v,
+        do,
+        rows,
+        S,
+        U,
+        dY,
+        dS,
+        dq,
+        dk,
+        dv,
+        sums,
+        *places,
+        chunks.tokens,
+        chunks.per_sequence,
+        count,
+        H=H,
+        **{name: row_stride(x) for name, x in strides.items()},
+        L2NORM=l2norm,
+        **sizes,
         **tile("hopper_gradients", SIZE).options(),
-    )  # fmt: skip
+    )
     strides = {"GR": g, "BR": beta, "DGR": dg, "DBR": dbeta}
     gates_kernel[(chunks.count * HV,)](
-        sums, g, beta, A_log, dt_bias, rows, carry, dg, dbeta, dgates, *places, beta_max or None,
-        chunks.tokens, chunks.per_sequence, TILES=1 if carry is None else carry.shape[2], DOT=config.dot,
-        **{name: row_stride(x) for name, x in strides.items()}, **sizes, **tile("gates", 1).options(),
-    )  # fmt: skip
+        sums,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        rows,
+        carry,
+        dg,
+        dbeta,
+        dgates,
+        *places,
+        beta_max or None,
+        chunks.tokens,
+        chunks.per_sequence,
+        TILES=1 if carry is None else carry.shape[2],
+        DOT=config.dot,
+        **{name: row_stride(x) for name, x in strides.items()},
+        **sizes,
+        **tile("gates", 1).options(),
+    )
 
 
 def variants(K: int, V: int, itemsize: int, quick: bool):

@@ -1,21 +1,27 @@
-"""Gated delta rule, T, P and the rows of gated_delta_rule_fwd, for Hopper and in Gluon: in half the time.
+"""Gated delta rule, T, P and the rows of gated_delta_rule_fwd, for Hopper and in Gluon: in half the
+time.
 
-What it computes, and where it stores it, is as there, in 16 bits and chunks of 64. It differs in how:
+What it computes, and where it stores it, is as there, in 16 bits and chunks of 64. It differs in
+how:
 
-    registers   every tile lies as hopper.tiles says; Triton moved each through shared memory, several times
-    heads       a program makes TOGETHER value heads of a key head, one or two, with one Q K^T and one K K^T:
-                M of the first waits in shared memory, where q and k were; a warp makes the gates of a head
+    registers   every tile lies as hopper.tiles says; Triton moved each through shared memory,
+                several times
+    heads       a program makes TOGETHER value heads of a key head, one or two, with one Q K^T and
+                one K K^T: M of the first waits in shared memory, where q and k were; a warp makes
+                the gates of a head
     norms       that of k is the diagonal of K K^T, that of q is summed from the operand of Q K^T
-    decays      only a warp's block of 16 x 16 on the diagonal has a power for every element, of a masked
-                difference. Left of it, with e the last token of the column's block of 16, so j <= e < i,
-                D_ij = exp(b_i - b_e) exp(b_e - b_j): both at most 1, and neither below D_ij
+    decays      only a warp's block of 16 x 16 on the diagonal has a power for every element, of a
+                masked difference. Left of it, with e the last token of the column's block of 16, so
+                j <= e < i, D_ij = exp(b_i - b_e) exp(b_e - b_j): both at most 1, and neither below
+                D_ij
     inverse     of blocks of 16 by shuffles in float32, then by halves, see hopper.tiles.invert
 
 It is right without a GPU in the emulator alone, since no interpreter runs Gluon.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# (Gluon's decorator adds the launch arguments and gives its own functions their types at compile time)
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false,
+# reportIndexIssue=false (Gluon's decorator adds the launch arguments and gives its own functions
+# their types at compile time)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -75,9 +81,20 @@ def _load_value(s_x, place: gl.constexpr):
 
 @gluon.jit
 def _decay_left(
-    M, P, own_q, b_fk, b_fq, b_b, b_low, s_rows, s_within, i_w, head: gl.constexpr, LINE: gl.constexpr,
+    M,
+    P,
+    own_q,
+    b_fk,
+    b_fq,
+    b_b,
+    b_low,
+    s_rows,
+    s_within,
+    i_w,
+    head: gl.constexpr,
+    LINE: gl.constexpr,
     part: gl.constexpr,
-):  # fmt: skip
+):
     """Returns 16 columns of M and P: 0 in rows not below their block, which P has from own_q."""
     END: gl.constexpr = head + 16 * part + 15
     b_b = (b_b - _load_value(s_rows, END)) + (b_low - _load_value(s_rows, LINE + END))
@@ -89,11 +106,35 @@ def _decay_left(
 
 @gluon.jit(do_not_specialize=["tokens", "NT"])
 def prepare_kernel(
-    q, k, g, beta, A_log, dt_bias, T, P, rows, chunk_start, chunk_length, scale, beta_max, tokens, NT,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, KP: gl.constexpr, C: gl.constexpr, QR: gl.constexpr,
-    KR: gl.constexpr, GR: gl.constexpr, BR: gl.constexpr, L2NORM: gl.constexpr, TOGETHER: gl.constexpr,
-):  # fmt: skip
-    """Computes T, P and the rows of TOGETHER value heads of a chunk; C is 64. KP is K up to a power of two.
+    q,
+    k,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    T,
+    P,
+    rows,
+    chunk_start,
+    chunk_length,
+    scale,
+    beta_max,
+    tokens,
+    NT,
+    H: gl.constexpr,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    KP: gl.constexpr,
+    C: gl.constexpr,
+    QR: gl.constexpr,
+    KR: gl.constexpr,
+    GR: gl.constexpr,
+    BR: gl.constexpr,
+    L2NORM: gl.constexpr,
+    TOGETHER: gl.constexpr,
+):
+    """Computes T, P and the rows of TOGETHER value heads of a chunk; C is 64. KP is K up to a power
+    of two.
 
     With A_log, g holds a. With beta_max, beta holds z.
     """
@@ -243,18 +284,24 @@ def prepare_kernel(
 
 
 def heads_together(H: int, HV: int) -> int:
-    """Returns how many of the value heads of a key head a program makes: two, or one of an odd number."""
+    """Returns how many of the value heads of a key head a program makes:
+    two, or one of an odd number.
+    """
     return 1 if HV // H % 2 else 2
 
 
 def compiles(config: Config) -> bool:
-    """Returns whether kernels in Gluon are launched: on Hopper, in 16 bits and with the table's own tiles."""
+    """Returns whether kernels in Gluon are launched: on Hopper,
+    in 16 bits and with the table's own tiles.
+    """
     tile = config.prepare
     return tile.gluon and tile.warps == 4 and config.C == 64 and config.dot != "interpreted"
 
 
 def in_pieces(*tensors) -> bool:
-    """Returns whether tensors [B, T, heads, K] lie in pieces of 16 bytes, which asynchronous copies move."""
+    """Returns whether tensors [B, T, heads, K] lie in pieces of 16 bytes,
+    which asynchronous copies move.
+    """
     return all(x.shape[3] % 8 == x.data_ptr() % 16 == row_stride(x) % 8 == 0 for x in tensors)
 
 

@@ -1,15 +1,17 @@
 """Pieces of Gluon kernels for Hopper: tiles of 64 rows whose layout in registers is placed by hand.
 
-A tile [64, N] of four warps lies as wgmma leaves its result: warp w has rows 16 w to 16 w + 15; of each 8 x 8
-of them a lane has row lane / 4, and columns 2 (lane % 4) and the next. So cuts and joins of columns, and the
-left operand of a product, move nothing between lanes; a block of 16 x 16 on the diagonal is in one warp, in
-columns that no other of its lanes' rows has; the right operand of a product lies in shared memory.
+A tile [64, N] of four warps lies as wgmma leaves its result: warp w has rows 16 w to 16 w + 15; of
+each 8 x 8 of them a lane has row lane / 4, and columns 2 (lane % 4) and the next. So cuts and joins
+of columns, and the left operand of a product, move nothing between lanes; a block of 16 x 16 on the
+diagonal is in one warp, in columns that no other of its lanes' rows has; the right operand of a
+product lies in shared memory.
 
-These are functions of Gluon, which compiles for NVIDIA's compute capability 9 and has no interpreter.
+These are functions of Gluon, which compiles for NVIDIA's compute capability 9 and has no
+interpreter.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# (Gluon's decorator gives its own functions their types at compile time)
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false,
+# reportIndexIssue=false (Gluon's decorator gives its own functions their types at compile time)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,7 +31,8 @@ COLUMN = gl.constexpr(gl.SliceLayout(0, ACC16.value))
 LANE = gl.constexpr(gl.BlockedLayout([1, 1, 1], [1, 8, 4], [4, 1, 1], [2, 1, 0]))
 # start_copy(tile in shared memory, pointers, mask); newer releases have it by the first name
 start_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-# of float32, stored as ACC32 lies: eight columns of four rows next to each other lie in different banks
+# of float32, stored as ACC32 lies: eight columns of four rows next to each other lie in different
+# banks
 HELD = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -63,8 +66,8 @@ def beside(left, right, ACC: gl.constexpr):
 def number_of_warp(o_row):
     """Returns the number of the warp that has each row.
 
-    Where the compiler knows it to be the same in all lanes, it moves every comparison between two kinds of
-    registers, so it is told nothing.
+    Where the compiler knows it to be the same in all lanes, it moves every comparison between two
+    kinds of registers, so it is told nothing.
     """
     thread = gl.inline_asm_elementwise(
         "mov.u32 $0, %tid.x;", "=r,r", [o_row], gl.int32, is_pure=True, pack=1
@@ -74,7 +77,9 @@ def number_of_warp(o_row):
 
 @gluon.jit
 def cut(x, i_w):
-    """Returns of x [64, 64] each warp's block on the diagonal, and the first three parts of 16 columns."""
+    """Returns of x [64, 64] each warp's block on the diagonal,
+    and the first three parts of 16 columns.
+    """
     left, right = halves(x, ACC32)
     x0, x1 = halves(left, ACC16)
     x2, x3 = halves(right, ACC16)
@@ -84,13 +89,17 @@ def cut(x, i_w):
 
 @gluon.jit
 def sum_diagonal(own, b_below):
-    """Returns the diagonal [64] of blocks on it; b_below: how far an element is below the diagonal."""
+    """Returns the diagonal [64] of blocks on it; b_below:
+    how far an element is below the diagonal.
+    """
     return gl.sum(gl.where(b_below == 0, own, 0.0), axis=1)
 
 
 @gluon.jit
 def load_of_own_columns(s_x):
-    """Returns s_x [4, 16] in shared memory as a tile [64, 16]: in each warp's rows, its own 16 values."""
+    """Returns s_x [4, 16] in shared memory as a tile [64, 16]:
+    in each warp's rows, its own 16 values.
+    """
     zeros = gl.reshape(gl.zeros([64, 16], gl.float32, ACC16), [4, 16, 16])
     x = s_x.load(gl.SliceLayout(1, zeros.type.layout))[:, None, :] + zeros
     return gl.convert_layout(gl.reshape(x, [64, 16]), ACC16, assert_trivial=True)
@@ -98,7 +107,9 @@ def load_of_own_columns(s_x):
 
 @gluon.jit
 def choose(mask, a, b):
-    """Returns a where mask is -1 and b where it is 0, of 16 bits: two elements by one instruction."""
+    """Returns a where mask is -1 and b where it is 0, of 16 bits:
+    two elements by one instruction.
+    """
     form: gl.constexpr = (
         "{.reg .b32 c; not.b32 c, $1; and.b32 c, c, $4; and.b32 $0, $1, $3; or.b32 $0,c,$0;}"
     )
@@ -136,7 +147,9 @@ def store_words(high, low):
 
 @gluon.jit
 def start_product(a_high, a_low, s_high, s_low, start: gl.constexpr, ACC: gl.constexpr):
-    """Starts a b, of three products of words; b: the square of the stored tile from row `start` on."""
+    """Starts a b, of three products of words; b:
+    the square of the stored tile from row `start` on.
+    """
     N: gl.constexpr = s_high.shape[1]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     a_high = gl.convert_layout(a_high, LEFT, assert_trivial=True)
@@ -157,11 +170,13 @@ def _from_lane(x, lane):
 
 @gluon.jit
 def invert_blocks(M):
-    """Returns (I - M)^-1 of the four strictly lower blocks of 16 in M [64, 16], exactly as float32 adds.
+    """Returns (I - M)^-1 of the four strictly lower blocks of 16 in M [64, 16], exactly as float32
+    adds.
 
-    Column by column, as tiles._invert_diagonal_blocks: T <- T + M_:j T_j:. A block is cut into four of 8 x 8,
-    and these into even and odd columns, so that a lane has one element of each of the eight parts: the
-    element of a column comes from another lane of its row, that of row j from lane j of its column.
+    Column by column, as tiles._invert_diagonal_blocks: T <- T + M_:j T_j:. A block is cut into four
+    of 8 x 8, and these into even and odd columns, so that a lane has one element of each of the
+    eight parts: the element of a column comes from another lane of its row, that of row j from lane
+    j of its column.
     """
     parts = gl.permute(gl.reshape(M, [4, 2, 8, 2, 4, 2]), [0, 2, 4, 5, 3, 1])
     above, below = parts.split()
@@ -211,9 +226,9 @@ def invert_blocks(M):
 def invert(own, M0, M1, M2, i_w, dtype: gl.constexpr):
     """Returns T = (I - M)^-1 [64, 64] in dtype, of a strictly lower M that is cut as by `cut`.
 
-    By halves. With T_a and T_b the inverses of two blocks next to each other on the diagonal, that of both
-    has T_b M_ba T_a below: first for blocks of 16, in warps 1 and 3, then for those of 32. What other warps
-    compute, nobody reads.
+    By halves. With T_a and T_b the inverses of two blocks next to each other on the diagonal, that
+    of both has T_b M_ba T_a below: first for blocks of 16, in warps 1 and 3, then for those of 32.
+    What other warps compute, nobody reads.
     """
     t_high, t_low = split_words(invert_blocks(own), dtype)
     s_high, s_low = store_words(t_high, t_low)

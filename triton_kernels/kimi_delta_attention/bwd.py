@@ -1,7 +1,8 @@
-"""Kimi Delta Attention, backward, chunkwise: after gated_delta_rule_reverse's scan, every chunk in parallel.
+"""Kimi Delta Attention, backward, chunkwise: after gated_delta_rule_reverse's scan, every chunk in
+parallel.
 
-In the symbols of kimi_delta_attention.fwd, q times scale; dO is given, dS' [K, V] is the gradient of the
-state at a chunk's end, dY that of Y:
+In the symbols of kimi_delta_attention.fwd, q times scale; dO is given, dS' [K, V] is the gradient
+of the state at a chunk's end, dY that of Y:
 
     dY  = T^T (P^T dO + kl dS')                                             [C, V]   and dV = diag(beta) dY
     dS  = Diag(gam_C) dS' + qg^T dO - kg^T dY                               [K, V]
@@ -9,24 +10,26 @@ state at a chunk's end, dY that of Y:
     reads_q = gam . (dO S^T),  reads_k = -diag(beta) gam . (dY S^T)         [C, K]
     written = lam . (U dS'^T)                                               [C, K]
 
-and for each level of cuts, with its factors f, dP and dkk masked to the pairs that its cuts lie between:
+and for each level of cuts, with its factors f, dP and dkk masked to the pairs that its cuts lie
+between:
 
     row_q = f . (dP (k . f)),  row_k = f . (dkk (k . f))                    [C, K]   right of the cuts
     column = f . (dP^T (q . f) + dkk^T (k . f))                             [C, K]   left of them
 
-(in two products, of dP and of dkk with their transposes above the diagonal, where k stands in the operand's
-rows left of the cuts, and q or beta k right of them)
+(in two products, of dP and of dkk with their transposes above the diagonal, where k stands in the
+operand's rows left of the cuts, and q or beta k right of them)
 
     dq = reads_q + diag(own) k + sum row_q,  own_i = <dO_i, U_i>
     dk = reads_k + written + diag(own) q + sum (row_k + column)
-    dbeta_i = <dY_i, U_i> / beta_i = <dY_i, V_i> + <k_i, (reads_k + sum row_k)_i> / beta_i
-    dg_t = sum_{i >= t} (q . reads_q + k . reads_k)_i + sum_{j < t} (k . written)_j + gam_C . rowsum(S . dS')
+    dbeta_i = <dY_i, U_i> / beta_i = <dY_i, V_i> + <k_i, (reads_k + sum row_k)_i> / beta_i dg_t =
+    sum_{i >= t} (q . reads_q + k . reads_k)_i + sum_{j < t} (k . written)_j + gam_C . rowsum(S .
+    dS')
            + for each level, over the tokens i that t decays on their way to the cut,
              sum_i (q . row_q + k . row_k + k . column)_i
 
-A pair of tokens counts in dg_t exactly where t lies between the two, and nothing is added and taken away
-again: suffix sums of q . dq - k . dk are the same on paper and keep no digit where a channel decays strongly.
-dbeta is divided by a beta of LEAST_DIVISOR or more, as in gated_delta_rule_bwd.
+A pair of tokens counts in dg_t exactly where t lies between the two, and nothing is added and taken
+away again: suffix sums of q . dq - k . dk are the same on paper and keep no digit where a channel
+decays strongly. dbeta is divided by a beta of LEAST_DIVISOR or more, as in gated_delta_rule_bwd.
 
 With x = a + dt_bias, and y = exp(A_log) x for the gate with a lower bound:
 
@@ -35,16 +38,19 @@ With x = a + dt_bias, and y = exp(A_log) x for the gate with a lower bound:
 
 Layout, beyond that of forward and of gated_delta_rule_bwd:
 
-    products                       dP, dkk [NC, HV, C, C], with their transposes above the diagonal and dkk
-                                   without beta; dO S^T, dY S^T, U dS'^T, as q; rowsum(S . dS'), <dY_i, V_i>
+    products                       dP, dkk [NC, HV, C, C], with their transposes above the diagonal
+                                   and dkk without beta; dO S^T, dY S^T, U dS'^T, as q; rowsum(S .
+                                   dS'), <dY_i, V_i>
     dq, dk [B, tokens, HV, K]      in float32 if `sum_heads` follows, of the normalized q and k then
-    carry [NC, HV, TILES, K]       what rounding took from rowsum(S . dS') at the first chunk of a sequence
-                                   that has an initial state, for each of the reverse scan's tiles; else 0
+    carry [NC, HV, TILES, K]       what rounding took from rowsum(S . dS') at the first chunk of a
+                                   sequence that has an initial state, for each of the reverse
+                                   scan's tiles; else 0
     dgates [NC, HV, K + 1]         a chunk's part of ddt_bias and of dA_log
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false,
+# reportIndexIssue=false (Triton's decorator adds the launch arguments and gives its own functions
+# their types at compile time)
 import triton
 import triton.language as tl
 
@@ -87,11 +93,37 @@ TYPES = {
 
 @triton.jit(do_not_specialize=["tokens", "NT"])
 def products_kernel(
-    v, do, rows, S, U, dY, dS, carry, dP, dkk, OS, YS, US, SdS, dYV, dv, chunk_start, chunk_length, scale,
-    tokens, NT,
-    HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    TILES: tl.constexpr, PIPELINED: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
+    v,
+    do,
+    rows,
+    S,
+    U,
+    dY,
+    dS,
+    carry,
+    dP,
+    dkk,
+    OS,
+    YS,
+    US,
+    SdS,
+    dYV,
+    dv,
+    chunk_start,
+    chunk_length,
+    scale,
+    tokens,
+    NT,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    TILES: tl.constexpr,
+    PIPELINED: tl.constexpr,
+    DOT: tl.constexpr,
+):
     """Computes what `gradients_kernel` needs of V, and dv; one program per (chunk, value head).
 
     PIPELINED: loads of later turns of a loop run ahead; see tiles.accumulate_in_turn.
@@ -170,10 +202,26 @@ def differentiate_gates(b_dg, b_g, b_x, rate, lower_bound):
 
 @triton.jit
 def differentiate_cuts(
-    b_dq, b_dk, b_rowk, b_dg, b_q, b_k, b_g, b_beta, b_dP, b_dkk, o_i, o_j, first, last, dtype: tl.constexpr,
+    b_dq,
+    b_dk,
+    b_rowk,
+    b_dg,
+    b_q,
+    b_k,
+    b_g,
+    b_beta,
+    b_dP,
+    b_dkk,
+    o_i,
+    o_j,
+    first,
+    last,
+    dtype: tl.constexpr,
     DOT: tl.constexpr,
-):  # fmt: skip
-    """Adds what comes through kk and P at the levels from `first` to before `last`; tiles as in add_cuts."""
+):
+    """Adds what comes through kk and P at the levels from `first` to before `last`;
+    tiles as in add_cuts.
+    """
     for level in range(first, last):
         b_f = find_cut_factors(b_g, o_i, o_j, level, dtype, DOT)
         apart = (o_i >> level) ^ (o_j >> level) == 1
@@ -194,11 +242,42 @@ def differentiate_cuts(
 
 @triton.jit(do_not_specialize=["tokens", "NT"])
 def gradients_kernel(
-    q, k, g, beta, A_log, dt_bias, rows, dP, dkk, OS, YS, US, SdS, dYV, dq, dk, dg, dbeta, dgates,
-    chunk_start, chunk_length, scale, tokens, NT, beta_max, lower_bound,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Computes dq, dk, dg, dbeta and dgates of what `products_kernel` wrote, BK channels at a time."""
+    q,
+    k,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    rows,
+    dP,
+    dkk,
+    OS,
+    YS,
+    US,
+    SdS,
+    dYV,
+    dq,
+    dk,
+    dg,
+    dbeta,
+    dgates,
+    chunk_start,
+    chunk_length,
+    scale,
+    tokens,
+    NT,
+    beta_max,
+    lower_bound,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Computes dq, dk, dg, dbeta and dgates of what `products_kernel` wrote,
+    BK channels at a time.
+    """
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_h = pid // HV, pid % HV
     start, length = locate_chunk(i_c, tokens, NT, chunk_start, chunk_length, C)
@@ -241,7 +320,8 @@ def gradients_kernel(
             i_k < NT + K, 0, C
         )  # o_c, which the compiler does not know: it would keep masks
         b_g, b_x = load_decays(g, rate, dt_bias, lower_bound, p_g, p_bias, m, m_k[None, :])
-        # the layout of products, which the levels have, costs nothing where a product makes it: of 1
+        # the layout of products, which the levels have, costs nothing where a product makes it: of
+        # 1
         b_one = tl.where(o_r[:, None] == o_c[None, :], 1.0, 0.0).to(dtype)
         b_q = multiply(b_one, b_q, DOT) * b_rq[:, None]
         b_k = multiply(b_one, b_k, DOT) * b_rk[:, None]
@@ -261,11 +341,23 @@ def gradients_kernel(
         )  # fmt: skip
         blocks: tl.constexpr = [C // 16, 16, BK]
         b_dq, b_dk, b_rowk, b_dg = differentiate_cuts(
-            tl.reshape(b_dq, blocks), tl.reshape(b_dk, blocks), tl.reshape(b_rowk, blocks),
-            tl.reshape(b_dg, blocks), tl.reshape(b_q, blocks), tl.reshape(b_k, blocks),
-            tl.reshape(b_g * LOG2E, blocks), tl.reshape(b_beta, [C // 16, 16, 1]), b_dP_16, b_dkk_16, o_i,
-            o_j, 0, 4, dtype, DOT,
-        )  # fmt: skip
+            tl.reshape(b_dq, blocks),
+            tl.reshape(b_dk, blocks),
+            tl.reshape(b_rowk, blocks),
+            tl.reshape(b_dg, blocks),
+            tl.reshape(b_q, blocks),
+            tl.reshape(b_k, blocks),
+            tl.reshape(b_g * LOG2E, blocks),
+            tl.reshape(b_beta, [C // 16, 16, 1]),
+            b_dP_16,
+            b_dkk_16,
+            o_i,
+            o_j,
+            0,
+            4,
+            dtype,
+            DOT,
+        )
         b_dq, b_dk = tl.reshape(b_dq, [C, BK]), tl.reshape(b_dk, [C, BK])
         b_rowk, b_dg = tl.reshape(b_rowk, [C, BK]), tl.reshape(b_dg, [C, BK])
         b_dbeta += tl.sum(tl.reshape(b_k, [C, BK]) * b_rowk, axis=1)
@@ -292,10 +384,37 @@ def gradients_kernel(
 
 @take_turns
 def gradients(
-    q, k, v, do, g, beta, A_log, dt_bias, rows, S, U, dY, dS, carry, *, products, dq, dk, dv, dg, dbeta,
-    dgates, scale, beta_max, lower_bound, chunks: Chunks, config: Config,
-):  # fmt: skip
-    """Launches both kernels: fills products, dq and dk of value heads, dv, dg, dbeta; with A_log dgates."""
+    q,
+    k,
+    v,
+    do,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    rows,
+    S,
+    U,
+    dY,
+    dS,
+    carry,
+    *,
+    products,
+    dq,
+    dk,
+    dv,
+    dg,
+    dbeta,
+    dgates,
+    scale,
+    beta_max,
+    lower_bound,
+    chunks: Chunks,
+    config: Config,
+):
+    """Launches both kernels: fills products, dq and dk of value heads, dv,
+    dg, dbeta; with A_log dgates.
+    """
     H, (HV, V), K = q.shape[2], do.shape[2:], q.shape[3]
     launch, grid, sizes = (
         config.products,
@@ -304,14 +423,49 @@ def gradients(
     )
     places = chunks.start, chunks.length, scale, chunks.tokens, chunks.per_sequence
     products_kernel[grid](
-        v, do, rows, S, U, dY, dS, carry, *products, dv, *places, KP=power_of_two(K), V=V,
-        BV=launch.columns, TILES=1 if carry is None else carry.shape[2], PIPELINED=launch.stages > 1,
-        DOT=config.dot, **sizes, **launch.options(),
-    )  # fmt: skip
+        v,
+        do,
+        rows,
+        S,
+        U,
+        dY,
+        dS,
+        carry,
+        *products,
+        dv,
+        *places,
+        KP=power_of_two(K),
+        V=V,
+        BV=launch.columns,
+        TILES=1 if carry is None else carry.shape[2],
+        PIPELINED=launch.stages > 1,
+        DOT=config.dot,
+        **sizes,
+        **launch.options(),
+    )
     gradients_kernel[grid](
-        q, k, g, beta, A_log, dt_bias, rows, *products, dq, dk, dg, dbeta, dgates, *places, beta_max or None,
-        lower_bound, H=H, BK=config.gradients.columns, DOT=config.dot, **sizes, **config.gradients.options(),
-    )  # fmt: skip
+        q,
+        k,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        rows,
+        *products,
+        dq,
+        dk,
+        dg,
+        dbeta,
+        dgates,
+        *places,
+        beta_max or None,
+        lower_bound,
+        H=H,
+        BK=config.gradients.columns,
+        DOT=config.dot,
+        **sizes,
+        **config.gradients.options(),
+    )
 
 
 def variants(K: int, V: int, itemsize: int, quick: bool):

@@ -1,7 +1,8 @@
-"""Kimi Delta Attention, forward, chunkwise: chunks are prepared in parallel, for gated_delta_rule_fwd's scan.
+"""Kimi Delta Attention, forward, chunkwise: chunks are prepared in parallel, for
+gated_delta_rule_fwd's scan.
 
-The gated delta rule with a decay for each channel of a key (arXiv:2510.26692). For one chunk of C tokens and
-one value head, S the state [K, V] at the chunk's start, q times scale:
+The gated delta rule with a decay for each channel of a key (arXiv:2510.26692). For one chunk of C
+tokens and one value head, S the state [K, V] at the chunk's start, q times scale:
 
     b     = sums of g from the chunk's first token on                       [C, K]
     gam   = exp(b),  lam_i = exp(b_C - b_i)                                 [C, K]
@@ -12,27 +13,31 @@ one value head, S the state [K, V] at the chunk's start, q times scale:
     O  = qg S + P U,  qg = gam . q                                          [C, V]
     S' = Diag(gam_C) S + kl^T U,  kl = lam . k                              [K, V]
 
-No difference of sums is ever taken for kk and P, and nothing is divided by a decay, which would overflow.
-Blocks of 2 s tokens, s = 1, 2, ..., C / 2, each have a cut in their middle, and every pair i > j lies on the
-two sides of exactly one cut. With f_i the decay between the cut and the token i,
+No difference of sums is ever taken for kk and P, and nothing is divided by a decay, which would
+overflow. Blocks of 2 s tokens, s = 1, 2, ..., C / 2, each have a cut in their middle, and every
+pair i > j lies on the two sides of exactly one cut. With f_i the decay between the cut and the
+token i,
 
     f_i = exp(sum of g from the cut to i, with it)          right of the cut
     f_j = exp(sum of g behind j up to the cut)              left of it
     kk_ij = <k_i . f_i, k_j . f_j>
 
-where both exponents are sums of g <= 0, so that neither factor underflows unless their product does. The sums
-are products with matrices of 0 and 1, of g in two words in 16 bits. Gates of g, with x = a + dt_bias:
+where both exponents are sums of g <= 0, so that neither factor underflows unless their product
+does. The sums are products with matrices of 0 and 1, of g in two words in 16 bits. Gates of g, with
+x = a + dt_bias:
 
     g = -exp(A_log) softplus(x)         or, with a lower bound,         g = lower_bound sigmoid(exp(A_log) x)
 
 Layout, beyond that of gated_delta_rule_fwd:
 
     g [B, tokens, HV, K]           dt_bias [HV, K]              last [NC, HV, K] float32, gam_C
-    qg, kg, kl [B, tokens, HV, K]  which the scans take for q and k; rows has factors of 1 and, as there, beta
+    qg, kg, kl [B, tokens, HV, K]  which the scans take for q and k; rows has factors of 1 and, as
+                                   there, beta
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false,
+# reportIndexIssue=false (Triton's decorator adds the launch arguments and gives its own functions
+# their types at compile time)
 import triton
 import triton.language as tl
 
@@ -73,7 +78,9 @@ def exp2_of(x):
 
 @triton.jit
 def find_factors(b_g, o_c, C: tl.constexpr, dtype: tl.constexpr):
-    """Returns gam and lam [C, BK], and gam_C [BK]: in float32 of float64 sums, since they multiply states."""
+    """Returns gam and lam [C, BK], and gam_C [BK]: in float32 of float64 sums,
+    since they multiply states.
+    """
     b_sum = tl.cumsum(b_g.to(tl.float64 if dtype == tl.float32 else tl.float32), axis=0) * LOG2E
     b_last = tl.sum(tl.where((o_c == C - 1)[:, None], b_sum, 0.0), axis=0)
     return exp2_of(b_sum), exp2_of(b_last[None, :] - b_sum), exp2_of(b_last)
@@ -81,7 +88,9 @@ def find_factors(b_g, o_c, C: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def lies_between(t, i, level):
-    """Returns whether token t decays token i on its way to the cut of i's block, of two halves of 2^level."""
+    """Returns whether token t decays token i on its way to the cut of i's block,
+    of two halves of 2^level.
+    """
     start = (i >> level) << level
     right = (i >> level) % 2 == 1
     first = tl.where(right, start, i + 1)
@@ -91,7 +100,9 @@ def lies_between(t, i, level):
 
 @triton.jit
 def add_sums(acc, chosen, x, dtype: tl.constexpr, DOT: tl.constexpr):
-    """Returns acc + chosen x, for booleans [.., C, C] and float32 x; in 16 bits of two words, 2^-16 of x."""
+    """Returns acc + chosen x, for booleans [.., C, C] and float32 x;
+    in 16 bits of two words, 2^-16 of x.
+    """
     if len(x.shape) == 3:
         chosen = tl.broadcast_to(chosen, [x.shape[0], x.shape[1], x.shape[1]])
     if dtype == tl.float32:
@@ -108,8 +119,8 @@ def add_sums(acc, chosen, x, dtype: tl.constexpr, DOT: tl.constexpr):
 def find_cut_factors(b_g, o_i, o_j, level, dtype: tl.constexpr, DOT: tl.constexpr):
     """Returns f [.., C, BK] for the cuts of a level. g times log2(e)."""
     if len(b_g.shape) == 2:
-        # so g is stored as an operand in every turn, not before the loop: the compiler does not know that 0
-        # is added, and puts a fence between each store and the products behind it
+        # so g is stored as an operand in every turn, not before the loop: the compiler does not
+        # know that 0 is added, and puts a fence between each store and the products behind it
         b_g += level * 0.0
     b_sum = tl.zeros(b_g.shape, tl.float32)
     return tl.exp2(add_sums(b_sum, lies_between(o_j, o_i, level), b_g, dtype, DOT))
@@ -137,7 +148,8 @@ def add_cuts(
 ):
     """Adds kk and P of the levels from `first` to before `last`, and what pairs i < j would have.
 
-    Tiles are those of a chunk or of its blocks of 16; o_i and o_j number rows and columns. g times log2(e).
+    Tiles are those of a chunk or of its blocks of 16; o_i and o_j number rows and columns. g times
+    log2(e).
     """
     for level in range(first, last):
         b_f = find_cut_factors(b_g, o_i, o_j, level, dtype, DOT)
@@ -159,12 +171,37 @@ def spread_blocks(x, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "NT"])
 def prepare_kernel(
-    q, k, g, beta, A_log, dt_bias, T, P, qg, kg, kl, last, rows, chunk_start, chunk_length, scale, beta_max,
-    lower_bound, tokens, NT,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    L2NORM: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Computes T, P, the scaled copies of q and k, last and the rows; one program per (chunk, value head)."""
+    q,
+    k,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    T,
+    P,
+    qg,
+    kg,
+    kl,
+    last,
+    rows,
+    chunk_start,
+    chunk_length,
+    scale,
+    beta_max,
+    lower_bound,
+    tokens,
+    NT,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    L2NORM: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Computes T, P, the scaled copies of q and k, last and the rows;
+    one program per (chunk, value head).
+    """
     pid = tl.program_id(0).to(tl.int64)
     i_c, i_h = pid // HV, pid % HV
     start, length = locate_chunk(i_c, tokens, NT, chunk_start, chunk_length, C)
@@ -235,18 +272,55 @@ def prepare_kernel(
 
 @take_turns
 def prepare(
-    q, k, g, beta, A_log, dt_bias, *, T, P, qg, kg, kl, last, rows, scale, l2norm, beta_max, lower_bound,
-    chunks: Chunks, config: Config,
-):  # fmt: skip
-    """Launches a `prepare_kernel`, this or `hopper`'s: fills what stands behind the star, up to rows.
+    q,
+    k,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    *,
+    T,
+    P,
+    qg,
+    kg,
+    kl,
+    last,
+    rows,
+    scale,
+    l2norm,
+    beta_max,
+    lower_bound,
+    chunks: Chunks,
+    config: Config,
+):
+    """Launches a `prepare_kernel`, this or `hopper`'s: fills what stands behind the star, up to
+    rows.
 
     A_log None: g is given as it is. beta_max 0: beta is given as it is. lower_bound None: softplus.
     """
     H, K, HV = q.shape[2], q.shape[3], g.shape[2]
     arguments = (
-        q, k, g, beta, A_log, dt_bias, T, P, qg, kg, kl, last, rows, chunks.start, chunks.length, scale,
-        beta_max or None, lower_bound, chunks.tokens, chunks.per_sequence,
-    )  # fmt: skip
+        q,
+        k,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        T,
+        P,
+        qg,
+        kg,
+        kl,
+        last,
+        rows,
+        chunks.start,
+        chunks.length,
+        scale,
+        beta_max or None,
+        lower_bound,
+        chunks.tokens,
+        chunks.per_sequence,
+    )
     sizes = {"H": H, "HV": HV, "K": K, "C": chunks.size} | config.prepare.options()
     if l2norm and hopper.takes(q, k, g, A_log, lower_bound, config):
         hopper.prepare_kernel[(chunks.count * HV,)](

@@ -1,20 +1,24 @@
-"""Kimi Delta Attention's `prepare` for sm_90, in Gluon, where gates have a bound; what it computes: see fwd.
+"""Kimi Delta Attention's `prepare` for sm_90, in Gluon, where gates have a bound; what it computes:
+see fwd.
 
-With g >= SAFE, 16 tokens decay a channel to exp(-80) at the least, which bfloat16 holds, and so does its
-reciprocal. So half a chunk needs no cuts: with r the end of its first 16 tokens, for each half
+With g >= SAFE, 16 tokens decay a channel to exp(-80) at the least, which bfloat16 holds, and so
+does its reciprocal. So half a chunk needs no cuts: with r the end of its first 16 tokens, for each
+half
 
     kk_ij = <k_i . exp(b_i - b_r), k_j . exp(b_r - b_j)>,  j in the half, i > j;  and so P
 
-Within 16 tokens, b = the sum to their start + p: every factor is 2^p or 2^-p, one exponential each, times
-what depends on the 16 tokens and the channel alone. Above the diagonal such products overflow, and are not
-read. Nothing decays below what is left of it: kl = k . 2^(s - p) . ..., s the sum of p's 16 tokens.
+Within 16 tokens, b = the sum to their start + p: every factor is 2^p or 2^-p, one exponential each,
+times what depends on the 16 tokens and the channel alone. Above the diagonal such products
+overflow, and are not read. Nothing decays below what is left of it: kl = k . 2^(s - p) . ..., s the
+sum of p's 16 tokens.
 
-A thread holds 16 tokens of two channels, so that p, s and these factors need no exchange; a slice is 64
-channels. q, k and g are copied to shared memory at once, before anything waits for them.
+A thread holds 16 tokens of two channels, so that p, s and these factors need no exchange; a slice
+is 64 channels. q, k and g are copied to shared memory at once, before anything waits for them.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# (Gluon adds the launch arguments and gives its own functions their types at compile time)
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false,
+# reportIndexIssue=false (Gluon adds the launch arguments and gives its own functions their types at
+# compile time)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -49,7 +53,8 @@ exp, load_rate, locate_chunk, sigmoid = (
 
 
 def takes(q, k, g, A_log, lower_bound, config: Config) -> bool:
-    """Returns whether this kernel prepares a call in 16 bits, which are bfloat16's, with normalized q and k.
+    """Returns whether this kernel prepares a call in 16 bits, which are bfloat16's, with normalized
+    q and k.
 
     Others may overflow as factors.
     """
@@ -91,10 +96,32 @@ def whole(x, LAYOUT: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tokens", "NT"])
 def prepare_kernel(
-    q, k, g, beta, A_log, dt_bias, T, P, qg, kg, kl, last, rows, chunk_start, chunk_length, scale, beta_max,
-    lower_bound, tokens, NT,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, SLICES: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    T,
+    P,
+    qg,
+    kg,
+    kl,
+    last,
+    rows,
+    chunk_start,
+    chunk_length,
+    scale,
+    beta_max,
+    lower_bound,
+    tokens,
+    NT,
+    H: gl.constexpr,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    SLICES: gl.constexpr,
+    C: gl.constexpr,
+):
     """Computes what fwd.prepare_kernel does, for 64 tokens in a chunk; 64 channels at a time."""
     pid = gl.program_id(0).to(gl.int64)
     i_c, i_h = pid // HV, pid % HV
@@ -169,7 +196,8 @@ def prepare_kernel(
     s_rk.store(b_rk)
     s_own.store(gl.sum(b_qk, axis=1) * b_rq * b_rk)
 
-    # factors of queries and keys as readers, in both halves of the chunk, and of keys as what is read
+    # factors of queries and keys as readers, in both halves of the chunk, and of keys as what is
+    # read
     s_q0 = gl.allocate_shared_memory(dtype, [C, N], OPERAND)
     s_k0 = gl.allocate_shared_memory(dtype, [C, N], OPERAND)
     s_q1 = gl.allocate_shared_memory(dtype, [C, N], OPERAND)

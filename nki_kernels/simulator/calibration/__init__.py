@@ -1,1 +1,3 @@
-"""Compares the cost model with published measurements: `python -m nki_kernels.simulator calibrate`."""
+"""Compares the cost model with published measurements:
+`python -m nki_kernels.simulator calibrate`.
+"""

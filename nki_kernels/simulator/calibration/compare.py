@@ -1,7 +1,8 @@
 """Prints model against published measurement, for both readings of the Tensor engine's rate.
 
-The model's time is the one in program order. Constants of the model come from one source; the others are held
-out. The published busy time of the Vector and the Scalar engine is compared, too, where there is one.
+The model's time is the one in program order. Constants of the model come from one source; the
+others are held out. The published busy time of the Vector and the Scalar engine is compared, too,
+where there is one.
 """
 
 from dataclasses import dataclass
@@ -35,11 +36,14 @@ class Comparison:
 
 
 def compare(measurement: Measurement) -> Comparison:
-    """Simulates a published kernel, and extends its time to the published size along a straight line."""
+    """Simulates a published kernel, and extends its time
+    to the published size along a straight line.
+    """
     runs = []
     for repetitions in measurement.samples:
         given = arguments(measurement.program, repetitions, measurement.size)
-        # Some originals fill the 16 KiB of SBUF that the compiler keeps, or spill: no strict checks.
+        # Some originals fill the 16 KiB of SBUF that the compiler keeps, or spill: no strict
+        # checks.
         run = record(measurement.program, *given, target="trn1", strict=False)
         runs.append(estimates(run.trace, run.target))
 
@@ -81,7 +85,9 @@ def table(comparisons: list[Comparison]) -> str:
 
 
 def verdict(comparisons: list[Comparison]) -> tuple[list[str], bool]:
-    """Returns a line for all, for the fitted and for the held-out points, and whether the aims are met."""
+    """Returns a line for all, for the fitted and for the held-out points,
+    and whether the aims are met.
+    """
     lines, met = [], True
     for name, chosen in (
         ("all", comparisons),
@@ -98,18 +104,21 @@ def verdict(comparisons: list[Comparison]) -> tuple[list[str], bool]:
             )
             met &= good
             lines.append(
-                f"{name}, {reading.name}: {len(ratios)} points, median {middle:.2f}, {ratios[0]:.2f} to "
-                f"{ratios[-1]:.2f}: {'within' if good else 'OUTSIDE'} the aims"
+                f"{name}, {reading.name}: {len(ratios)} points, median {middle:.2f}, "
+                f"{ratios[0]:.2f} to {ratios[-1]:.2f}: {'within' if good else 'OUTSIDE'} the aims"
             )
     return lines, met
 
 
 def main() -> int:
-    """Runs the comparison. Returns 1 if the model is farther from a measurement than the aims allow."""
+    """Runs the comparison. Returns 1 if the model is farther
+    from a measurement than the aims allow.
+    """
     comparisons = [compare(m) for m in MEASUREMENTS]
     lines, met = verdict(comparisons)
     print(
-        "Model in program order against published measurements on Trn1. Nothing was measured here.\n"
+        "Model in program order against published measurements on Trn1. Nothing was measured "
+        "here.\n"
     )
     print(table(comparisons) + "\n", *lines, "", sep="\n")
     print("\nSources:", *(f"{name}: {address}" for name, address in SOURCES.items()), sep="\n  ")

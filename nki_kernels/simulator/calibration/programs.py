@@ -1,8 +1,10 @@
-"""Published kernels, written again from their descriptions so that their instruction streams can be costed.
+"""Published kernels, written again from their descriptions so that their instruction streams can be
+costed.
 
-Each function computes the published operation on `parts` repetitions of the original's outermost loop, with
-its tile sizes, its order of loops and its number of instructions. What the source leaves to the compiler, the
-published busy times, bytes and idle times decide; each such choice is said where it is made.
+Each function computes the published operation on `parts` repetitions of the original's outermost
+loop, with its tile sizes, its order of loops and its number of instructions. What the source leaves
+to the compiler, the published busy times, bytes and idle times decide; each such choice is said
+where it is made.
 """
 
 import ml_dtypes
@@ -49,7 +51,9 @@ def load_rows(source, columns):
 
 
 def multiply(target, stationary, right):
-    """Stores stationary.T @ right to `target` by blocks [128, 1024]; the tiles of stationary are in SBUF."""
+    """Stores stationary.T @ right to `target` by blocks [128, 1024];
+    the tiles of stationary are in SBUF.
+    """
     for column in range(0, right.shape[1], WIDE):
         moving = load_rows(right, slice(column, column + WIDE))
         for row in range(0, target.shape[0], P):
@@ -103,9 +107,11 @@ def transpose_matmul(left, right):
 
 
 def matmul(left, right, identity):
-    """left [128 parts, K], right [K, 1024], float32: left @ right, with left transposed on the Tensor engine.
+    """left [128 parts, K], right [K, 1024], float32: left @ right, with left transposed on the
+    Tensor engine.
 
-    The source loads right once, but its published traffic, 23.6 MB per row of blocks, has right in every row.
+    The source loads right once, but its published traffic, 23.6 MB per row of blocks, has right in
+    every row.
     """
     rows, depth = left.shape
     out = output(rows, WIDE)
@@ -134,7 +140,8 @@ def bmm(left, right, identity):
 
 
 def rmsnorm_matmul(x, weight, identity):
-    """x [1024 parts, 1024], weight [1024, 2048], float32: x over its rows' root mean square, times weight.
+    """x [1024 parts, 1024], weight [1024, 2048], float32: x over its rows' root mean square, times
+    weight.
 
     The mean's factor and the scaling are on the Scalar engine, the sum is on the Vector engine.
     """
@@ -183,11 +190,12 @@ def silu(x):
 
 
 def adamw(weight, gradient, first, second):
-    """Arrays [128, 1024 parts], float32: the new weights after one step, without momenta written back.
+    """Arrays [128, 1024 parts], float32: the new weights after one step, without momenta written
+    back.
 
-    Products with a number, the root, epsilon and the reciprocal are on the Scalar engine: its published busy
-    time is that of nine instructions, and the Vector engine's that of six. Both halves of a tile advance
-    together.
+    Products with a number, the root, epsilon and the reciprocal are on the Scalar engine: its
+    published busy time is that of nine instructions, and the Vector engine's that of six. Both
+    halves of a tile advance together.
     """
     out = output(*weight.shape)
     for column in range(0, weight.shape[1], WIDE):
@@ -224,10 +232,12 @@ def _join(one, two, op):
 
 
 def rope(x, cos, sin):
-    """x [128, 512 parts], cos and sin [64, 512 parts], float32: halves rotated, in one set of input tiles.
+    """x [128, 512 parts], cos and sin [64, 512 parts], float32: halves rotated, in one set of input
+    tiles.
 
-    The source packs cos over sin, and each product with cos over one with sin. The inputs of an instruction
-    begin at the same partition, so three tiles are copied: as many as the Scalar engine's busy time needs.
+    The source packs cos over sin, and each product with cos over one with sin. The inputs of an
+    instruction begin at the same partition, so three tiles are copied: as many as the Scalar
+    engine's busy time needs.
     """
     half, width = cos.shape
     out = output(*x.shape)
@@ -280,7 +290,8 @@ def rope_wide(x, cos, sin):
 
 
 def mamba(delta, u, a, b, c, keep=False):
-    """delta, u [128 parts, T], a [128 parts, S], b, c [S, T], float32: the selective scan, states outside.
+    """delta, u [128 parts, T], a [128 parts, S], b, c [S, T], float32: the selective scan, states
+    outside.
 
     delta and u are loaded and multiplied again for each state. With `keep`, delta stays on chip.
     """
@@ -299,12 +310,16 @@ def mamba(delta, u, a, b, c, keep=False):
 
 
 def mamba_keeping(delta, u, a, b, c):
-    """The same with delta kept on chip: what the published traffic of AccelOpt's best version has."""
+    """The same with delta kept on chip: what the published traffic
+    of AccelOpt's best version has.
+    """
     return mamba(delta, u, a, b, c, keep=True)
 
 
 def mamba_tiled(delta, u, a, b, c):
-    """The same with channels outside, in tiles of 512: delta u, which no state changes, is computed once."""
+    """The same with channels outside, in tiles of 512: delta u,
+    which no state changes, is computed once.
+    """
     out, ones, sums = _begin(delta)
     for i, total in enumerate(sums):
         row = slice(i * P, i * P + P)
@@ -333,7 +348,9 @@ def _multiply(one, two):
 
 
 def _add_state(total, deltas, products, a, b, c, state, ones, size):
-    """Adds one state's part of the output to total, in tiles of `size` steps, which hand on the state."""
+    """Adds one state's part of the output to total, in tiles of `size` steps,
+    which hand on the state.
+    """
     length, carry = total.shape[1], 0.0
     decay = load(a[:, state : state + 1])
     for n in range(0, length, size):
@@ -366,7 +383,9 @@ def _to_all(row, ones):
 
 
 def arguments(program, parts, size):
-    """Returns seeded arguments for `parts` repetitions of the outermost loop; size is K, or T of a scan."""
+    """Returns seeded arguments for `parts` repetitions of the outermost loop;
+    size is K, or T of a scan.
+    """
     rng = np.random.default_rng(0)
 
     def array(*shape):

@@ -1,7 +1,9 @@
-"""Two physical cores as one logical core (LNC 2 on Trn2 and Trn3). Each runs the kernel in its own thread.
+"""Two physical cores as one logical core (LNC 2 on Trn2 and Trn3). Each runs the kernel in its own
+thread.
 
-The cores share the arguments and the shared_hbm tensors: the n-th shared allocation of one core is the n-th
-of the other. Everything else is private. `meet` is the barrier of core_barrier and sendrecv.
+The cores share the arguments and the shared_hbm tensors: the n-th shared allocation of one core is
+the n-th of the other. Everything else is private. `meet` is the barrier of core_barrier and
+sendrecv.
 """
 
 import threading

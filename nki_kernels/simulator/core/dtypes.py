@@ -1,8 +1,8 @@
 """NKI's data types: strings as in NKI, each with the NumPy type that stores it, and their rounding.
 
-Every engine computes in float32, and a store rounds to the destination's dtype. Floats become integers by
-rounding to nearest even and saturating, as in AWS's simulator since NKI 0.6. tfloat32 is stored as float32
-with its mantissa rounded to 10 bits.
+Every engine computes in float32, and a store rounds to the destination's dtype. Floats become
+integers by rounding to nearest even and saturating, as in AWS's simulator since NKI 0.6. tfloat32
+is stored as float32 with its mantissa rounded to 10 bits.
 """
 
 import ml_dtypes

@@ -2,7 +2,9 @@
 
 
 class ConstraintError(AssertionError):
-    """A kernel broke a rule of the instruction set; AWS's simulator raises an AssertionError of this name."""
+    """A kernel broke a rule of the instruction set;
+    AWS's simulator raises an AssertionError of this name.
+    """
 
 
 class StrictError(ConstraintError):

@@ -1,6 +1,7 @@
 """One instruction while it runs, and the checks that every operand of every instruction passes.
 
-A function of nki.isa is written as what it does with its operands, and `instruction` makes the rest of it:
+A function of nki.isa is written as what it does with its operands, and `instruction` makes the rest
+of it:
 
     @instruction(Engine.vector)
     def tensor_copy(run, dst, src):              # the caller gives dst and src, and may give name
@@ -8,8 +9,8 @@ A function of nki.isa is written as what it does with its operands, and `instruc
         out = run.dst("dst", dst)                # checks the destination
         run.write(out, values)                   # rounds, stores, marks who wrote
 
-What the function returns, a dict or None, are the flags that the cost model needs. The instruction goes into
-the trace behind its last line.
+What the function returns, a dict or None, are the flags that the cost model needs. The instruction
+goes into the trace behind its last line.
 """
 
 import functools
@@ -43,7 +44,9 @@ NOT_IN_PLACE = (
 
 
 class Instruction:
-    """One instruction while it runs: checks operands, stores results, and appends itself to the trace."""
+    """One instruction while it runs: checks operands, stores results,
+    and appends itself to the trace.
+    """
 
     __slots__ = (
         "_latched",
@@ -126,7 +129,9 @@ class Instruction:
         self, tensor: object, values: np.ndarray, source: NkiTensor,
         regions: tuple[MemoryRegion, ...] = ON_CHIP, dtype: str | None = None,
     ) -> None:  # fmt: skip
-        """Check that `dst` has the shape of the operand `source`, and `dtype` if given, and write values."""
+        """Check that `dst` has the shape of the operand `source`,
+        and `dtype` if given, and write values.
+        """
         out = self.dst("dst", tensor, regions)
         if dtype is not None:
             self.has_dtype("dst", out, dtype)
@@ -140,7 +145,9 @@ class Instruction:
         values: np.ndarray,
         regions: tuple[MemoryRegion, ...] = ON_CHIP,
     ) -> None:
-        """Check that an output operand has the shape of `values`, [partitions, columns], and write them."""
+        """Check that an output operand has the shape of `values`,
+        [partitions, columns], and write them.
+        """
         out = self.dst(role, tensor, regions)
         self.has_columns(role, out, *values.shape)
         self.write(out, values)
@@ -169,8 +176,8 @@ class Instruction:
             ):
                 self.forbid(
                     name != instead,
-                    f"positional operand {place + 1} is {name} in nki {release} and {instead} in {other}: "
-                    "use keywords, or name your release by nki= or DELTA_TRN_NKI",
+                    f"positional operand {place + 1} is {name} in nki {release} and {instead} in "
+                    f"{other}: use keywords, or name your release by nki= or DELTA_TRN_NKI",
                 )
         return dict(zip(order, operands, strict=False))
 
@@ -190,12 +197,14 @@ class Instruction:
         return next(role for role, own in (*self._writes, *self._reads) if own is tensor)
 
     def same_elements(self, a: NkiTensor, b: NkiTensor) -> None:
-        """Require the same partitions and the same number of elements per partition: nothing broadcasts."""
+        """Require the same partitions and the same number of elements per partition:
+        nothing broadcasts.
+        """
         if a.shape != b.shape and (a.shape[0] != b.shape[0] or a.size != b.size):
             raise ConstraintError(
-                f"{self.op} requires {self._role(a)} and {self._role(b)} to have the same partitions and "
-                f"elements per partition, got {a.shape} and {b.shape}; broadcast with .broadcast or a "
-                "stride-0 .ap"
+                f"{self.op} requires {self._role(a)} and {self._role(b)} to have the same "
+                f"partitions and elements per partition, got {a.shape} and {b.shape}; broadcast "
+                "with .broadcast or a stride-0 .ap"
             )
 
     def has_dtype(self, role: str, tensor: NkiTensor, *dtypes: str) -> None:
@@ -215,8 +224,8 @@ class Instruction:
     def not_both_in_psum(self, a: NkiTensor, b: NkiTensor) -> None:
         if self.strict and a.buffer is PSUM and b.buffer is PSUM:
             raise StrictError(
-                f"{self.op} {self._role(a)} and {self._role(b)} cannot both be in psum; copy one of "
-                f"`{a.name}`, `{b.name}` to sbuf"
+                f"{self.op} {self._role(a)} and {self._role(b)} cannot both be in psum; copy one "
+                f"of `{a.name}`, `{b.name}` to sbuf"
             )
 
     def needs_generation(self, generation: int, what: str) -> None:
@@ -236,7 +245,8 @@ class Instruction:
                 value, (int, float, np.integer, np.floating)
             ):
                 raise TypeError(
-                    f"{self.op} {role} must be a number or a (P, 1) tile, got {type(value).__name__}"
+                    f"{self.op} {role} must be a number or a (P, 1) tile, got "
+                    f"{type(value).__name__}"
                 )
             return int(value) if bitvec else np.float32(value)
         values = self.read(role, value)
@@ -285,7 +295,9 @@ class Instruction:
                 self.require(t.dtype.integer, f"with {op!r} needs integer tensors, got {t.dtype}")
 
     def check_member(self, enumeration: str, member: object, *allowed: Enum) -> None:
-        """Refuse what is no member of an enumeration of nisa, or none that the instruction takes."""
+        """Refuse what is no member of an enumeration of nisa,
+        or none that the instruction takes.
+        """
         if not isinstance(member, type(allowed[0])):
             raise TypeError(
                 f"{self.op} {enumeration} must be a member of nisa.{enumeration}, got {member!r}"
@@ -300,7 +312,9 @@ class Instruction:
             self.engine = engine
 
     def check_range(self, function: Operator, values: np.ndarray) -> None:
-        """Refuse inputs outside the only range that is documented for a function, the Scalar engine's."""
+        """Refuse inputs outside the only range that is documented for a function,
+        the Scalar engine's.
+        """
         if function.valid is None or not self.strict:
             return
         low, high = function.valid
@@ -391,12 +405,15 @@ class Instruction:
         elif (codes == UNWRITTEN).any():
             where = tuple(int(i) for i in np.argwhere(codes == UNWRITTEN)[0])
             self.machine.partial_reads.append(
-                f"instruction {self.index}, {self.op} {role}, reads `{tensor.name}` at {list(where)}"
+                f"instruction {self.index}, {self.op} {role}, reads `{tensor.name}` at "
+                f"{list(where)}"
             )
 
 
 class Handle:
-    """What an instruction returns. NKI schedules by it; here instructions run in program order anyway."""
+    """What an instruction returns. NKI schedules by it;
+    here instructions run in program order anyway.
+    """
 
     def depends_on(self, *producers: object) -> "Handle":
         return self
@@ -448,7 +465,9 @@ def instruction(
 
 
 def lack(name: str, generation: int, instead: str) -> Callable[..., Handle]:
-    """Return an instruction that the simulator lacks: it says what to do instead, where the target has it."""
+    """Return an instruction that the simulator lacks: it says what to do instead,
+    where the target has it.
+    """
 
     def refuse(run: Instruction, **options: object) -> None:
         run.needs_generation(generation, name)
@@ -458,7 +477,9 @@ def lack(name: str, generation: int, instead: str) -> Callable[..., Handle]:
 
 
 def _operand(role: str, tensor: NkiTensor) -> Operand:
-    """Describe an operand for the trace; what a gather or scatter touches counts as the whole storage."""
+    """Describe an operand for the trace; what a gather or scatter touches counts
+    as the whole storage.
+    """
     array, shape, chip = tensor.array, tensor.shape, tensor.on_chip
     gathers = tensor.indirection is not None and not chip
     span = (0, tensor.storage.base.nbytes) if gathers else tensor.span

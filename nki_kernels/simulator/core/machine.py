@@ -42,7 +42,9 @@ class Engine(Enum):
 
 @dataclass(frozen=True)
 class Region:
-    """The part of a storage that an operand touches: half-open ranges of partitions and of bytes in each."""
+    """The part of a storage that an operand touches:
+    half-open ranges of partitions and of bytes in each.
+    """
 
     storage: int
     partitions: tuple[int, int]
@@ -87,8 +89,8 @@ class Record:
 class Numerics:
     """How exact the engines are. Settings other than the default show how sensitive a kernel is.
 
-    matmul    "bfloat16" or "tfloat32" rounds float32 operands before they are multiplied. Public measurements
-              disagree on whether the Tensor engine's float32 products are exact.
+    matmul    "bfloat16" or "tfloat32" rounds float32 operands before they are multiplied. Public
+              measurements disagree on whether the Tensor engine's float32 products are exact.
     """
 
     matmul: str = "float32"
@@ -137,22 +139,24 @@ class Machine:
         name: str = "",
         address: tuple[int, int] | None = None,
     ) -> NkiTensor:
-        """Return a new tensor whose elements are unwritten; refuse one that is larger than its memory."""
+        """Return a new tensor whose elements are unwritten;
+        refuse one that is larger than its memory.
+        """
         shape = tuple(int(n) for n in shape)
         element = dtype_of(dtype)
         require(all(n > 0 for n in shape), f"tensor shape {shape} must have positive sizes only")
         if buffer in ON_CHIP:
             require(
                 len(shape) >= 2,
-                "SBUF and PSUM tensors must have at least 2 dimensions (partition-dim and free-dim), "
-                f"got shape {shape}",
+                "SBUF and PSUM tensors must have at least 2 dimensions (partition-dim and "
+                f"free-dim), got shape {shape}",
             )
             limit = self.target.sbuf if buffer is SBUF else self.target.psum
             size = prod(shape[1:]) * element.itemsize
             if self.strict and size > limit:
                 raise StrictError(
-                    f"{buffer.value} capacity exceeded: tensor `{name}` of shape {shape} {element} takes "
-                    f"{size} bytes per partition, {self.target.name} has {limit}"
+                    f"{buffer.value} capacity exceeded: tensor `{name}` of shape {shape} {element} "
+                    f"takes {size} bytes per partition, {self.target.name} has {limit}"
                 )
 
         def make(number: int) -> Storage:
@@ -160,7 +164,8 @@ class Machine:
             return Storage(unwritten, element, buffer, name or f"t{number}", number)
 
         if self.pair is not None and buffer is MemoryRegion.shared_hbm:
-            # Shared tensors have negative numbers, so that no private tensor of either core has the same one.
+            # Shared tensors have negative numbers, so that no private tensor of either core has the
+            # same one.
             storage = self.pair.storage(self._shared, lambda: make(-1 - self._shared))
             self._shared += 1
         else:
@@ -173,7 +178,9 @@ class Machine:
         return tensor
 
     def refuse(self, rule: str, where: str) -> None:
-        """Raise StrictError, or warn, if the rule holds in the run's releases; `where` is what breaks it."""
+        """Raise StrictError, or warn, if the rule holds in the run's releases;
+        `where` is what breaks it.
+        """
         if rule not in self.rules:
             return
         message = f"{where}: {rule} {self.rules[rule]}"
@@ -193,13 +200,15 @@ class Machine:
     def peaks(self) -> tuple[int, int]:
         """Return the largest number of live bytes per partition of SBUF, and of live banks of PSUM.
 
-        A tile lives from the first instruction that writes it to the last that touches it, in program order.
-        Tiles that use different partitions still count one beside the other.
+        A tile lives from the first instruction that writes it to the last that touches it, in
+        program order. Tiles that use different partitions still count one beside the other.
         """
         return self._peak(SBUF)[0], self._peak(PSUM)[0]
 
     def check_capacity(self) -> None:
-        """Refuse a run whose live tiles do not fit into SBUF or PSUM, or that uses too many tables."""
+        """Refuse a run whose live tiles do not fit into SBUF or PSUM,
+        or that uses too many tables.
+        """
         for buffer, limit, unit in (
             (SBUF, self.target.sbuf, "bytes per partition"),
             (PSUM, PSUM_BANKS, "banks of 2 KiB per partition"),
@@ -210,16 +219,20 @@ class Machine:
                 names = ", ".join(f"`{s.name}` {s.shape} {s.dtype}" for s in largest)
                 raise StrictError(
                     f"{buffer.value} capacity exceeded: {peak} {unit} live at instruction {index}, "
-                    f"{self.target.name} has {limit}; {len(live)} tiles are live, the largest: {names}"
+                    f"{self.target.name} has {limit}; {len(live)} tiles are live, the largest: "
+                    f"{names}"
                 )
         if len(sets := self.tables.names()) > MOST_SETS:
             raise StrictError(
-                f"activation functions of {len(sets)} tables ({', '.join(sets)}), and a program may use "
-                f"{MOST_SETS} (NCC_INLA001); compute some functions from others, or on another engine"
+                f"activation functions of {len(sets)} tables ({', '.join(sets)}), and a program "
+                f"may use {MOST_SETS} (NCC_INLA001); compute some functions from others, or on "
+                "another engine"
             )
 
     def _peak(self, buffer: MemoryRegion) -> tuple[int, int, list[Life]]:
-        """Return the peak, the instruction where it is reached, and the tiles that are live there."""
+        """Return the peak, the instruction where it is reached,
+        and the tiles that are live there.
+        """
         tiles = [s for s in self.lives if s.buffer is buffer and s.first is not None]
         unit = PSUM_BANK if buffer is PSUM else 1
         sizes = [-(-s.free_bytes // unit) for s in tiles]

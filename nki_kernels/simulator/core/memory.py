@@ -1,9 +1,9 @@
 """Storages and the tensors that view them.
 
-A Storage is one allocation: a NumPy array filled with poison, and a code for each element that says who wrote
-it last (nobody, a matmul, any other instruction). An NkiTensor is a NumPy view of a storage with NKI's rules
-of indexing: on chip, axis 0 is the partition axis and never disappears; a slice out of bounds is an error;
-nothing copies.
+A Storage is one allocation: a NumPy array filled with poison, and a code for each element that says
+who wrote it last (nobody, a matmul, any other instruction). An NkiTensor is a NumPy view of a
+storage with NKI's rules of indexing: on chip, axis 0 is the partition axis and never disappears; a
+slice out of bounds is an error; nothing copies.
 """
 
 import functools
@@ -56,7 +56,9 @@ class DynamicSlice:
 
 @dataclass(slots=True)
 class Life:
-    """From when to when an allocation is live. A Life outlives its storage, whose memory Python frees."""
+    """From when to when an allocation is live. A Life outlives its storage,
+    whose memory Python frees.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -69,7 +71,9 @@ class Life:
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """One allocation. `writer` is one code for all elements, or an array of codes once they differ."""
+    """One allocation. `writer` is one code for all elements,
+    or an array of codes once they differ.
+    """
 
     base: np.ndarray
     dtype: DType
@@ -91,7 +95,9 @@ class Storage:
         return self.life.free_bytes
 
     def writers(self, view: np.ndarray) -> int | np.ndarray:
-        """Return who last wrote the elements of `view`: one code, or an array of codes in its shape."""
+        """Return who last wrote the elements of `view`: one code,
+        or an array of codes in its shape.
+        """
         if isinstance(self.writer, int):
             return self.writer
         codes = self._codes(view)
@@ -156,7 +162,8 @@ class NkiTensor:
         self.partition = partition  # first partition, on chip
         self.sliced = False  # a view of part of the storage, or in another order
         self.form = ""  # the rule of `releases` that the way to this view breaks in some release
-        # of a gather or scatter: all elements of the storage, and the index of each element of the view
+        # of a gather or scatter: all elements of the storage, and the index of each element of the
+        # view
         self.indirection: tuple[np.ndarray, np.ndarray] | None = None
 
     shape = property(lambda self: self.array.shape)
@@ -179,7 +186,9 @@ class NkiTensor:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Its first byte, and the one behind its last: in a partition on chip, else in the storage."""
+        """Its first byte, and the one behind its last: in a partition on chip,
+        else in the storage.
+        """
         begin, first = self.offset * self.array.itemsize, 0
         if self.on_chip:
             begin, first = begin % self.storage.free_bytes, 1
@@ -226,7 +235,8 @@ class NkiTensor:
         )
         index = [self._slice(axis, k) for axis, k in enumerate(keys)]
         view = self.array[tuple(index)]
-        # An integer drops its axis, but a tile keeps its partition axis and one free axis, HBM one axis.
+        # An integer drops its axis, but a tile keeps its partition axis and one free axis, HBM one
+        # axis.
         first, least = (1, 2) if self.on_chip else (0, 1)
         for axis in reversed(range(first, len(keys))):
             if isinstance(keys[axis], (int, np.integer)) and view.ndim > least:
@@ -288,8 +298,8 @@ class NkiTensor:
     ) -> "NkiTensor":
         """View elements of the storage by the raw access pattern [[stride, count], ...].
 
-        `offset` counts from the start of the storage, also where this tensor is a slice of it; without an
-        offset the view begins where this tensor does.
+        `offset` counts from the start of the storage, also where this tensor is a slice of it;
+        without an offset the view begins where this tensor does.
         """
         element = self.dtype if dtype is None else dtype_of(dtype)
         flat = self.storage.base.reshape(-1).view(element.numpy)
@@ -309,8 +319,9 @@ class NkiTensor:
             inside = start % free + sum(stride * (count - 1) for stride, count in pairs[1:])
             require(
                 inside < free and partition + pairs[0][1] <= self.storage.base.shape[0],
-                f"Out-of-bound access for tensor `{self.name}`: {pattern} with offset {start} reaches "
-                f"element {inside} of {free} in a partition and partition {partition + pairs[0][1] - 1}",
+                f"Out-of-bound access for tensor `{self.name}`: {pattern} with offset {start} "
+                f"reaches element {inside} of {free} in a partition and partition "
+                f"{partition + pairs[0][1] - 1}",
             )
             if len(pairs) == 1:
                 pairs.append((1, 1))
@@ -325,8 +336,8 @@ class NkiTensor:
         shape = tuple(int(n) for n in shape)
         require(
             prod(shape) == self.size,
-            f"cannot reshape tensor `{self.name}` of shape {self.shape} into {shape}: {self.size} elements "
-            f"against {prod(shape)}",
+            f"cannot reshape tensor `{self.name}` of shape {self.shape} into {shape}: {self.size} "
+            f"elements against {prod(shape)}",
         )
         P = self.shape[0]
         kept = not self.on_chip or shape[0] == P
@@ -359,7 +370,9 @@ class NkiTensor:
             require(size == 1, f"{word} needs an axis of size 1, axis {dim} has size {size}")
 
     def repeat(self, dim: int, size: int) -> "NkiTensor":
-        """View an axis of size 1 as one of `size`. No kernel calls it; that is what `broadcast` is for."""
+        """View an axis of size 1 as one of `size`. No kernel calls it;
+        that is what `broadcast` is for.
+        """
         self._free_axis(
             dim, "broadcast of the partition axis is not a view; use a ones matmul", one=True
         )
@@ -368,7 +381,9 @@ class NkiTensor:
         )
 
     def insert_axis(self, dim: int) -> "NkiTensor":
-        """View the tensor with one more axis. No kernel calls it; that is what `expand_dim` is for."""
+        """View the tensor with one more axis. No kernel calls it;
+        that is what `expand_dim` is for.
+        """
         self._free_axis(dim, "expand_dim cannot insert before the partition axis")
         return self._like(np.expand_dims(self.array, dim))
 
@@ -419,7 +434,9 @@ class NkiTensor:
 
     @_view_method
     def rearrange(self, src_pattern, dst_pattern, fixed_sizes=None) -> "NkiTensor":
-        """Split, permute and merge axes as einops does, with tuples: ('b', ('h', 'w')) -> ('b', 'w', 'h')."""
+        """Split, permute and merge axes as einops does, with tuples:
+        ('b', ('h', 'w')) -> ('b', 'w', 'h').
+        """
         sizes = dict(fixed_sizes or {})
         src, dst = (
             [(group,) if isinstance(group, str) else tuple(group) for group in pattern]
@@ -448,7 +465,8 @@ class NkiTensor:
 
     def indirect(self, index: "NkiTensor", num_elem: int | None = None) -> "NkiTensor":
         raise StrictError(
-            "tensor indirection needs NeuronCore-v4 and is not simulated; use .ap(vector_offset=...)"
+            "tensor indirection needs NeuronCore-v4 and is not simulated; use "
+            ".ap(vector_offset=...)"
         )
 
     def is_contiguous(self) -> bool:
@@ -467,7 +485,9 @@ class NkiTensor:
 
 
 def _take_strided(tensor, flat, start, pairs, scalar_offset, vector_offset, indirect_dim):
-    """Return the NumPy view of an access pattern; for a gather or scatter also the elements' indices."""
+    """Return the NumPy view of an access pattern;
+    for a gather or scatter also the elements' indices.
+    """
     require(
         scalar_offset is None or vector_offset is None,
         "scalar_offset and vector_offset exclude each other",

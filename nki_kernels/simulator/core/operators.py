@@ -1,8 +1,8 @@
 """The operators that instructions take as `op`, and how an instruction applies them.
 
-`alu` is the function of the Vector and GpSimd engines, of two arguments or one. `activation` is the Scalar
-engine's function of one float32 argument. An operator has one of them or both (square has both).
-Activations are as exact here as float32 allows; the chip's are piecewise polynomials.
+`alu` is the function of the Vector and GpSimd engines, of two arguments or one. `activation` is the
+Scalar engine's function of one float32 argument. An operator has one of them or both (square has
+both). Activations are as exact here as float32 allows; the chip's are piecewise polynomials.
 """
 
 import math

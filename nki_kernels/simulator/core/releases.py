@@ -1,8 +1,9 @@
 """What the releases of NKI from 0.2.0 to 0.7.0 take: one table of rules, each with its source.
 
-Without a release every rule holds, so that what runs here runs under all of them. A rule that is `doubtful`
-stands in no text: no kernel of AWS's own library has the form (258 files of nki-library 2.28 and 350 of 2.29
-were searched). A rule that `warns` stands in a text, and kernels that ran on chips break it: it is no error.
+Without a release every rule holds, so that what runs here runs under all of them. A rule that is
+`doubtful` stands in no text: no kernel of AWS's own library has the form (258 files of nki-library
+2.28 and 350 of 2.29 were searched). A rule that `warns` stands in a text, and kernels that ran on
+chips break it: it is no error.
 
 Sources: aws-neuron-sdk at the tag of each release (SDK), nki-library at 2.28 and 2.29.
 """
@@ -47,51 +48,85 @@ LIBRARY = "in no kernel of nki-library 2.28 and 2.29"
 RULES = {
     # seen while a kernel runs
     "a None argument": Rule(
-        "0.2.0", "0.3.0", "each call would compile again: pass a tensor or a number that is not read",
+        "0.2.0",
+        "0.3.0",
+        "each call would compile again: pass a tensor or a number that is not read",
         "NKI release notes, 0.4.0, bug fixes",
     ),
     "a view of a view": Rule(
-        "0.2.0", "0.4.0", "index a tile, or its .reshape, once",
-        "NKI migration guide of SDK 2.28, 'Nested slicing is not available'; nki-library 2.29 slices "
-        "a slice of HBM; views compose from 0.5.0", warns="0.3.0",
+        "0.2.0",
+        "0.4.0",
+        "index a tile, or its .reshape, once",
+        "NKI migration guide of SDK 2.28, 'Nested slicing is not available'; nki-library 2.29 "
+        "slices "
+        "a slice of HBM; views compose from 0.5.0",
+        warns="0.3.0",
     ),
     "an integer index of the partition axis": Rule(
-        "0.2.0", "0.2.0", "0.2.0 drops the axis, later releases keep it: use a slice",
+        "0.2.0",
+        "0.2.0",
+        "0.2.0 drops the axis, later releases keep it: use a slice",
         "NKI language guide of SDK 2.28 and of 2.29, tensor indexing",
     ),
     "a matmul operand of three dimensions": Rule(
-        "0.3.0", "0.3.0", "its simulator computes zeros: give [partitions, free]",
+        "0.3.0",
+        "0.3.0",
+        "its simulator computes zeros: give [partitions, free]",
         "NKI release notes, 0.4.0, nki.simulate",
     ),
     "a view method": Rule(
-        "0.2.0", "0.4.0", "use a slice, .ap or .reshape", "NKI release notes, 0.5.0, view primitives"
+        "0.2.0",
+        "0.4.0",
+        "use a slice, .ap or .reshape",
+        "NKI release notes, 0.5.0, view primitives",
     ),
     "accumulation onto zeros of another instruction": Rule(
-        "0.2.0", "0.7.0", "begin with accumulate=False", "stubs of nc_matmul; trnfft, trnblas do it",
+        "0.2.0",
+        "0.7.0",
+        "begin with accumulate=False",
+        "stubs of nc_matmul; trnfft, trnblas do it",
         warns="0.2.0",
     ),
     "a destination that repeats": Rule(
-        "0.2.0", "0.7.0", "give each element a place of its own",
-        "its last value stays; qkv of nki-library 2.29 does it where only the sum counts", warns="0.2.0",
+        "0.2.0",
+        "0.7.0",
+        "give each element a place of its own",
+        "its last value stays; qkv of nki-library 2.29 does it where only the sum counts",
+        warns="0.2.0",
     ),
     "an output in private_hbm": Rule(
-        "0.2.0", "0.7.0", "allocate it with buffer=nl.shared_hbm",
-        "NKI language guide; ltx2-video-audio of NxD Inference does it", warns="0.2.0",
+        "0.2.0",
+        "0.7.0",
+        "allocate it with buffer=nl.shared_hbm",
+        "NKI language guide; ltx2-video-audio of NxD Inference does it",
+        warns="0.2.0",
     ),
     # seen in a kernel's source
     "a tuple as a loop's target": Rule(
-        "0.2.0", "0.6.0", "loop over an index, and assign", LIBRARY, doubtful=True,
+        "0.2.0",
+        "0.6.0",
+        "loop over an index, and assign",
+        LIBRARY,
+        doubtful=True,
     ),
-    "a starred value": Rule("0.2.0", "0.6.0", "write the values one by one", LIBRARY, doubtful=True),
+    "a starred value": Rule(
+        "0.2.0", "0.6.0", "write the values one by one", LIBRARY, doubtful=True
+    ),
     "enumerate, zip, map and their like": Rule(
         "0.2.0", "0.6.0", "loop over range(len(...))", LIBRARY, doubtful=True
     ),
     "`is` with None": Rule(
-        "0.3.0", "0.6.0", "use == or !=",
-        "NKI 0.3.0 update guide, language restrictions; nki-library 2.29 does it", warns="0.3.0",
+        "0.3.0",
+        "0.6.0",
+        "use == or !=",
+        "NKI 0.3.0 update guide, language restrictions; nki-library 2.29 does it",
+        warns="0.3.0",
     ),
     "a function inside a function": Rule(
-        "0.2.0", "0.5.0", "define it at the top (0.6.0 has it for fori_loop)", "CHANGELOG of trnrand 0.5.0"
+        "0.2.0",
+        "0.5.0",
+        "define it at the top (0.6.0 has it for fori_loop)",
+        "CHANGELOG of trnrand 0.5.0",
     ),
     "an element as one of several targets": Rule(
         "0.2.0", "0.6.0", "assign the values one by one", "CHANGELOG of trnrand 0.5.0"
@@ -100,35 +135,100 @@ RULES = {
         "0.2.0", "0.6.0", "0.7.0 traces ordinary Python", "NKI language guide of SDK 2.28 to 2.32"
     ),
     "a mutable global": Rule(
-        "0.2.0", "0.7.0", "a kernel must be pure: use a tuple",
-        "NKI language guide; nki-library 2.29 does it", warns="0.2.0",
+        "0.2.0",
+        "0.7.0",
+        "a kernel must be pure: use a tuple",
+        "NKI language guide; nki-library 2.29 does it",
+        warns="0.2.0",
     ),
     "a variable of an enclosing function": Rule(
-        "0.2.0", "0.6.0", "the parser finds it unbound: make it an argument or a global",
+        "0.2.0",
+        "0.6.0",
+        "the parser finds it unbound: make it an argument or a global",
         "CHANGELOG of trnblas 0.5.4",
     ),
-    "dynamic_range": Rule("0.7.0", "0.7.0", "use range", "NKI release notes, 0.6.0, deprecated APIs"),
-}  # fmt: skip
+    "dynamic_range": Rule(
+        "0.7.0", "0.7.0", "use range", "NKI release notes, 0.6.0, deprecated APIs"
+    ),
+}
 
-# Functions of nki.isa and nki.language, and parameters, that came after 0.2.0: from the stubs of each tag.
+# Functions of nki.isa and nki.language, and parameters, that came after 0.2.0: from the stubs of
+# each tag.
 NEW = {
     "0.3.0": (
-        "nc_matmul accumulate", "dma_copy engine", "dma_compute unique_indices", "register_move src",
-        "sendrecv dma_engine", "ndarray address", "shared_identity_matrix dst",
-        "all", "arctan", "broadcast_to", "ceil", "copy", "cos", "dropout", "empty_like", "erf", "erf_dx",
-        "exp", "expand_dims", "floor", "fmod", "full", "gather_flattened", "gelu", "gelu_apprx_tanh",
-        "gelu_dx", "load", "load_transpose2d", "log", "matmul", "max", "mean", "min", "mish", "mod",
-        "negative", "no_reorder", "ones", "prod", "rand", "random_seed", "relu", "rms_norm", "sigmoid",
-        "sign", "silu", "silu_dx", "sin", "softmax", "softplus", "sqrt", "square", "store", "sum", "tan",
-        "tanh", "transpose", "trunc", "var", "where", "zeros_like",
+        "nc_matmul accumulate",
+        "dma_copy engine",
+        "dma_compute unique_indices",
+        "register_move src",
+        "sendrecv dma_engine",
+        "ndarray address",
+        "shared_identity_matrix dst",
+        "all",
+        "arctan",
+        "broadcast_to",
+        "ceil",
+        "copy",
+        "cos",
+        "dropout",
+        "empty_like",
+        "erf",
+        "erf_dx",
+        "exp",
+        "expand_dims",
+        "floor",
+        "fmod",
+        "full",
+        "gather_flattened",
+        "gelu",
+        "gelu_apprx_tanh",
+        "gelu_dx",
+        "load",
+        "load_transpose2d",
+        "log",
+        "matmul",
+        "max",
+        "mean",
+        "min",
+        "mish",
+        "mod",
+        "negative",
+        "no_reorder",
+        "ones",
+        "prod",
+        "rand",
+        "random_seed",
+        "relu",
+        "rms_norm",
+        "sigmoid",
+        "sign",
+        "silu",
+        "silu_dx",
+        "sin",
+        "softmax",
+        "softplus",
+        "sqrt",
+        "square",
+        "store",
+        "sum",
+        "tan",
+        "tanh",
+        "transpose",
+        "trunc",
+        "var",
+        "where",
+        "zeros_like",
     ),
     "0.4.0": (
-        "activate2", "dma_copy priority", "dma_transpose priority", "dma_compute oob_mode",
-        "tensor_scalar_reduce reduce_cmd", "tensor_scalar_reduce reduce_init",
+        "activate2",
+        "dma_copy priority",
+        "dma_transpose priority",
+        "dma_compute oob_mode",
+        "tensor_scalar_reduce reduce_cmd",
+        "tensor_scalar_reduce reduce_init",
     ),
     "0.5.0": ("get_nc_sub_version",),
     "0.6.0": ("topk", "fori_loop", "while_loop", "tensor_scalar_reduce reduce_res_negate"),
-}  # fmt: skip
+}
 # Instructions whose parameters had another order up to a release, by the stubs of each tag.
 BEFORE = {
     "affine_select": {
@@ -164,7 +264,8 @@ def releases_of(nki: str | None) -> tuple[str, ...]:
 
 
 def orders_of(nki: str | None, name: str, newest: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Returns the order of an instruction's parameters in each release whose rules hold, newest first.
+    """Returns the order of an instruction's parameters in each release whose rules hold, newest
+    first.
 
     >>> orders_of("0.2.0", "dma_compute", ())
     {'0.2.0': ('dst', 'srcs', 'scales', 'reduce_op', 'name')}
@@ -187,7 +288,9 @@ def rules_of(nki: str | None) -> dict[str, Rule]:
 
 
 def signature_problem(nki: str | None, name: str, keywords: tuple[str, ...]) -> str | None:
-    """Returns what a release has against a call of nisa.NAME or nl.NAME with these keywords, or None."""
+    """Returns what a release has against a call of nisa.NAME or nl.NAME
+    with these keywords, or None.
+    """
     oldest = RELEASES.index(releases_of(nki)[0])
     for release, entries in NEW.items():
         if oldest >= RELEASES.index(release):

@@ -1,18 +1,20 @@
-"""The Scalar engine's tables of functions, of which one at a time is resident, and what loading one costs.
+"""The Scalar engine's tables of functions, of which one at a time is resident, and what loading one
+costs.
 
-A function such as exp is a table of polynomials. The compiler ships tables in sets, loads a set where the
-resident one lacks the next function, and refuses a program that uses more than eight. Copies, squares and
-their like are in every set, so they load nothing.
+A function such as exp is a table of polynomials. The compiler ships tables in sets, loads a set
+where the resident one lacks the next function, and refuses a program that uses more than eight.
+Copies, squares and their like are in every set, so they load nothing.
 
 Sources, all public:
 
-    sets    tables.json: act_info.json of neuronx-cc 2.24, the set "trainium", which serves every generation
+    sets    tables.json: act_info.json of neuronx-cc 2.24, the set "trainium", which serves every
+            generation
     limit   NCC_INLA001: "the number of activation tables must be <= 8"
-    time    profiles of Gated DeltaNet kernels on trn2, each load exactly 1,283 ns in more than a thousand
-            (KevGomes1403/nki-moe-megakernel, round and decode profiles of August 2026). Nobody has published
-            it for Trn1. AccelOpt's AdamW there alternates between sqrt and reciprocal, and its Scalar engine
-            is busy for its instructions alone, so the compiler groups them or a load is shorter:
-            `make measure-trn1` measures it
+    time    profiles of Gated DeltaNet kernels on trn2, each load exactly 1,283 ns in more than a
+            thousand (KevGomes1403/nki-moe-megakernel, round and decode profiles of August 2026).
+            Nobody has published it for Trn1. AccelOpt's AdamW there alternates between sqrt and
+            reciprocal, and its Scalar engine is busy for its instructions alone, so the compiler
+            groups them or a load is shorter: `make measure-trn1` measures it
 """
 
 import json

@@ -1,8 +1,10 @@
-"""The three NeuronCore generations: what differs between them, for the checks and for the cost model.
+"""The three NeuronCore generations: what differs between them, for the checks and for the cost
+model.
 
-Sizes are bytes per partition. Clocks are GHz, bandwidths GB/s per core. Of SBUF's 192, 224 and 256 KiB the
-compiler keeps 16 for itself (nki-library subtracts as much), so a kernel has 176, 208 and 240.
-Source: Neuron documentation, architecture guides of Trainium/Inferentia2, Trainium2 and Trainium3.
+Sizes are bytes per partition. Clocks are GHz, bandwidths GB/s per core. Of SBUF's 192, 224 and 256
+KiB the compiler keeps 16 for itself (nki-library subtracts as much), so a kernel has 176, 208 and
+240. Source: Neuron documentation, architecture guides of Trainium/Inferentia2, Trainium2 and
+Trainium3.
 """
 
 import os
@@ -39,9 +41,11 @@ ALIASES = {"inf2": "trn1", "gen2": "trn1", "gen3": "trn2", "gen4": "trn3"}
 
 
 def resolve(name: str | None = None) -> Target:
-    """Return the named target, else that of NEURON_PLATFORM_TARGET_OVERRIDE (Neuron's variable), else trn1.
+    """Return the named target, else that of NEURON_PLATFORM_TARGET_OVERRIDE (Neuron's variable),
+    else trn1.
 
-    Without a name AWS's simulator assumes trn3; this one assumes trn1, which has the strictest limits.
+    Without a name AWS's simulator assumes trn3; this one assumes trn1, which has the strictest
+    limits.
     """
     name = name or os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE") or "trn1"
     key = ALIASES.get(name, name)

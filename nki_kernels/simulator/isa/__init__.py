@@ -1,4 +1,6 @@
-"""nki.isa: the instructions, a module for each kind; the decorator of each says which engine runs it."""
+"""nki.isa: the instructions, a module for each kind;
+the decorator of each says which engine runs it.
+"""
 
 # ruff: noqa: F401, F403 (a namespace: what its modules list in __all__ is part of nisa)
 

@@ -1,4 +1,6 @@
-"""Functions of one argument, with a running sum along the free axis: on Trn1 the Scalar engine's alone."""
+"""Functions of one argument, with a running sum along the free axis:
+on Trn1 the Scalar engine's alone.
+"""
 
 from typing import Any
 
@@ -23,17 +25,23 @@ PIPELINES = {
 
 @instruction(engines.scalar)
 def activation(
-    run: Instruction, dst: NkiTensor, op: Operator, data: NkiTensor, bias: object = None, scale: object = 1.0,
-    reduce_op: Operator | None = None, reduce_res: NkiTensor | None = None,
+    run: Instruction,
+    dst: NkiTensor,
+    op: Operator,
+    data: NkiTensor,
+    bias: object = None,
+    scale: object = 1.0,
+    reduce_op: Operator | None = None,
+    reduce_res: NkiTensor | None = None,
     reduce_cmd: commands = commands.idle,
-):  # fmt: skip
+):
     """Compute dst = op(data * scale + bias) in float32, and optionally sum it along the free axis.
 
     scale   a number or a float32 tile (P, 1)
     bias    a tile (P, 1), None for zero, or from gen3 on a number
 
-    Each lane has one register for the sum. reduce_cmd resets it, adds to it, or both; reduce_res (P, 1)
-    receives it.
+    Each lane has one register for the sum. reduce_cmd resets it, adds to it, or both; reduce_res
+    (P, 1) receives it.
     """
     return _activate(run, dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd)
 
@@ -87,11 +95,21 @@ def _bias(run: Instruction, bias: object, P: int) -> object:
 
 @instruction(engines.scalar)
 def activate2(
-    run: Instruction, dst: NkiTensor, op: Operator, data: NkiTensor, imm0: object, imm1: object,
-    op0: Operator, op1: Operator, relu_param: object = 0.0, reverse0: bool = False, reverse1: bool = False,
-    reduce_op: Operator | None = None, reduce_res: NkiTensor | None = None,
+    run: Instruction,
+    dst: NkiTensor,
+    op: Operator,
+    data: NkiTensor,
+    imm0: object,
+    imm1: object,
+    op0: Operator,
+    op1: Operator,
+    relu_param: object = 0.0,
+    reverse0: bool = False,
+    reverse1: bool = False,
+    reduce_op: Operator | None = None,
+    reduce_res: NkiTensor | None = None,
     reduce_cmd: commands = commands.idle,
-):  # fmt: skip
+):
     """Compute dst = op((data op0 imm0) op1 imm1) on the Scalar engine."""
     run.needs_generation(4, "activate2")
     function = run.activation_function(op)
@@ -115,9 +133,14 @@ def activate2(
 
 @instruction(engines.vector)
 def exponential(
-    run: Instruction, dst: NkiTensor, src: NkiTensor, max_value: object = 0.0,
-    reduce_res: NkiTensor | None = None, reduce_cmd: commands = commands.idle, reduce_init: object = 0.0,
-):  # fmt: skip
+    run: Instruction,
+    dst: NkiTensor,
+    src: NkiTensor,
+    max_value: object = 0.0,
+    reduce_res: NkiTensor | None = None,
+    reduce_cmd: commands = commands.idle,
+    reduce_init: object = 0.0,
+):
     """Compute dst = exp(src - max_value) on the Vector engine, optionally with the row sum."""
     run.needs_generation(4, "exponential")
     P = src.shape[0]

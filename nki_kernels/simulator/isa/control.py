@@ -1,4 +1,6 @@
-"""What controls a run: scalar registers of the engines' sequencers, and the two cores of a logical core."""
+"""What controls a run: scalar registers of the engines' sequencers,
+and the two cores of a logical core.
+"""
 
 import numpy as np
 
@@ -10,9 +12,14 @@ from delta_trn.nki_kernels.simulator.isa.enums import dma_engine as dma_engines
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 
 __all__ = [
-    "VirtualRegister", "core_barrier", "register_alloc", "register_load", "register_move", "register_store",
+    "VirtualRegister",
+    "core_barrier",
+    "register_alloc",
+    "register_load",
+    "register_move",
+    "register_store",
     "sendrecv",
-]  # fmt: skip
+]
 
 
 class VirtualRegister:
@@ -78,9 +85,14 @@ def core_barrier(
 
 @instruction(engines.dma)
 def sendrecv(
-    run: Instruction, src: NkiTensor, dst: NkiTensor, send_to_rank: int, recv_from_rank: int, pipe_id: int,
+    run: Instruction,
+    src: NkiTensor,
+    dst: NkiTensor,
+    send_to_rank: int,
+    recv_from_rank: int,
+    pipe_id: int,
     dma_engine: dma_engines = dma_engines.dma,
-):  # fmt: skip
+):
     """Send src to the other core's dst and receive its src into ours."""
     pair = _pair(run)
     values = run.read("src", src, (SBUF,))

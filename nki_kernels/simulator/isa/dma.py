@@ -40,7 +40,8 @@ def dma_copy(
         values = run.read("src", src, DMA_MEMORY)
     run.require(
         out.size == src.size,
-        f"requires src and dst to have the same number of elements, got {src.shape} and {out.shape}",
+        f"requires src and dst to have the same number of elements, got {src.shape} and "
+        f"{out.shape}",
     )
     if out.dtype != src.dtype:
         values = to_float32(values)
@@ -53,7 +54,9 @@ def dma_copy(
 
 
 def _in_bounds(run: Instruction, tensor: NkiTensor, oob_mode: oob_modes) -> np.ndarray:
-    """Return which indices of a gather or scatter are inside; refuse others unless they are skipped."""
+    """Return which indices of a gather or scatter are inside;
+    refuse others unless they are skipped.
+    """
     assert tensor.indirection is not None
     flat, where = tensor.indirection
     inside = (where >= 0) & (where < flat.size)
@@ -87,7 +90,9 @@ def dma_transpose(
     priority: int | None = None, dge_mode: dge_modes = dge_modes.unknown,
     oob_mode: oob_modes = oob_modes.error,
 ):  # fmt: skip
-    """Copy src with its axes permuted to dst, which must have the permuted shape; None swaps two axes."""
+    """Copy src with its axes permuted to dst, which must have the permuted shape;
+    None swaps two axes.
+    """
     if dge_mode is dge_modes.hwdge:
         run.needs_generation(3, "dma_transpose dge_mode.hwdge")
     values = run.read("src", src, DMA_MEMORY)
@@ -103,9 +108,14 @@ def dma_transpose(
 
 @instruction(engines.dma)
 def dma_compute(
-    run: Instruction, dst: NkiTensor, srcs: list[NkiTensor], reduce_op: Operator,
-    scales: list[float] | None = None, unique_indices: bool = True, oob_mode: oob_modes = oob_modes.error,
-):  # fmt: skip
+    run: Instruction,
+    dst: NkiTensor,
+    srcs: list[NkiTensor],
+    reduce_op: Operator,
+    scales: list[float] | None = None,
+    unique_indices: bool = True,
+    oob_mode: oob_modes = oob_modes.error,
+):
     """Reduce the scaled srcs to dst, computed in float32 by the DMA engines."""
     op = run.one_of("reduce_op", reduce_op, ("add", "multiply", "maximum", "minimum"))
     factors = [1.0] * len(srcs) if scales is None else scales

@@ -50,11 +50,20 @@ def tensor_tensor(
 
 @instruction(engines.vector)
 def tensor_scalar(
-    run: Instruction, dst: NkiTensor, data: NkiTensor, op0: Operator, operand0: object,
-    reverse0: bool = False, op1: Operator | None = None, operand1: object = None, reverse1: bool = False,
+    run: Instruction,
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Operator,
+    operand0: object,
+    reverse0: bool = False,
+    op1: Operator | None = None,
+    operand1: object = None,
+    reverse1: bool = False,
     engine: engines = engines.unknown,
-):  # fmt: skip
-    """Compute dst = (data op0 operand0) op1 operand1; operands are numbers or float32 (P, 1) tiles."""
+):
+    """Compute dst = (data op0 operand0) op1 operand1;
+    operands are numbers or float32 (P, 1) tiles.
+    """
     first = run.alu_operator(op0, "op0")
     second = None if op1 is None else run.alu_operator(op1, "op1")
     slow = first.name in ON_GPSIMD or (second is not None and second.name in ON_GPSIMD)
@@ -96,9 +105,16 @@ def tensor_scalar(
 
 @instruction(engines.vector)
 def scalar_tensor_tensor(
-    run: Instruction, dst: NkiTensor, data: NkiTensor, op0: Operator, operand0: object, op1: Operator,
-    operand1: NkiTensor, reverse0: bool = False, reverse1: bool = False,
-):  # fmt: skip
+    run: Instruction,
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Operator,
+    operand0: object,
+    op1: Operator,
+    operand1: NkiTensor,
+    reverse0: bool = False,
+    reverse1: bool = False,
+):
     """Compute dst = (data op0 operand0) op1 operand1: a number or (P, 1) tile, then a full tile."""
     first, second = run.alu_operator(op0, "op0"), run.alu_operator(op1, "op1")
     bitwise = first.bitvec or second.bitvec
@@ -169,7 +185,9 @@ def tensor_copy_predicated(
 
 @instruction(engines.vector)
 def nc_stream_shuffle(run: Instruction, dst: NkiTensor, src: NkiTensor, shuffle_mask: list[int]):
-    """Copy dst[i] = src[mask[i]] within each quadrant of 32 partitions; 255 leaves dst[i] as it is."""
+    """Copy dst[i] = src[mask[i]] within each quadrant of 32 partitions;
+    255 leaves dst[i] as it is.
+    """
     values = run.read("src", src, ON_CHIP)
     out = run.dst("dst", dst)
     run.require(

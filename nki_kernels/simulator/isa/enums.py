@@ -5,9 +5,19 @@ from enum import Enum, IntEnum
 from delta_trn.nki_kernels.simulator.core.machine import Engine as engine
 
 __all__ = [
-    "dge_mode", "dma_engine", "engine", "gpsimd_engine", "matmul_perf_mode", "nc_version", "oob_mode",
-    "reduce_cmd", "scalar_engine", "tensor_engine", "unknown_engine", "vector_engine",
-]  # fmt: skip
+    "dge_mode",
+    "dma_engine",
+    "engine",
+    "gpsimd_engine",
+    "matmul_perf_mode",
+    "nc_version",
+    "oob_mode",
+    "reduce_cmd",
+    "scalar_engine",
+    "tensor_engine",
+    "unknown_engine",
+    "vector_engine",
+]
 
 tensor_engine = engine.tensor
 vector_engine = engine.vector

@@ -1,7 +1,7 @@
 """Instructions that make values: affine patterns (iota and affine_select), and random numbers.
 
-The generator of random numbers is NumPy's, seeded for each kernel call: distributions agree with the chip,
-bits do not.
+The generator of random numbers is NumPy's, seeded for each kernel call: distributions agree with
+the chip, bits do not.
 """
 
 from math import prod
@@ -15,8 +15,15 @@ from delta_trn.nki_kernels.simulator.core.operators import Operator, equal
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 
 __all__ = [
-    "affine_select", "dropout", "iota", "rand2", "rand_get_state", "rand_set_state", "rng", "set_rng_seed",
-]  # fmt: skip
+    "affine_select",
+    "dropout",
+    "iota",
+    "rand2",
+    "rand_get_state",
+    "rand_set_state",
+    "rng",
+    "set_rng_seed",
+]
 
 COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
 
@@ -24,7 +31,9 @@ COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_e
 def _affine(
     run: Instruction, pattern, offset: int, channel_multiplier: int, dst: NkiTensor
 ) -> np.ndarray:
-    """Return offset + p * channel_multiplier + sum(step_d * i_d) for each element, a row per partition."""
+    """Return offset + p * channel_multiplier + sum(step_d * i_d)
+    for each element, a row per partition.
+    """
     pairs = [(int(step), int(count)) for step, count in pattern]
     P, free, count = dst.shape[0], dst.size // dst.shape[0], prod(count for _, count in pairs)
     run.require(len(pairs) <= 4, f"pattern has {len(pairs)} dimensions, the limit is 4")
@@ -41,7 +50,9 @@ def _affine(
 
 @instruction(engines.gpsimd)
 def iota(run: Instruction, dst: NkiTensor, pattern, offset: int = 0, channel_multiplier: int = 0):
-    """Compute dst[p, i...] = offset + p * channel_multiplier + sum(step_d * i_d), cast to dst's dtype."""
+    """Compute dst[p, i...] = offset + p * channel_multiplier + sum(step_d * i_d),
+    cast to dst's dtype.
+    """
     out = run.dst("dst", dst, (SBUF,))
     run.write(out, _affine(run, pattern, offset, channel_multiplier, out))
 
@@ -120,7 +131,9 @@ def rand_set_state(run: Instruction, src_seeds: NkiTensor, engine: engines = eng
 
 @instruction(engines.gpsimd)
 def rand_get_state(run: Instruction, dst: NkiTensor, engine: engines = engines.gpsimd):
-    """Write words to dst. `rand_set_state` with them makes the generator repeat what it draws next."""
+    """Write words to dst. `rand_set_state`
+    with them makes the generator repeat what it draws next.
+    """
     _needs_xorwow(run, engine, "dst", dst)
     words = run.machine.rng.integers(0, 2**32, dst.shape, dtype=np.uint32)
     run.write(run.dst("dst", dst), words)
@@ -128,7 +141,9 @@ def rand_get_state(run: Instruction, dst: NkiTensor, engine: engines = engines.g
 
 
 def _needs_xorwow(run: Instruction, engine: engines, role: str, state: NkiTensor) -> None:
-    """Require a generation that has the XORWOW generator on this engine, and a state of its size."""
+    """Require a generation that has the XORWOW generator on this engine,
+    and a state of its size.
+    """
     run.engine = engine
     run.needs_generation(
         4 if engine is engines.vector else 3, f"{run.op} on the {engine.name} engine"
@@ -136,5 +151,6 @@ def _needs_xorwow(run: Instruction, engine: engines, role: str, state: NkiTensor
     words = 24 if engine is engines.vector else 6
     run.require(
         state.dtype == "uint32" and state.size == words * state.shape[0],
-        f"{role} must be uint32 with {words} elements per partition, got {state.dtype} {state.shape}",
+        f"{role} must be uint32 with {words} elements per partition, got {state.dtype} "
+        f"{state.shape}",
     )

@@ -25,15 +25,22 @@ WIDE = ("float32", "tfloat32")
 
 @instruction(engines.tensor)
 def nc_matmul(
-    run: Instruction, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor,
-    is_stationary_onezero: bool = False, is_moving_onezero: bool = False, is_transpose: bool = False,
-    accumulate: bool | None = None, tile_position: tuple[int, int] | tuple[()] = (),
-    tile_size: tuple[int, int] | tuple[()] = (), perf_mode: matmul_perf_mode = matmul_perf_mode.none,
-):  # fmt: skip
+    run: Instruction,
+    dst: NkiTensor,
+    stationary: NkiTensor,
+    moving: NkiTensor,
+    is_stationary_onezero: bool = False,
+    is_moving_onezero: bool = False,
+    is_transpose: bool = False,
+    accumulate: bool | None = None,
+    tile_position: tuple[int, int] | tuple[()] = (),
+    tile_size: tuple[int, int] | tuple[()] = (),
+    perf_mode: matmul_perf_mode = matmul_perf_mode.none,
+):
     """Compute dst[M, N] = stationary[K, M].T @ moving[K, N], or add it to dst, in float32.
 
-    K is the partition axis of both inputs in SBUF; dst is in PSUM. accumulate=False overwrites, True adds to
-    what a matmul wrote, None overwrites the first time and adds afterwards.
+    K is the partition axis of both inputs in SBUF; dst is in PSUM. accumulate=False overwrites,
+    True adds to what a matmul wrote, None overwrites the first time and adds afterwards.
     """
     K = stationary.shape[0] if isinstance(stationary, NkiTensor) else 0
     run.require(K <= PARTITIONS, f"Matmul contraction dimension {K} exceeds pmax={PARTITIONS}")
@@ -64,8 +71,8 @@ def nc_matmul(
     column = tile_position[1] if tile_position else 0
     run.forbid(
         out.partition != column,
-        f"dst `{out.name}` starts at partition {out.partition}, but column {column} of the array writes "
-        f"partition {column}; set tile_position and tile_size to the columns above dst",
+        f"dst `{out.name}` starts at partition {out.partition}, but column {column} of the array "
+        f"writes partition {column}; set tile_position and tile_size to the columns above dst",
     )
     rounding = run.machine.numerics.matmul
     if rounding != "float32" and stationary.dtype == "float32":
@@ -85,11 +92,12 @@ def nc_matmul(
 
 
 def down_the_rows(lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-    """Return lhs.T @ rhs, with one float32 sum per element, to which the rows are added in their order.
+    """Return lhs.T @ rhs, with one float32 sum per element, to which the rows are added in their
+    order.
 
-    On the chip, partial sums move down the array from row to row. A BLAS adds the rows in several sums at
-    once, which at 128 rows is up to twice as exact, and where terms cancel their neighbors, as with keys that
-    repeat, up to three times less exact.
+    On the chip, partial sums move down the array from row to row. A BLAS adds the rows in several
+    sums at once, which at 128 rows is up to twice as exact, and where terms cancel their neighbors,
+    as with keys that repeat, up to three times less exact.
     """
     if lhs.shape[1] == rhs.shape[1] == 1:  # einsum would add these terms in several sums
         return np.add.accumulate(lhs[:, 0] * rhs[:, 0], dtype=np.float32)[-1:].reshape(1, 1)
@@ -137,8 +145,8 @@ def _check_dtypes(
             run.needs_generation(4, f"nc_matmul {role} dtype float8_e4m3fn")
     run.require(
         (stationary.dtype in WIDE) == (moving.dtype in WIDE),
-        f"operands must both be float32/tfloat32 or neither, got stationary {stationary.dtype} and moving "
-        f"{moving.dtype}",
+        f"operands must both be float32/tfloat32 or neither, got stationary {stationary.dtype} and "
+        f"moving {moving.dtype}",
     )
     if isinstance(dst, NkiTensor) and dst.buffer is PSUM:
         allowed = ("float32",) if generation < 4 else ("float32", "bfloat16")
@@ -188,7 +196,8 @@ def _accumulates(run: Instruction, out: NkiTensor, accumulate: bool | None) -> b
             "uninitialized PSUM" if writers == {UNWRITTEN} else "PSUM that is only partly written"
         )
         raise StrictError(
-            f"nc_matmul accumulates onto {what} in `{out.name}` {out.shape}; start with accumulate=False"
+            f"nc_matmul accumulates onto {what} in `{out.name}` {out.shape}; start with "
+            "accumulate=False"
         )
     if accumulate is None and zeros:
         return False  # on zeros of a memset, overwriting and adding give the same
@@ -198,8 +207,9 @@ def _accumulates(run: Instruction, out: NkiTensor, accumulate: bool | None) -> b
         )
     elif BY_OTHER in writers and run.target.generation < 4:
         raise StrictError(
-            f"nc_matmul accumulates onto PSUM `{out.name}` that a non-matmul instruction wrote last; on "
-            f"gen{run.target.generation} that is undefined, pass accumulate=False or add on the Vector engine"
+            f"nc_matmul accumulates onto PSUM `{out.name}` that a non-matmul instruction wrote "
+            f"last; on gen{run.target.generation} that is undefined, pass accumulate=False or add "
+            "on the Vector engine"
         )
     return True
 
@@ -210,8 +220,8 @@ def nc_transpose(
 ):
     """Transpose data[P, F], its free axes flattened, to dst[F, P].
 
-    The Tensor engine takes up to 128 x 128 from SBUF to PSUM, the Vector engine up to 32 x 32 in any on-chip
-    memory.
+    The Tensor engine takes up to 128 x 128 from SBUF to PSUM, the Vector engine up to 32 x 32 in
+    any on-chip memory.
     """
     shape = data.shape if isinstance(data, NkiTensor) else (0,)
     F = int(np.prod(shape[1:]))
@@ -245,14 +255,14 @@ def _check_tensor_transpose(
         return
     run.forbid(
         data.dtype != "float32",
-        f"of {data.dtype} on the Tensor engine would write {data.dtype} to psum, a matmul's output must be "
-        "float32 on gen2; transpose float32, or use nc_matmul with an identity",
+        f"of {data.dtype} on the Tensor engine would write {data.dtype} to psum, a matmul's output "
+        "must be float32 on gen2; transpose float32, or use nc_matmul with an identity",
     )
     if not np.isfinite(values).all():
         where = [int(i) for i in np.argwhere(~np.isfinite(values))[0]]
         raise StrictError(
-            f"nc_transpose data `{data.name}` holds {values[tuple(where)]} at {where}; on gen2 the Tensor "
-            "engine multiplies by an identity, and NaN or Inf poison whole rows"
+            f"nc_transpose data `{data.name}` holds {values[tuple(where)]} at {where}; on gen2 the "
+            "Tensor engine multiplies by an identity, and NaN or Inf poison whole rows"
         )
 
 

@@ -12,9 +12,16 @@ from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 from delta_trn.nki_kernels.simulator.isa.enums import reduce_cmd as commands
 
 __all__ = [
-    "bn_aggr", "bn_stats", "range_select", "select_reduce", "tensor_partition_reduce", "tensor_reduce",
-    "tensor_scalar_cumulative", "tensor_scalar_reduce", "tensor_tensor_scan",
-]  # fmt: skip
+    "bn_aggr",
+    "bn_stats",
+    "range_select",
+    "select_reduce",
+    "tensor_partition_reduce",
+    "tensor_reduce",
+    "tensor_scalar_cumulative",
+    "tensor_scalar_reduce",
+    "tensor_tensor_scan",
+]
 
 ACCUMULATING = ("add", "multiply", "maximum", "minimum")
 BN_STATS_FMAX = 512
@@ -105,10 +112,19 @@ def tensor_partition_reduce(run: Instruction, dst: NkiTensor, op: Operator, data
 
 @instruction(engines.vector)
 def tensor_tensor_scan(
-    run: Instruction, dst: NkiTensor, data0: NkiTensor, data1: NkiTensor, initial: object, op0: Operator,
-    op1: Operator, reverse0: bool = False, reverse1: bool = False,
-):  # fmt: skip
-    """Scan the free axis in float32: r[i] = (data0[i] op0 r[i-1]) op1 data1[i], with r[-1] = initial."""
+    run: Instruction,
+    dst: NkiTensor,
+    data0: NkiTensor,
+    data1: NkiTensor,
+    initial: object,
+    op0: Operator,
+    op1: Operator,
+    reverse0: bool = False,
+    reverse1: bool = False,
+):
+    """Scan the free axis in float32: r[i] = (data0[i] op0 r[i-1])
+    op1 data1[i], with r[-1] = initial.
+    """
     first, second = run.alu_operator(op0, "op0"), run.alu_operator(op1, "op1")
     run.require(
         not (first.bitvec or second.bitvec) and first.arity == second.arity == 2,
@@ -154,7 +170,9 @@ def tensor_scalar_cumulative(
 def _registers(
     run: Instruction, op: Operator, P: int, init: object, command: object, role: str
 ) -> np.ndarray:
-    """Reset or load the Vector engine's registers as the command says, and return those of P partitions."""
+    """Reset or load the Vector engine's registers as the command says,
+    and return those of P partitions.
+    """
     run.check_member(
         "reduce_cmd", command, commands.reset_reduce, commands.reduce, commands.load_reduce
     )
@@ -170,11 +188,21 @@ def _registers(
 
 @instruction(engines.vector)
 def tensor_scalar_reduce(
-    run: Instruction, dst: NkiTensor, data: NkiTensor, op0: Operator, operand0: object, reduce_op: Operator,
-    reduce_res: NkiTensor | None = None, reverse0: bool = False, reduce_cmd: commands = commands.reset_reduce,
-    reduce_init: object = None, reduce_res_negate: bool = False,
-):  # fmt: skip
-    """Compute dst = data op0 operand0, and reduce_res[P, 1] = reduce_op of dst along the free axes."""
+    run: Instruction,
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Operator,
+    operand0: object,
+    reduce_op: Operator,
+    reduce_res: NkiTensor | None = None,
+    reverse0: bool = False,
+    reduce_cmd: commands = commands.reset_reduce,
+    reduce_init: object = None,
+    reduce_res_negate: bool = False,
+):
+    """Compute dst = data op0 operand0, and reduce_res[P, 1] = reduce_op
+    of dst along the free axes.
+    """
     first = run.alu_operator(op0, "op0")
     second = run.one_of("reduce_op", reduce_op, ACCUMULATING)
     run.require(not first.bitvec, f"takes an arithmetic op0, got {first!r}")
@@ -195,9 +223,11 @@ def select_reduce(
     reduce_res: NkiTensor | None = None, reduce_cmd: commands = commands.idle,
     reduce_op: Operator | None = None, reverse_pred: bool = False,
 ):  # fmt: skip
-    """Compute dst = where(predicate, on_true, on_false), optionally with the maximum along the free axis.
+    """Compute dst = where(predicate, on_true, on_false), optionally with the maximum along the free
+    axis.
 
-    reduce_cmd resets the engine's registers, goes on with them, or both; reduce_res (P, 1) receives them.
+    reduce_cmd resets the engine's registers, goes on with them, or both; reduce_res (P, 1) receives
+    them.
     """
     run.has_dtype("predicate", predicate, "int8", "uint8", "int16", "uint16", "bool_")
     P = on_true.shape[0]
@@ -224,12 +254,21 @@ def select_reduce(
 
 @instruction(engines.vector)
 def range_select(
-    run: Instruction, dst: NkiTensor, on_true_tile: NkiTensor, comp_op0: Operator, comp_op1: Operator,
-    bound0: NkiTensor, bound1: NkiTensor, reduce_cmd: commands = commands.reset_reduce,
-    reduce_res: NkiTensor | None = None, reduce_op: Operator = maximum, range_start: int = 0,
+    run: Instruction,
+    dst: NkiTensor,
+    on_true_tile: NkiTensor,
+    comp_op0: Operator,
+    comp_op1: Operator,
+    bound0: NkiTensor,
+    bound1: NkiTensor,
+    reduce_cmd: commands = commands.reset_reduce,
+    reduce_res: NkiTensor | None = None,
+    reduce_op: Operator = maximum,
+    range_start: int = 0,
     on_false_value: float = FP32_MIN,
-):  # fmt: skip
-    """Keep on_true_tile where index comp_op0 bound0 and index comp_op1 bound1; reduce to the row maximum.
+):
+    """Keep on_true_tile where index comp_op0 bound0 and index comp_op1 bound1; reduce to the row
+    maximum.
 
     Elsewhere dst = on_false_value, the least float32 unless the kernel says otherwise.
     """
@@ -251,7 +290,9 @@ def range_select(
 
 @instruction(engines.vector)
 def bn_stats(run: Instruction, dst: NkiTensor, data: NkiTensor):
-    """Write (count, mean, count * variance) of each partition's even, then odd elements to dst[P, 6]."""
+    """Write (count, mean, count * variance) of each partition's even,
+    then odd elements to dst[P, 6].
+    """
     P = data.shape[0]
     values = run.rows("data", data)
     count = values.shape[1]
@@ -269,7 +310,9 @@ def bn_stats(run: Instruction, dst: NkiTensor, data: NkiTensor):
 
 @instruction(engines.vector)
 def bn_aggr(run: Instruction, dst: NkiTensor, data: NkiTensor):
-    """Write mean and variance to dst[P, 2], from any number of (count, mean, count * variance) triples."""
+    """Write mean and variance to dst[P, 2], from any number
+    of (count, mean, count * variance) triples.
+    """
     P = data.shape[0]
     triples = run.rows("data", data).reshape(P, -1, 3)
     count, mean, spread = triples[..., 0], triples[..., 1], triples[..., 2]

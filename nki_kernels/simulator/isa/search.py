@@ -8,9 +8,15 @@ from delta_trn.nki_kernels.simulator.core.memory import SBUF, NkiTensor
 from delta_trn.nki_kernels.simulator.isa.enums import engine as engines
 
 __all__ = [
-    "local_gather", "max8", "nc_find_index8", "nc_match_replace8", "nc_n_gather", "nonzero_with_count",
-    "sequence_bounds", "topk",
-]  # fmt: skip
+    "local_gather",
+    "max8",
+    "nc_find_index8",
+    "nc_match_replace8",
+    "nc_n_gather",
+    "nonzero_with_count",
+    "sequence_bounds",
+    "topk",
+]
 
 LEAST, MOST = 8, 16384
 
@@ -41,7 +47,9 @@ def _eight(run: Instruction, vals: NkiTensor) -> np.ndarray:
 
 @instruction(engines.vector)
 def nc_find_index8(run: Instruction, dst: NkiTensor, data: NkiTensor, vals: NkiTensor):
-    """Write to dst[P, 8] where each of vals[P, 8] occurs first in data; equal vals get successive places."""
+    """Write to dst[P, 8] where each of vals[P, 8] occurs first in data;
+    equal vals get successive places.
+    """
     values = _searchable(run, "data", data)
     wanted = _eight(run, vals)
     out = run.dst("dst", dst)
@@ -65,7 +73,9 @@ def nc_match_replace8(
     run: Instruction, dst: NkiTensor, data: NkiTensor, vals: NkiTensor, imm: float,
     dst_idx: NkiTensor | None = None,
 ):  # fmt: skip
-    """Copy data to dst with the first occurrence of each of vals[P, 8], the last val first, set to imm."""
+    """Copy data to dst with the first occurrence of each of vals[P, 8],
+    the last val first, set to imm.
+    """
     result = _searchable(run, "data", data).copy()
     wanted = _eight(run, vals)
     positions = np.full(wanted.shape, -1, np.int64)
@@ -96,9 +106,13 @@ def nc_n_gather(run: Instruction, dst: NkiTensor, data: NkiTensor, indices: NkiT
 
 @instruction(engines.gpsimd)
 def local_gather(
-    run: Instruction, dst: NkiTensor, src_buffer: NkiTensor, index: NkiTensor, num_elem_per_idx: int = 1,
+    run: Instruction,
+    dst: NkiTensor,
+    src_buffer: NkiTensor,
+    index: NkiTensor,
+    num_elem_per_idx: int = 1,
     num_valid_indices: int | None = None,
-):  # fmt: skip
+):
     """Gather free offsets of src_buffer in every group of 16 partitions.
 
     The group's slice of index lists the offsets, partition by partition first.
@@ -108,7 +122,8 @@ def local_gather(
     P = src_buffer.shape[0]
     run.require(
         index.shape[0] == P and P % 16 == 0,
-        f"src_buffer and index must share a multiple of 16 partitions, got {P} and {index.shape[0]}",
+        f"src_buffer and index must share a multiple of 16 partitions, got {P} and "
+        f"{index.shape[0]}",
     )
     run.has_dtype("index", index, "uint16")
     run.require(

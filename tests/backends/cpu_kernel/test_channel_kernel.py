@@ -16,9 +16,22 @@ BACKENDS = Path(chunked_kernel.__file__).parents[1]
 SOURCE = BACKENDS / "kimi_delta_attention" / "chunked_kernel.cpp"
 # two chunks of 64 with a last block of 16, one token, heads in groups, all decays
 WHOLE = Case(
-    "kimi kernel", 1, 131, 1, 72, 40, "", HV=2, decay="split", reflect=True, norm="random", state=True,
-    loss=BOTH, lengths=(110, 1, 0, 20), op="kimi_delta_attention",
-)  # fmt: skip
+    "kimi kernel",
+    1,
+    131,
+    1,
+    72,
+    40,
+    "",
+    HV=2,
+    decay="split",
+    reflect=True,
+    norm="random",
+    state=True,
+    loss=BOTH,
+    lengths=(110, 1, 0, 20),
+    op="kimi_delta_attention",
+)
 pytestmark = pytest.mark.skipif(
     chunked_kernel.library(True).functions is None, reason=chunked_kernel.library(True).note
 )
@@ -33,20 +46,28 @@ MISTAKES = [
     ("scale_rows(f.S, x.gam[m - 1], h.K, h.V, f.S)", "scale_state(f.S, h.K, h.V, x.gam[m - 1][0])"),
     ("scale_rows(f.dS, f.x.gam[m - 1]", "scale_rows(f.dS, f.x.gam[0]"),
     ("x *= all(a[i + r][c]);", ""),
-    ("x = places(n * W) == static_cast<int32_t>(i + r) ? k_c : x;",
-     "x = places(n * W) == static_cast<int32_t>(i + r) ? all(a[i + r][c]) * k_c : x;"),
+    (
+        "x = places(n * W) == static_cast<int32_t>(i + r) ? k_c : x;",
+        "x = places(n * W) == static_cast<int32_t>(i + r) ? all(a[i + r][c]) * k_c : x;",
+    ),
     ("load(x.f[level][j] + c);", "load(x.f[0][j] + c);"),
-    ("for (long i = middle - 1; i >= start; i--) {", "for (long i = middle - 1; i >= middle - BLOCK; i--) {"),
+    (
+        "for (long i = middle - 1; i >= start; i--) {",
+        "for (long i = middle - 1; i >= middle - BLOCK; i--) {",
+    ),
     ("product<PLAIN, FULL>(rows, columns, h.K, right.from(m), left, N.from(middle, start));", ""),
     ("product<TRANSPOSED, FULL>(columns, K, rows, dkk, FK.from(middle), row_k.from(start));", ""),
     ("decay[j] *= a_i;", ""),
-    ("later[j] += pairs[t][j], total += later[j];", "later[j] += pairs[t][j], total += pairs[t][j];"),
+    (
+        "later[j] += pairs[t][j], total += later[j];",
+        "later[j] += pairs[t][j], total += pairs[t][j];",
+    ),
     ("later += load(x.QK[i] + c) * dq + load(k[i] + c) * dk;", "later += load(x.QK[i] + c) * dq;"),
     ("store(f.dg[j] + c, load(f.dg[j] + c) + before);", ""),
     ("x.gam[m - 1][i] * dot(h.V", "0.0f * dot(h.V"),
     ("own = all(dP[i][i]);", "own = all(0.0f);"),
     ("multiply(k, x.lam, m, h.K, x.written);", "multiply(k, x.gam, m, h.K, x.written);"),
-]  # fmt: skip
+]
 
 
 def passes(step=False):

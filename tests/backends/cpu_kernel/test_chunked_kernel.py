@@ -23,9 +23,21 @@ from tests.support.fuzz.run import fuzz
 
 SOURCE = Path(chunked_kernel.__file__).with_suffix(".cpp")
 WHOLE = Case(
-    "kernel", 1, 151, 2, 24, 40, "groups, tails, a state, one token", HV=4, decay="mixed", reflect=True,
-    norm="random", state=True, loss=BOTH, lengths=(80, 1, 0, 70),
-)  # fmt: skip
+    "kernel",
+    1,
+    151,
+    2,
+    24,
+    40,
+    "groups, tails, a state, one token",
+    HV=4,
+    decay="mixed",
+    reflect=True,
+    norm="random",
+    state=True,
+    loss=BOTH,
+    lengths=(80, 1, 0, 70),
+)
 needs_kernel = pytest.mark.skipif(
     chunked_kernel.library(False).functions is None, reason=chunked_kernel.library(False).note
 )

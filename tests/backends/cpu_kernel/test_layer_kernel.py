@@ -1,4 +1,6 @@
-"""The C++ kernel of the layers' operations: where it runs, its bits, its extremes, and PyTorch without it."""
+"""The C++ kernel of the layers' operations: where it runs, its bits,
+its extremes, and PyTorch without it.
+"""
 
 from itertools import chain
 

@@ -18,7 +18,9 @@ layouts = pytest.mark.parametrize("bounds", [ONE_ROW, PACKED], ids=["rows", "pac
 
 
 def draw(bounds, at=AT, dtype=torch.float32):
-    """Returns q, k, v, g, beta, the initial state, and gradients of o and of states, of at[-1] tokens."""
+    """Returns q, k, v, g, beta, the initial state, and gradients of o and of states,
+    of at[-1] tokens.
+    """
     (B, N), T = (2, 2) if bounds is None else (1, len(bounds) - 1), at[-1]
     random = torch.Generator().manual_seed(0)
     sizes = ((B, T, H, K), (B, T, H, K), (B, T, HV, V), (B, T, HV), (B, T, HV), (N, HV, K, V))

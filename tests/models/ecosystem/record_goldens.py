@@ -4,11 +4,11 @@
     python -m tests.models.ecosystem.record_goldens kda
     python -m tests.models.ecosystem.record_goldens authors CHECKOUT
 
-It needs flash-linear-attention 0.6.0 (0.5.2 computed the same of "fla", bit for bit), einops and triton; for
-"authors" also a checkout of github.com/lauyikfung/gated_delta_net_mup (recorded at bb1ccf1). Only their
-operators, which need a GPU, are replaced: by flash-linear-attention's own references in PyTorch where it has
-them (both delta rules, their gates, RMSNorm), and by torch's functions (convolution, SwiGLU). None of our
-code is used.
+It needs flash-linear-attention 0.6.0 (0.5.2 computed the same of "fla", bit for bit), einops and
+triton; for "authors" also a checkout of github.com/lauyikfung/gated_delta_net_mup (recorded at
+bb1ccf1). Only their operators, which need a GPU, are replaced: by flash-linear-attention's own
+references in PyTorch where it has them (both delta rules, their gates, RMSNorm), and by torch's
+functions (convolution, SwiGLU). None of our code is used.
 
 A golden has no weights: `fill` makes them from names. Large tensors are recorded by `sketch`.
 """
@@ -110,7 +110,9 @@ def float64() -> Iterator[None]:
 
 
 def rule(q, k, v, g, beta, A_log=None, dt_bias=None, **options):
-    """Computes a delta rule by the naive references of flash-linear-attention: Kimi's by g [B, T, HV, K]."""
+    """Computes a delta rule by the naive references of flash-linear-attention:
+    Kimi's by g [B, T, HV, K].
+    """
     if g.dim() == 4:
         from fla.ops.kda.gate import naive_kda_gate, naive_kda_lowerbound_gate
         from fla.ops.kda.naive import naive_recurrent_kda
@@ -149,7 +151,9 @@ def convolution(x, weight, bias=None, activation=None, **options):
 
 
 def references(*modules: str) -> ExitStack:
-    """Puts the references in place of flash-linear-attention's operators, also in other `modules`."""
+    """Puts the references in place of flash-linear-attention's operators,
+    also in other `modules`.
+    """
     from fla.modules.layernorm import rms_norm_ref
 
     def norm(x, weight, bias, residual=None, eps=1e-5, prenorm=False, residual_in_fp32=False):
@@ -227,7 +231,8 @@ def record_authors(checkout: str) -> dict[str, Tensor]:
             loss.backward()
         out |= write(case, logits, model) | {f"{case}/loss": loss.detach()}
         m = config.hidden_size / config.hidden_size_base if config.mup else 1.0
-        # the factors of their trainers, lines 770 to 790 of train_sgd_finewebedu.py and 775 of train_adam_...
+        # the factors of their trainers, lines 770 to 790 of train_sgd_finewebedu.py and 775 of
+        # train_adam_...
         factors = {
             "sgd": {
                 "embedding_lr_mult": m,

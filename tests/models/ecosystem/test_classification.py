@@ -1,4 +1,6 @@
-"""Backbone and classifier of sequences: what they load, how padding counts, and whether they learn."""
+"""Backbone and classifier of sequences: what they load, how padding counts,
+and whether they learn.
+"""
 
 import pytest
 import torch
@@ -30,7 +32,9 @@ def causal(request, tmp_path):
 
 
 def load(auto, folder, **options):
-    """Loads a model in float64. Returns it, and the names of weights that were not in the folder."""
+    """Loads a model in float64. Returns it, and the names of weights
+    that were not in the folder.
+    """
     m, info = auto.from_pretrained(folder, output_loading_info=True, dtype=torch.float64, **options)
     assert not info["unexpected_keys"] and not info["mismatched_keys"]
     return m.eval(), set(info["missing_keys"])
@@ -125,7 +129,9 @@ class TestScores:
 
 
 def test_trainer_teaches_a_classifier_which_letter_a_text_begins_with(tmp_path):
-    """The first letter decides the label, and the score is read at the end: the state has to carry it."""
+    """The first letter decides the label, and the score is read at the end:
+    the state has to carry it.
+    """
     tokenizer = plain_bytes()
     tokenizer.save(tmp_path)
     wrapped = PreTrainedTokenizerFast.from_pretrained(tmp_path, padding_side="right")
@@ -145,10 +151,20 @@ def test_trainer_teaches_a_classifier_which_letter_a_text_begins_with(tmp_path):
         config(vocab_size=320, num_labels=2, pad_token_id=tokenizer.pad, initializer_range=0.1)
     )
     arguments = TrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=16, gradient_accumulation_steps=2, max_steps=60,
-        learning_rate=5e-3, report_to=[], use_cpu=True, save_strategy="no",
-        disable_tqdm=True, seed=0, data_seed=0, per_device_eval_batch_size=64, logging_steps=1,
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=16,
+        gradient_accumulation_steps=2,
+        max_steps=60,
+        learning_rate=5e-3,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+        data_seed=0,
+        per_device_eval_batch_size=64,
+        logging_steps=1,
+    )
     trainer = Trainer(
         model=classifier,
         args=arguments,

@@ -35,7 +35,9 @@ class TestLoRA:
     )  # our layers join products of 32 inputs from 32 tokens on
     @pytest.mark.parametrize("family", ["ours", *FAMILIES])
     def test_adapters_train_merge_and_load_again(self, family, length, tmp_path):
-        """Ours in float64: with this seed's adapter float32's own error is as large as 5e-4 on some CPUs."""
+        """Ours in float64: with this seed's adapter float32's own error is
+        as large as 5e-4 on some CPUs.
+        """
         begin = (lambda: our_model().double()) if family == "ours" else lambda: make(family)
         allowed = 2**-32 if family == "ours" else ALLOWED
         ids, plain = tokens(2, length), begin().eval()
@@ -80,7 +82,8 @@ class TestLoRA:
 
 
 def train(folder, batch, accumulation, *, packed=False, count=True, seed=None):
-    """Trains four steps of eight sequences, of which some tokens are no targets; returns the losses.
+    """Trains four steps of eight sequences, of which some tokens are no targets; returns the
+    losses.
 
     `seed` moves every initial weight by one rounding.
     """
@@ -96,10 +99,21 @@ def train(folder, batch, accumulation, *, packed=False, count=True, seed=None):
         labels[: i % 9] = -100
         rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
     arguments = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
-        max_steps=4, learning_rate=1e-2, optim="sgd", lr_scheduler_type="constant", logging_steps=1,
-        report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, seed=0, data_seed=0,
-    )  # fmt: skip
+        output_dir=str(folder),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        max_steps=4,
+        learning_rate=1e-2,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+        data_seed=0,
+    )
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True) if packed else None
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator)
     trainer.train()
@@ -117,7 +131,9 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def allowed(whole, tmp_path_factory):
-    """Returns what rounding may do to these losses, from two runs whose weights began one rounding away."""
+    """Returns what rounding may do to these losses,
+    from two runs whose weights began one rounding away.
+    """
     folder = tmp_path_factory.mktemp("control")
     return tolerance(
         [distance(train(folder / f"{seed}", 8, 1, seed=seed), whole) for seed in range(2)]
@@ -144,10 +160,18 @@ class TestTrainer:
                     {"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in tokens(16, 12)
                 ]
                 arguments = TrainingArguments(
-                    output_dir=str(tmp_path / str(compiled)), per_device_train_batch_size=4, max_steps=3,
-                    learning_rate=1e-3, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
-                    disable_tqdm=True, seed=0, torch_compile=compiled,
-                )  # fmt: skip
+                    output_dir=str(tmp_path / str(compiled)),
+                    per_device_train_batch_size=4,
+                    max_steps=3,
+                    learning_rate=1e-3,
+                    logging_steps=1,
+                    report_to=[],
+                    use_cpu=True,
+                    save_strategy="no",
+                    disable_tqdm=True,
+                    seed=0,
+                    torch_compile=compiled,
+                )
                 trainer = Trainer(model=model, args=arguments, train_dataset=rows)
                 trainer.train()
                 losses += [line["loss"] for line in trainer.state.log_history if "loss" in line]

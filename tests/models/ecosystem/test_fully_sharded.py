@@ -1,4 +1,6 @@
-"""Models in bfloat16 train under either FSDP: A_log and dt_bias stay float32, in units of their own."""
+"""Models in bfloat16 train under either FSDP: A_log and dt_bias stay float32,
+in units of their own.
+"""
 
 import copy
 import os
@@ -40,7 +42,9 @@ ALLOWED = {torch.float32: 2**-20, torch.bfloat16: 2**-6}
 
 
 def in_bfloat16(family, kind=""):
-    """Returns a small model, patched if it is one of transformers; `kind` lora: with adapters, or float32."""
+    """Returns a small model, patched if it is one of transformers; `kind` lora:
+    with adapters, or float32.
+    """
     if family == "ours":
         torch.manual_seed(0)
         model = DeltaForCausalLM(DeltaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2))
@@ -57,7 +61,8 @@ def shard(model, version, units=()):
     """Shards a model as docs/transformers.md says; returns what is called in its place."""
     blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 2)
     if version == "1":
-        # adapters are float32 beside frozen matrices in bfloat16: each is a unit, as PEFT's policy has it
+        # adapters are float32 beside frozen matrices in bfloat16: each is a unit, as PEFT's policy
+        # has it
         linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
         alone = {m for name, m in linear.items() if "lora_" in name}
         policy = CustomPolicy(lambda m: m in blocks or m in alone or isinstance(m, HeadNumbers))
@@ -84,7 +89,9 @@ def train(model, ids):
 
 
 def check(version, family, kind=""):
-    """Compares a sharded model with the same one on each process, whose gradients are averaged here."""
+    """Compares a sharded model with the same one on each process,
+    whose gradients are averaged here.
+    """
     rank, plain = dist.get_rank(), in_bfloat16(family, kind)
     names, ids = list(plain.state_dict()), tokens(4, 9)[2 * rank : 2 * rank + 2]
     # FSDP2 asks only what is trained for one precision
@@ -125,20 +132,32 @@ def shard_on_two(arguments, log):
 
 
 def train_as(family, folder, fsdp, rate):
-    """Returns the losses of two steps by transformers' Trainer on two processes: of replicas, or FSDP2.
+    """Returns the losses of two steps by transformers' Trainer on two processes: of replicas, or
+    FSDP2.
 
-    accelerate shards on accelerators alone: on CPUs it would take replicas without a word. What it is told
-    of the machine is all that differs here.
+    accelerate shards on accelerators alone: on CPUs it would take replicas without a word. What it
+    is told of the machine is all that differs here.
     """
     AcceleratorState._reset_state()
     model = in_bfloat16(family).train()
     separate_numbers(model)
     rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in tokens(4, 12)]
     arguments = TrainingArguments(
-        output_dir=folder, per_device_train_batch_size=2, max_steps=2, learning_rate=rate, optim="sgd",
-        lr_scheduler_type="constant", logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
-        disable_tqdm=True, seed=0, fsdp=fsdp is not None, fsdp_config=fsdp,
-    )  # fmt: skip
+        output_dir=folder,
+        per_device_train_batch_size=2,
+        max_steps=2,
+        learning_rate=rate,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+        fsdp=fsdp is not None,
+        fsdp_config=fsdp,
+    )
     assert arguments.world_size == 2
     if fsdp is not None:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -153,7 +172,9 @@ def train_as(family, folder, fsdp, rate):
 
 
 def compare_trainers(arguments, log):
-    """Compares what Trainer logs with FSDP2, on one of two processes, with what it logs with replicas."""
+    """Compares what Trainer logs with FSDP2, on one of two processes,
+    with what it logs with replicas.
+    """
     tiny_run.redirect_output(log)
     torch.set_num_threads(1)
     family, classes = arguments[0], arguments[1:]

@@ -1,4 +1,6 @@
-"""The bound of gates in files of flash-linear-attention's KDAForCausalLM; numbers: `test_weight_goldens`."""
+"""The bound of gates in files of flash-linear-attention's KDAForCausalLM;
+numbers: `test_weight_goldens`.
+"""
 
 import json
 

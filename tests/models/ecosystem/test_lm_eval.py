@@ -1,4 +1,6 @@
-"""lm-eval, run by the command of docs/export.md on an exported model, has the numbers that we compute."""
+"""lm-eval, run by the command of docs/export.md on an exported model,
+has the numbers that we compute.
+"""
 
 import json
 import os
@@ -34,9 +36,13 @@ def place(tmp_path_factory):
     words = shlex.split(command[0].replace("\\\n", " "))
     offline = {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", *words], env={**os.environ, **offline}, cwd=folder, capture_output=True,
-        text=True, timeout=400,
-    )  # fmt: skip
+        [sys.executable, "-m", *words],
+        env={**os.environ, **offline},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -53,7 +59,9 @@ def samples(place, task):
 
 
 def log_likelihoods(model, begin, asked):
-    """Returns the log-likelihood of every (context, continuation), each alone, in the model's dtype."""
+    """Returns the log-likelihood of every (context, continuation),
+    each alone, in the model's dtype.
+    """
     values = []
     for context, continuation in asked:
         ids = torch.tensor(

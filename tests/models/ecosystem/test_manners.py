@@ -1,4 +1,6 @@
-"""What transformers expects of every model: loading, saving, options of the configuration, labels."""
+"""What transformers expects of every model: loading, saving,
+options of the configuration, labels.
+"""
 
 import pytest
 import torch

@@ -82,7 +82,9 @@ def attend(q, k, v, causal=False, softmax_scale=None, dropout_p=0.0):
 
 
 def attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-    """Stands in for flash_attn_varlen_func: [tokens, H, D], sequences end to end between the bounds."""
+    """Stands in for flash_attn_varlen_func: [tokens, H, D],
+    sequences end to end between the bounds.
+    """
     lengths = cu_seqlens_q.diff().tolist()
     assert torch.equal(cu_seqlens_q, cu_seqlens_k) and cu_seqlens_q.dtype == torch.int32
     assert sum(lengths) == len(q) and max(lengths) <= min(max_seqlen_q, max_seqlen_k)
@@ -91,7 +93,9 @@ def attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_
 
 
 def replace_flash_attention(monkeypatch):
-    """Gives transformers' own code for flash attention, which reads what a model is told, two stand-ins."""
+    """Gives transformers' own code for flash attention, which reads what a model is told,
+    two stand-ins.
+    """
     functions = attend, attend_packed, None, flash._pad_input, flash._unpad_input
     monkeypatch.setattr(flash, "_lazy_imports", lambda *words, **options: functions)
     monkeypatch.setattr(flash, "_loaded_implementation", None)
@@ -113,7 +117,9 @@ def compute(model, attention, ids, **options):
     "family", [name for name in FAMILIES if name not in ("qwen4_exp", INDEXED)]
 )
 def test_flash_attention_is_told_of_packed_sequences_as_other_attention_is(family, flash_attention):
-    """Sparse attention of Qwen4-exp and GLM-5 Next is their own, without flash attention in transformers."""
+    """Sparse attention of Qwen4-exp and GLM-5 Next is their own,
+    without flash attention in transformers.
+    """
     model, ids = make(family), tokens(2, 20)
     places = torch.tensor([[*range(7), *range(13)], [*range(12), *range(8)]])
     with patch_transformers(model, backend="chunked"):
@@ -130,7 +136,9 @@ def test_flash_attention_is_told_of_packed_sequences_as_other_attention_is(famil
 def test_compiled_flash_attention_keeps_a_packed_row_apart_and_refuses_several(
     flash_attention, rows
 ):
-    """transformers, which cannot look at positions then, took each of several rows for one sequence."""
+    """transformers, which cannot look at positions then,
+    took each of several rows for one sequence.
+    """
     model, ids, places = (
         make("qwen3_5"),
         tokens(rows, 20),

@@ -108,9 +108,11 @@ def packed():
 
 
 def compare_compiled(model, compiler, how, options):
-    """Asserts that a compiled patched model has the loss and gradients of the same model, not compiled.
+    """Asserts that a compiled patched model has the loss and gradients of the same model, not
+    compiled.
 
-    The whole model is one graph. Compiled code may round differently: as far as it does without the patch.
+    The whole model is one graph. Compiled code may round differently: as far as it does without the
+    patch.
     """
     experts, model.config._experts_implementation = (
         model.config._experts_implementation,

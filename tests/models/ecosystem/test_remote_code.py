@@ -39,7 +39,9 @@ CONFIGURATIONS = {
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
-    """Returns for each configuration our model, and what a process without our package computes with it."""
+    """Returns for each configuration our model,
+    and what a process without our package computes with it.
+    """
     if hasattr(torch, "_other_products"):
         pytest.skip(
             "a process without our package does not see PYTHONPATH, and has torch's own products"

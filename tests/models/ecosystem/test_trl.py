@@ -39,9 +39,12 @@ def own_loss(place: Path, folder: str) -> float:
     total, count = 0.0, 0
     for line in (place / "sums.jsonl").read_text().splitlines():
         row = tokenizer.apply_chat_template(
-            json.loads(line)["messages"], chat_template=template, return_dict=True, return_tensors="pt",
+            json.loads(line)["messages"],
+            chat_template=template,
+            return_dict=True,
+            return_tensors="pt",
             return_assistant_tokens_mask=True,
-        )  # fmt: skip
+        )
         learned = torch.as_tensor(row["assistant_masks"]).reshape(-1)[1:].bool()
         with torch.no_grad():
             log_p = model(row["input_ids"]).logits[0, :-1].log_softmax(-1)
@@ -134,9 +137,16 @@ PAIRS = [
     {"prompt": row["prompt"], "chosen": row["completion"], "rejected": " none"} for row in ROWS
 ]
 ONE_STEP = {
-    "per_device_train_batch_size": 8, "max_steps": 1, "logging_steps": 1, "report_to": [], "use_cpu": True,
-    "save_strategy": "no", "disable_tqdm": True, "bf16": False, "gradient_checkpointing": False,
-}  # fmt: skip
+    "per_device_train_batch_size": 8,
+    "max_steps": 1,
+    "logging_steps": 1,
+    "report_to": [],
+    "use_cpu": True,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+}
 LENGTH = 48
 ALL = {"completion_only_loss": False}  # else, what the prompt says is read and not learned
 MODES = {
@@ -164,7 +174,9 @@ def judge(place: Path, name: str):
 
 
 def own_log_p(place: Path, name: str, ids: list[int]) -> torch.Tensor:
-    """Returns what the model, alone with one sequence, says of every next token: [T - 1, vocabulary]."""
+    """Returns what the model, alone with one sequence, says of every next token:
+    [T - 1, vocabulary].
+    """
     with torch.no_grad():
         logits = judge(place, name)[0](torch.tensor([ids]), use_cache=False).logits
     return logits[0, :-1].log_softmax(-1)
@@ -205,10 +217,13 @@ def test_the_first_logged_loss_of_sft_is_the_models_own(place, name, mode, how, 
     settings = trl.SFTConfig(output_dir=str(tmp_path), **settings)
     line = first_line(
         trl.SFTTrainer(
-            opened(place, name), settings, train_dataset=Dataset.from_list(ROWS), processing_class=tokenizer,
+            opened(place, name),
+            settings,
+            train_dataset=Dataset.from_list(ROWS),
+            processing_class=tokenizer,
             peft_config=adapters(how),
         )
-    )  # fmt: skip
+    )
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in ROWS]
     texts = [row["prompt"] + row["completion"] + tokenizer.eos_token for row in ROWS]
     rows = [tokenizer(text)["input_ids"] for text in texts]
@@ -230,10 +245,14 @@ def test_the_log_probabilities_of_dpo_are_the_models_own(place, name, how, tmp_p
     tokenizer = judge(place, name)[1]
     line = first_line(
         trl.DPOTrainer(
-            opened(place, name), None, trl.DPOConfig(output_dir=str(tmp_path), **ONE_STEP),
-            train_dataset=Dataset.from_list(PAIRS), processing_class=tokenizer, peft_config=adapters(how),
+            opened(place, name),
+            None,
+            trl.DPOConfig(output_dir=str(tmp_path), **ONE_STEP),
+            train_dataset=Dataset.from_list(PAIRS),
+            processing_class=tokenizer,
+            peft_config=adapters(how),
         )
-    )  # fmt: skip
+    )
     for kind in ("chosen", "rejected"):
         own = 0.0
         for row in PAIRS:
@@ -260,10 +279,14 @@ def test_the_entropy_of_grpo_is_the_models_own(place, name, how, tmp_path):
     prompts = Dataset.from_list([{"prompt": row["prompt"]} for row in ROWS])
     line = first_line(
         trl.GRPOTrainer(
-            opened(place, name), reward, settings, train_dataset=prompts, processing_class=tokenizer,
+            opened(place, name),
+            reward,
+            settings,
+            train_dataset=prompts,
+            processing_class=tokenizer,
             peft_config=adapters(how),
         )
-    )  # fmt: skip
+    )
     entropies = []
     for prompt, made in seen:
         ids = tokenizer(prompt)["input_ids"]

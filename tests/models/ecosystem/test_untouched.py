@@ -1,4 +1,6 @@
-"""A vision tower and MTP layers, which a language model does not load, come through training as they were."""
+"""A vision tower and MTP layers, which a language model does not load,
+come through training as they were.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Our models compute what the models of others compute, as recorded from their own code in float64."""
+"""Our models compute what the models of others compute,
+as recorded from their own code in float64.
+"""
 
 import json
 
@@ -25,10 +27,13 @@ from tests.models.ecosystem.record_goldens import (
 )
 
 ALLOWED = 2**-42  # sums of float64 in another order
-# The paper's released code has flash-linear-attention's layers, under other names of parameters and settings.
+# The paper's released code has flash-linear-attention's layers, under other names of parameters and
+# settings.
 AUTHORS_NAMES = {
-    "transformer.wte.": "model.embeddings.", "transformer.h.": "model.layers.", "ln_f.": "model.norm.",
-}  # fmt: skip
+    "transformer.wte.": "model.embeddings.",
+    "transformer.h.": "model.layers.",
+    "ln_f.": ("model.norm."),
+}
 
 
 def renamed(name):
@@ -36,7 +41,9 @@ def renamed(name):
 
 
 class Golden:
-    """One case: its weights in a folder, as flash-linear-attention writes them, and what was computed."""
+    """One case: its weights in a folder, as flash-linear-attention writes them,
+    and what was computed.
+    """
 
     def __init__(self, case, folder):
         self.case, self.folder = case, folder

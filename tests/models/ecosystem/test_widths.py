@@ -1,4 +1,6 @@
-"""muP for models that were not written for it: roles from shapes, rates and initial values from roles."""
+"""muP for models that were not written for it: roles from shapes,
+rates and initial values from roles.
+"""
 
 import pytest
 import torch
@@ -17,12 +19,23 @@ def sizes(width):
     """Returns settings whose heads keep their size, as published families do."""
     heads = width // 32
     return {
-        "vocab_size": 128, "hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": heads,
-        "num_key_value_heads": heads, "head_dim": 32, "layer_types": ["linear_attention", "full_attention"],
-        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": heads,
-        "linear_num_value_heads": 2 * heads, "intermediate_size": round(2.7 * width / 16) * 16,
-        "pad_token_id": None, "bos_token_id": 1, "eos_token_id": None, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "vocab_size": 128,
+        "hidden_size": width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": 2 * heads,
+        "intermediate_size": round(2.7 * width / 16) * 16,
+        "pad_token_id": None,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+    }
 
 
 def qwen3_next(width, **changes):
@@ -142,7 +155,9 @@ class TestRoles:
         assert roles["2.weight"] is Role.READOUT and roles["1.weight"] is Role.HIDDEN
 
     def test_a_matrix_that_may_be_the_readout_has_to_be_named(self):
-        """As a gate its initial values would fall as 1/sqrt(m) instead of 1/m, and it would decay."""
+        """As a gate its initial values would fall as 1/sqrt(m)
+        instead of 1/m, and it would decay.
+        """
 
         def make(width):
             return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 1))
@@ -233,7 +248,9 @@ class TestBases:
 
 
 def test_at_the_base_width_a_wider_model_tells_what_decays_and_what_is_muons():
-    """Nothing grows there: every matrix was a constant, without decay, and with it at any other width."""
+    """Nothing grows there: every matrix was a constant, without decay,
+    and with it at any other width.
+    """
     model, options = qwen3_next(64), {"base": base, "lr": 1.0, "weight_decay": 0.1}
     for changes in ({}, {"optimizer": "muon", "weight_decay": 0.0}):
         with pytest.raises(ValueError, match=r"has the base's shapes.*pass wider="):
@@ -263,9 +280,14 @@ class TestMuon:
         for n in (1, 4):
             model = make(n)
             groups = mup.parameter_groups(
-                model, base=lambda: make(1), lr=0.01, optimizer="muon", adjust_lr_fn=adjust, weight_decay=0.1,
+                model,
+                base=lambda: make(1),
+                lr=0.01,
+                optimizer="muon",
+                adjust_lr_fn=adjust,
+                weight_decay=0.1,
                 wider=lambda: make(2),
-            )  # fmt: skip
+            )
             assert all(group["use_muon"] and "eps" not in group for group in groups)
             assert all(
                 group["lr"] * group["weight_decay"] == pytest.approx(1e-3) for group in groups
@@ -283,7 +305,8 @@ class TestMuon:
             ]
             sizes = [(rows / columns) ** 0.5 for rows, columns in (a.shape for a in before)]
             norms.append([step / size for step, size in zip(steps, sizes, strict=True)])
-        # singular values after Newton's and Schulz's steps lie between 0.7 and 1.2; a wrong law is off by 2
+        # singular values after Newton's and Schulz's steps lie between 0.7 and 1.2; a wrong law is
+        # off by 2
         assert norms[1] == pytest.approx(norms[0], rel=0.25)
 
     def test_what_muon_does_not_move_has_adamws_groups(self):
@@ -351,7 +374,9 @@ class TestTied:
 
 class TestInitialValues:
     def test_sizes_follow_the_base_model_whatever_the_law(self):
-        """Matrices with std 0.02 at every width fall as 1/sqrt(m), those from 1/sqrt(fan-in) stay."""
+        """Matrices with std 0.02 at every width fall as 1/sqrt(m),
+        those from 1/sqrt(fan-in) stay.
+        """
         model, other = qwen3_next(256), language_model(64)
         for wide, small, law in ((model, base(), 0.0), (other, language_model(16), -0.5)):
             before = {name: p.detach().clone() for name, p in wide.named_parameters()}
@@ -371,7 +396,9 @@ class TestInitialValues:
         assert model.weight.std().item() == pytest.approx(0.5 * 192**-0.5, rel=0.03)
 
     def test_nothing_changes_at_the_base_width_with_the_same_seed(self):
-        """A_log is one number per head: scaled to another draw's size it moved by a factor of 0.4 to 2.4."""
+        """A_log is one number per head: scaled to another draw's size it moved
+        by a factor of 0.4 to 2.4.
+        """
         torch.manual_seed(0)
         expected = base().state_dict()
         torch.manual_seed(0)

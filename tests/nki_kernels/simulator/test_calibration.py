@@ -1,4 +1,6 @@
-"""The published kernels compute what their names say, and the model is near their published times."""
+"""The published kernels compute what their names say,
+and the model is near their published times.
+"""
 
 from dataclasses import replace
 

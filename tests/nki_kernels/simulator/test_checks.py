@@ -1,4 +1,5 @@
-"""Every check of the simulator, violated once: the type of the exception and the key phrase of its message.
+"""Every check of the simulator, violated once: the type of the exception and the key phrase of its
+message.
 
 The checks of the Python subset are in test_subset.py, those of releases in test_releases.py.
 """
@@ -108,157 +109,312 @@ SMALL = {"tile_position": (0, 0), "tile_size": (32, 128)}
 REFUSED = (
     # memory and shapes
     ("SBUF and PSUM tensors must have at least 2 dimensions", lambda: sbuf(128)),
-    ("tensor_copy src partition dimension 129 exceeds maximum 128",
-     lambda: issue("tensor_copy", dst=sbuf(129, 4), src=sbuf(129, 4))),
-    ("dma_copy requires src and dst to have the same number of elements",
-     lambda: issue("dma_copy", src=ones(4, 3))),
-    (r"dma_copy src must be in \['sbuf', 'private_hbm', 'shared_hbm'\], got psum",
-     lambda: issue("dma_copy", src=product(4, 4))),
-    (r"must be in \['sbuf', 'psum'\], got shared_hbm",
-     lambda: issue("tensor_copy", src=nl.ndarray((4, 4), F32, nl.shared_hbm))),
+    (
+        "tensor_copy src partition dimension 129 exceeds maximum 128",
+        lambda: issue("tensor_copy", dst=sbuf(129, 4), src=sbuf(129, 4)),
+    ),
+    (
+        "dma_copy requires src and dst to have the same number of elements",
+        lambda: issue("dma_copy", src=ones(4, 3)),
+    ),
+    (
+        r"dma_copy src must be in \['sbuf', 'private_hbm', 'shared_hbm'\], got psum",
+        lambda: issue("dma_copy", src=product(4, 4)),
+    ),
+    (
+        r"must be in \['sbuf', 'psum'\], got shared_hbm",
+        lambda: issue("tensor_copy", src=nl.ndarray((4, 4), F32, nl.shared_hbm)),
+    ),
     ("index range .0, 127. exceed dimension size of 12", lambda: sbuf(4, 12)[:, 0:128]),
-    ("Out-of-bound access for tensor `x` on dimension 1: index 3 exceed dimension size of 3",
-     lambda: filled(0.0, 4, 3)[:, 3]),
-    ("ap.. pattern has invalid partition stride. Partition step 3 must equal tensor free dimension size 8",
-     lambda: sbuf(4, 8).ap(pattern=[[3, 4], [1, 8]])),
+    (
+        "Out-of-bound access for tensor `x` on dimension 1: index 3 exceed dimension size of 3",
+        lambda: filled(0.0, 4, 3)[:, 3],
+    ),
+    (
+        "ap.. pattern has invalid partition stride. Partition step 3 must equal tensor free "
+        "dimension size 8",
+        lambda: sbuf(4, 8).ap(pattern=[[3, 4], [1, 8]]),
+    ),
     ("reaches element 8 of 8", lambda: sbuf(4, 8).ap(pattern=[[8, 4], [1, 8]], offset=1)),
-    ("tensor_copy src has dtype float4_e2m1fn_x4, which is copied by DMA alone",
-     lambda: issue("tensor_copy", src=sbuf(4, 4, dtype=nl.float4_e2m1fn_x4))),
+    (
+        "tensor_copy src has dtype float4_e2m1fn_x4, which is copied by DMA alone",
+        lambda: issue("tensor_copy", src=sbuf(4, 4, dtype=nl.float4_e2m1fn_x4)),
+    ),
     ("indirect access out of bounds: element 28 of 16", gather_out_of_bounds),
-    ("dma_transpose dst shape must be .8, 4., got .4, 8.",
-     lambda: issue("dma_transpose", dst=sbuf(4, 8), src=ones(4, 8))),
+    (
+        "dma_transpose dst shape must be .8, 4., got .4, 8.",
+        lambda: issue("dma_transpose", dst=sbuf(4, 8), src=ones(4, 8)),
+    ),
     # operands
-    ("engine must be one of vector, gpsimd, got scalar",
-     lambda: issue("tensor_tensor", engine=nisa.engine.scalar)),
-    (r"affine_select on_true_tile must be in \['sbuf'\], got psum",
-     lambda: issue("affine_select", pattern=[[1, 4]], channel_multiplier=1, on_true_tile=product(4, 4),
-                   on_false_value=0.0)),
-    ("requires data1 and data2 to have the same partitions and elements per partition",
-     lambda: issue("tensor_tensor", data2=ones(4, 1))),
-    (r"operand0 must be a number or a tile of shape \(4, 1\), got \(4, 2\)",
-     lambda: issue("tensor_scalar", operand0=ones(4, 2))),
+    (
+        "engine must be one of vector, gpsimd, got scalar",
+        lambda: issue("tensor_tensor", engine=nisa.engine.scalar),
+    ),
+    (
+        r"affine_select on_true_tile must be in \['sbuf'\], got psum",
+        lambda: issue(
+            "affine_select",
+            pattern=[[1, 4]],
+            channel_multiplier=1,
+            on_true_tile=product(4, 4),
+            on_false_value=0.0,
+        ),
+    ),
+    (
+        "requires data1 and data2 to have the same partitions and elements per partition",
+        lambda: issue("tensor_tensor", data2=ones(4, 1)),
+    ),
+    (
+        r"operand0 must be a number or a tile of shape \(4, 1\), got \(4, 2\)",
+        lambda: issue("tensor_scalar", operand0=ones(4, 2)),
+    ),
     ("must both be bitvec or both arithmetic", bitwise_with_arithmetic),
     ("needs integer tensors, got float32", lambda: issue("tensor_tensor", op=nl.bitwise_xor)),
-    ("memset value must match the dtype: int32 needs an int, got 2.0",
-     lambda: filled(2.0, 4, 4, dtype=nl.int32)),
+    (
+        "memset value must match the dtype: int32 needs an int, got 2.0",
+        lambda: filled(2.0, 4, 4, dtype=nl.int32),
+    ),
     ("memset value must match the dtype: float32 needs a float, got 2", lambda: filled(2, 4, 4)),
-    ("reduce_op must be nl.add",
-     lambda: issue("activation", reduce_op=nl.maximum, reduce_res=sbuf(4, 1),
-                   reduce_cmd=nisa.reduce_cmd.reset_reduce)),
-    ("cannot reduce axis 0, the partition axis", lambda: issue("tensor_reduce", dst=sbuf(1, 4), axis=0)),
-    ("must be the last contiguous free axes", lambda: issue("tensor_reduce", data=ones(4, 2, 4), axis=1)),
-    ("not a legal reduction operator", lambda: issue("tensor_reduce", dst=sbuf(4, 1), op=nl.greater)),
+    (
+        "reduce_op must be nl.add",
+        lambda: issue(
+            "activation",
+            reduce_op=nl.maximum,
+            reduce_res=sbuf(4, 1),
+            reduce_cmd=nisa.reduce_cmd.reset_reduce,
+        ),
+    ),
+    (
+        "cannot reduce axis 0, the partition axis",
+        lambda: issue("tensor_reduce", dst=sbuf(1, 4), axis=0),
+    ),
+    (
+        "must be the last contiguous free axes",
+        lambda: issue("tensor_reduce", data=ones(4, 2, 4), axis=1),
+    ),
+    (
+        "not a legal reduction operator",
+        lambda: issue("tensor_reduce", dst=sbuf(4, 1), op=nl.greater),
+    ),
     ("pattern .* has 3 elements, dst has 4 per partition", lambda: issue("iota", pattern=[[1, 3]])),
-    ("shuffle_mask must have 32 entries",
-     lambda: issue("nc_stream_shuffle", dst=sbuf(32, 4), src=ones(32, 4), shuffle_mask=[0] * 31)),
-    ("rand_set_state src_seeds must be uint32 with 6 elements per partition",
-     lambda: nisa.rand_set_state(src_seeds=sbuf(4, 5, dtype=nl.uint32)), "trn2"),
+    (
+        "shuffle_mask must have 32 entries",
+        lambda: issue("nc_stream_shuffle", dst=sbuf(32, 4), src=ones(32, 4), shuffle_mask=[0] * 31),
+    ),
+    (
+        "rand_set_state src_seeds must be uint32 with 6 elements per partition",
+        lambda: nisa.rand_set_state(src_seeds=sbuf(4, 5, dtype=nl.uint32)),
+        "trn2",
+    ),
     # the Tensor engine
-    (r"nc_matmul stationary must be in \['sbuf'\], got psum",
-     lambda: issue("nc_matmul", stationary=product(4, 4))),
+    (
+        r"nc_matmul stationary must be in \['sbuf'\], got psum",
+        lambda: issue("nc_matmul", stationary=product(4, 4)),
+    ),
     (r"dst must be in \['psum'\], got sbuf", lambda: issue("nc_matmul", dst=sbuf(4, 4))),
-    ("Matmul contraction dimension 64 exceeds the tile's rows=32",
-     lambda: issue("nc_matmul", stationary=ones(64, 4), moving=ones(64, 4), **SMALL), "trn2"),
-    ("Matmul contraction dimension 129 exceeds pmax=128",
-     lambda: issue("nc_matmul", stationary=sbuf(129, 4), moving=sbuf(129, 4))),
-    ("Matmul stationary free dimension 129 exceeds gemm_stationary_fmax=128",
-     lambda: issue("nc_matmul", dst=psum(128, 4), stationary=ones(4, 129))),
-    (r"Matmul contraction dimension mismatch: stationary\[0\]=4 != moving\[0\]=5",
-     lambda: issue("nc_matmul", moving=ones(5, 4))),
-    ("must both be float32/tfloat32 or neither", lambda: issue("nc_matmul", moving=ones(4, 4, dtype=HALF))),
-    ("stationary dtype must be float8_e4m3, .* or float32, got int8",
-     lambda: issue("nc_matmul", stationary=ones(4, 4, dtype=nl.int8), moving=ones(4, 4, dtype=nl.int8))),
-    ("tile_position and tile_size must both be given", lambda: issue("nc_matmul", tile_size=(64, 128))),
+    (
+        "Matmul contraction dimension 64 exceeds the tile's rows=32",
+        lambda: issue("nc_matmul", stationary=ones(64, 4), moving=ones(64, 4), **SMALL),
+        "trn2",
+    ),
+    (
+        "Matmul contraction dimension 129 exceeds pmax=128",
+        lambda: issue("nc_matmul", stationary=sbuf(129, 4), moving=sbuf(129, 4)),
+    ),
+    (
+        "Matmul stationary free dimension 129 exceeds gemm_stationary_fmax=128",
+        lambda: issue("nc_matmul", dst=psum(128, 4), stationary=ones(4, 129)),
+    ),
+    (
+        r"Matmul contraction dimension mismatch: stationary\[0\]=4 != moving\[0\]=5",
+        lambda: issue("nc_matmul", moving=ones(5, 4)),
+    ),
+    (
+        "must both be float32/tfloat32 or neither",
+        lambda: issue("nc_matmul", moving=ones(4, 4, dtype=HALF)),
+    ),
+    (
+        "stationary dtype must be float8_e4m3, .* or float32, got int8",
+        lambda: issue(
+            "nc_matmul", stationary=ones(4, 4, dtype=nl.int8), moving=ones(4, 4, dtype=nl.int8)
+        ),
+    ),
+    (
+        "tile_position and tile_size must both be given",
+        lambda: issue("nc_matmul", tile_size=(64, 128)),
+    ),
     ("tile_size .32, 128. must be of 64, 128 on trn1", lambda: issue("nc_matmul", **SMALL)),
-    ("tile_position .32, 0. must be multiples of tile_size",
-     lambda: issue("nc_matmul", tile_position=(32, 0), tile_size=(64, 128))),
-    ("perf_mode needs NeuronCore-v3",
-     lambda: issue("nc_matmul", perf_mode=nisa.matmul_perf_mode.double_row)),
-    ("takes up to 32 x 32, got 64 x 64",
-     lambda: issue("nc_transpose", dst=sbuf(64, 64), data=ones(64, 64), engine=nisa.engine.vector)),
-    ("nc_transpose dst dtype must be bfloat16, got float32",
-     lambda: issue("nc_transpose", dst=psum(64, 64), data=ones(64, 64, dtype=HALF))),
-)  # fmt: skip
+    (
+        "tile_position .32, 0. must be multiples of tile_size",
+        lambda: issue("nc_matmul", tile_position=(32, 0), tile_size=(64, 128)),
+    ),
+    (
+        "perf_mode needs NeuronCore-v3",
+        lambda: issue("nc_matmul", perf_mode=nisa.matmul_perf_mode.double_row),
+    ),
+    (
+        "takes up to 32 x 32, got 64 x 64",
+        lambda: issue(
+            "nc_transpose", dst=sbuf(64, 64), data=ones(64, 64), engine=nisa.engine.vector
+        ),
+    ),
+    (
+        "nc_transpose dst dtype must be bfloat16, got float32",
+        lambda: issue("nc_transpose", dst=psum(64, 64), data=ones(64, 64, dtype=HALF)),
+    ),
+)
 # the same, and the first target that allows it
 UNTIL = (
     ("bias must be a .P, 1. tile on gen2", lambda: issue("activation", bias=1.0), "trn1", "trn2"),
-    ("tensor_copy on the Scalar engine .use activation with op=nl.copy. needs NeuronCore-v3",
-     lambda: issue("tensor_copy", engine=nisa.engine.scalar), "trn1", "trn2"),
-    ("hwdge needs NeuronCore-v3", lambda: issue("dma_copy", dge_mode=nisa.dge_mode.hwdge), "trn1", "trn2"),
+    (
+        "tensor_copy on the Scalar engine .use activation with op=nl.copy. needs NeuronCore-v3",
+        lambda: issue("tensor_copy", engine=nisa.engine.scalar),
+        "trn1",
+        "trn2",
+    ),
+    (
+        "hwdge needs NeuronCore-v3",
+        lambda: issue("dma_copy", dge_mode=nisa.dge_mode.hwdge),
+        "trn1",
+        "trn2",
+    ),
     ("priority needs NeuronCore-v4", lambda: issue("dma_copy", priority=1), "trn2", "trn3"),
-    ("rand_get_state on the gpsimd engine needs NeuronCore-v3",
-     lambda: issue("rand_get_state", dst=sbuf(4, 6, dtype=nl.uint32)), "trn1", "trn2"),
-    ("Matmul moving free dimension 513 exceeds gemm_moving_fmax=512",
-     lambda: issue("nc_matmul", dst=psum(4, 513), moving=ones(4, 513)), "trn2", "trn3"),
-    ("nc_matmul dst dtype must be float32 on gen2, got bfloat16",
-     lambda: issue("nc_matmul", dst=psum(4, 4, dtype=HALF)), "trn1", "trn3"),
-    ("float8_e4m3fn needs NeuronCore-v4",
-     lambda: issue("nc_matmul", stationary=ones(4, 4, dtype=EIGHT), moving=ones(4, 4, dtype=EIGHT)),
-     "trn2", "trn3"),
-)  # fmt: skip
+    (
+        "rand_get_state on the gpsimd engine needs NeuronCore-v3",
+        lambda: issue("rand_get_state", dst=sbuf(4, 6, dtype=nl.uint32)),
+        "trn1",
+        "trn2",
+    ),
+    (
+        "Matmul moving free dimension 513 exceeds gemm_moving_fmax=512",
+        lambda: issue("nc_matmul", dst=psum(4, 513), moving=ones(4, 513)),
+        "trn2",
+        "trn3",
+    ),
+    (
+        "nc_matmul dst dtype must be float32 on gen2, got bfloat16",
+        lambda: issue("nc_matmul", dst=psum(4, 4, dtype=HALF)),
+        "trn1",
+        "trn3",
+    ),
+    (
+        "float8_e4m3fn needs NeuronCore-v4",
+        lambda: issue(
+            "nc_matmul", stationary=ones(4, 4, dtype=EIGHT), moving=ones(4, 4, dtype=EIGHT)
+        ),
+        "trn2",
+        "trn3",
+    ),
+)
 # what only the compiler or the chip would refuse; strict=False drops these checks
 STRICT = (
     ("sbuf capacity exceeded: tensor", lambda: sbuf(1, 49 * 1024)),
-    ("starts at partition 16; 16 partitions may start at 0 or 32 or 64 or 96 only",
-     lambda: issue("tensor_copy", dst=sbuf(16, 4), src=ones(128, 4)[16:32])),
-    ("starts at partition 32; 64 partitions may start at 0 or 64 only",
-     lambda: issue("tensor_copy", dst=sbuf(64, 4), src=ones(128, 4)[32:96])),
-    ("starts at partition 32; 65 partitions may start at 0 only",
-     lambda: issue("tensor_copy", dst=sbuf(65, 4), src=ones(128, 4)[32:97])),
-    (r"load of `t\d+` \(129,\) takes a partition for each element .*give it as \(1, 129\)",
-     lambda: nl.load(nl.zeros((129,), F32, nl.shared_hbm))),
+    (
+        "starts at partition 16; 16 partitions may start at 0 or 32 or 64 or 96 only",
+        lambda: issue("tensor_copy", dst=sbuf(16, 4), src=ones(128, 4)[16:32]),
+    ),
+    (
+        "starts at partition 32; 64 partitions may start at 0 or 64 only",
+        lambda: issue("tensor_copy", dst=sbuf(64, 4), src=ones(128, 4)[32:96]),
+    ),
+    (
+        "starts at partition 32; 65 partitions may start at 0 only",
+        lambda: issue("tensor_copy", dst=sbuf(65, 4), src=ones(128, 4)[32:97]),
+    ),
+    (
+        r"load of `t\d+` \(129,\) takes a partition for each element .*give it as \(1, 129\)",
+        lambda: nl.load(nl.zeros((129,), F32, nl.shared_hbm)),
+    ),
     ("access pattern has 5 free dimensions, the limit is 4", five_free_dimensions),
-    ("tensor_tensor data1 and data2 cannot both be in psum",
-     lambda: issue("tensor_tensor", data1=product(4, 4), data2=product(4, 4))),
-    ("scalar_tensor_tensor data and operand1 cannot both be in psum",
-     lambda: issue("scalar_tensor_tensor", data=product(4, 4), op0=nl.multiply, operand0=2.0, op1=nl.add,
-                   operand1=product(4, 4))),
-    ("tensor_tensor_scan data0 and data1 cannot both be in psum",
-     lambda: scan(sbuf(4, 4), product(4, 4), product(4, 4))),
-    ("psum, which the GpSimd engine cannot access",
-     lambda: issue("tensor_scalar", data=product(4, 4), op0=nl.power, operand0=2.0)),
-    ("runs on GpSimd for rsqrt and power alone, got",
-     lambda: issue("tensor_scalar", engine=nisa.engine.gpsimd)),
-    ("operand0 dtype must be float32, got bfloat16",
-     lambda: issue("tensor_scalar", operand0=ones(4, 1, dtype=HALF))),
-    (r"nl.log is valid for inputs in .*got 0 at \[0, 0\]",
-     lambda: issue("activation", op=nl.log, data=filled(0.0, 4, 4))),
+    (
+        "tensor_tensor data1 and data2 cannot both be in psum",
+        lambda: issue("tensor_tensor", data1=product(4, 4), data2=product(4, 4)),
+    ),
+    (
+        "scalar_tensor_tensor data and operand1 cannot both be in psum",
+        lambda: issue(
+            "scalar_tensor_tensor",
+            data=product(4, 4),
+            op0=nl.multiply,
+            operand0=2.0,
+            op1=nl.add,
+            operand1=product(4, 4),
+        ),
+    ),
+    (
+        "tensor_tensor_scan data0 and data1 cannot both be in psum",
+        lambda: scan(sbuf(4, 4), product(4, 4), product(4, 4)),
+    ),
+    (
+        "psum, which the GpSimd engine cannot access",
+        lambda: issue("tensor_scalar", data=product(4, 4), op0=nl.power, operand0=2.0),
+    ),
+    (
+        "runs on GpSimd for rsqrt and power alone, got",
+        lambda: issue("tensor_scalar", engine=nisa.engine.gpsimd),
+    ),
+    (
+        "operand0 dtype must be float32, got bfloat16",
+        lambda: issue("tensor_scalar", operand0=ones(4, 1, dtype=HALF)),
+    ),
+    (
+        r"nl.log is valid for inputs in .*got 0 at \[0, 0\]",
+        lambda: issue("activation", op=nl.log, data=filled(0.0, 4, 4)),
+    ),
     ("leaves the range of int32", lambda: issue("iota", pattern=[[2**30, 4]])),
     ("dst overlaps src of `x` at another position", shift_in_place),
     ("dst overlaps data2 of .* at another position", broadcast_of_the_tile_that_is_written),
     ("tensor_tensor_scan dst overlaps data1 of .* in place", scan_in_place),
     ("which no instruction has written", lambda: issue("tensor_copy", src=sbuf(4, 4))),
     # the Tensor engine
-    ("starts at partition 64, but column 0 of the array writes partition 0",
-     lambda: issue("nc_matmul", dst=psum(128, 4)[64:68])),
+    (
+        "starts at partition 64, but column 0 of the array writes partition 0",
+        lambda: issue("nc_matmul", dst=psum(128, 4)[64:68]),
+    ),
     ("accumulates onto uninitialized PSUM", lambda: issue("nc_matmul", accumulate=True)),
     ("only partly written", accumulation_on_partly_written_psum),
-    ("is_stationary_onezero is declared, but stationary holds 2",
-     lambda: issue("nc_matmul", stationary=filled(2.0, 4, 4), is_stationary_onezero=True)),
-    ("is_moving_onezero is declared, but moving holds 2",
-     lambda: issue("nc_matmul", moving=filled(2.0, 4, 4), is_moving_onezero=True)),
-    (r"holds inf at \[0, 0\]; on gen2 the Tensor engine multiplies by an identity",
-     lambda: issue("nc_transpose", dst=psum(64, 64), data=filled(float("inf"), 64, 64))),
-)  # fmt: skip
+    (
+        "is_stationary_onezero is declared, but stationary holds 2",
+        lambda: issue("nc_matmul", stationary=filled(2.0, 4, 4), is_stationary_onezero=True),
+    ),
+    (
+        "is_moving_onezero is declared, but moving holds 2",
+        lambda: issue("nc_matmul", moving=filled(2.0, 4, 4), is_moving_onezero=True),
+    ),
+    (
+        r"holds inf at \[0, 0\]; on gen2 the Tensor engine multiplies by an identity",
+        lambda: issue("nc_transpose", dst=psum(64, 64), data=filled(float("inf"), 64, 64)),
+    ),
+)
 STRICT_UNTIL = (
     ("a non-matmul instruction wrote last", accumulation_on_a_copy, "trn2", "trn3"),
     ("a non-matmul instruction wrote last", accumulation_where_a_copy_wrote_a_part, "trn2", "trn3"),
-    ("spans psum banks 0 to 1",
-     lambda: issue("nc_matmul", dst=psum(4, 1024)[:, 256:768], moving=ones(4, 512)), "trn2", "trn3"),
-    ("nc_transpose of bfloat16 on the Tensor engine",
-     lambda: issue("nc_transpose", dst=psum(64, 64, dtype=HALF), data=ones(64, 64, dtype=HALF)),
-     "trn1", "trn2"),
-)  # fmt: skip
+    (
+        "spans psum banks 0 to 1",
+        lambda: issue("nc_matmul", dst=psum(4, 1024)[:, 256:768], moving=ones(4, 512)),
+        "trn2",
+        "trn3",
+    ),
+    (
+        "nc_transpose of bfloat16 on the Tensor engine",
+        lambda: issue("nc_transpose", dst=psum(64, 64, dtype=HALF), data=ones(64, 64, dtype=HALF)),
+        "trn1",
+        "trn2",
+    ),
+)
 WRONG_TYPE = (
     ("unsupported operand", lambda: ones(4, 4) + ones(4, 4)),
     ("unexpected keyword argument 'mask'", lambda: issue("tensor_copy", mask=None)),
     ("must be a tensor, got float", lambda: issue("tensor_copy", src=1.0)),
     ("must be an nl operator such as nl.add", lambda: issue("tensor_tensor", op=np.add)),
     ("must be an ALU operator, which nl.exp is not", lambda: issue("tensor_tensor", op=nl.exp)),
-    ("must be an ALU operator, which nl.divide is not", lambda: issue("tensor_tensor", op=nl.divide)),
+    (
+        "must be an ALU operator, which nl.divide is not",
+        lambda: issue("tensor_tensor", op=nl.divide),
+    ),
     ("activation op must be an activation function", lambda: issue("activation", op=nl.add)),
     ("kernel output 0 must be a tensor, got int", lambda: 3),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("case", [*REFUSED, *UNTIL], ids=lambda case: case[0])

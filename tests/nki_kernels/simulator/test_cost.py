@@ -1,4 +1,6 @@
-"""The cost model: instruction costs against the documented formulas, dependencies, bounds, the report."""
+"""The cost model: instruction costs against the documented formulas,
+dependencies, bounds, the report.
+"""
 
 import json
 from itertools import pairwise
@@ -74,7 +76,9 @@ def test_the_two_readings_agree_at_512_columns_and_the_last_is_slower_at_fewer()
 
 
 def scalar_time(*functions, size=64):
-    """Returns for how long functions keep the Scalar engine busy, the tables that it loads, and how often."""
+    """Returns for how long functions keep the Scalar engine busy,
+    the tables that it loads, and how often.
+    """
 
     def body():
         x = ones(128, size)
@@ -250,7 +254,9 @@ def test_lower_bound_schedule_and_upper_bound_are_in_order(target):
 
 
 def test_loads_and_stores_share_the_bandwidth():
-    """Copies of tiles that DMA binds: with a bandwidth for each queue they would end in half of `dma`."""
+    """Copies of tiles that DMA binds: with a bandwidth for each queue they would end
+    in half of `dma`.
+    """
 
     def body():
         big = nl.shared_constant(np.zeros((128, 2048), np.float32))

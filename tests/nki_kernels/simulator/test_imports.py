@@ -116,7 +116,10 @@ def test_a_broken_nki_fails_loudly(tmp_path):
 
 
 def test_the_simulator_imports_neither_torch_nor_transformers():
-    code = "import sys, delta_trn.nki_kernels.simulator; print({'torch', 'transformers'} & set(sys.modules))"
+    code = (
+        "import sys, delta_trn.nki_kernels.simulator; print({'torch', 'transformers'} & "
+        "set(sys.modules))"
+    )
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
     ).stdout

@@ -35,9 +35,14 @@ def scaled_and_summed_activations(out, tile, bias, scale):
         reduce_cmd=RESET,
     )
     nisa.activation(
-        dst=out[:, 20:40], op=nl.copy, data=tile, scale=2.0, reduce_op=nl.add, reduce_res=out[:, 40:41],
+        dst=out[:, 20:40],
+        op=nl.copy,
+        data=tile,
+        scale=2.0,
+        reduce_op=nl.add,
+        reduce_res=out[:, 40:41],
         reduce_cmd=GO_ON,
-    )  # fmt: skip
+    )
 
 
 def with_sums(*parts):
@@ -66,11 +71,18 @@ def selections(out, tile, mask):
 
 
 def scan(initial=None, op0=nl.multiply, op1=nl.add, **reverse):
-    """Returns a body that scans; without an initial number the state starts from its last operand."""
+    """Returns a body that scans; without an initial number the state starts
+    from its last operand.
+    """
     return lambda out, x, y, *state: nisa.tensor_tensor_scan(
-        dst=out, data0=x, data1=y, initial=state[0] if initial is None else initial, op0=op0, op1=op1,
+        dst=out,
+        data0=x,
+        data1=y,
+        initial=state[0] if initial is None else initial,
+        op0=op0,
+        op1=op1,
         **reverse,
-    )  # fmt: skip
+    )
 
 
 def scanned(step, state):
@@ -138,11 +150,15 @@ INSTRUCTIONS = {
     "memset": (lambda out: nisa.memset(dst=out, value=1.5), (), np.full((4, 2), 1.5)),
     "reciprocal": (lambda out, x: nisa.reciprocal(dst=out, data=x), (X,), 1 / X),
     "activation_reduce": (sum_of_squares, (X,), row((X**2).sum(1))),
-    "activation": (scaled_and_summed_activations, (Y, COLUMN, SCALE),
-                   with_sums(np.exp(Y * SCALE + COLUMN), 2 * Y)),
+    "activation": (
+        scaled_and_summed_activations,
+        (Y, COLUMN, SCALE),
+        with_sums(np.exp(Y * SCALE + COLUMN), 2 * Y),
+    ),
     "bn_stats and bn_aggr": (batch_statistics, (X,), np.stack([X.mean(1), X.var(1)], 1)),
     "tensor_reduce over two axes": (
-        lambda out, x: nisa.tensor_reduce(dst=out, op=nl.add, data=x, axis=(2, 3)), (BLOCK,),
+        lambda out, x: nisa.tensor_reduce(dst=out, op=nl.add, data=x, axis=(2, 3)),
+        (BLOCK,),
         BLOCK.sum((2, 3)),
     ),
     "tensor_reduce add": (reduced("add"), (X,), row(-X.sum(1))),
@@ -151,25 +167,42 @@ INSTRUCTIONS = {
     "tensor_reduce multiply": (reduced("multiply"), (Y,), row(-Y.prod(1))),
     "tensor_reduce subtract": (reduced("subtract"), (X,), row(X.sum(1) - 2 * X[:, 0])),
     "tensor_partition_reduce": (
-        lambda out, x: nisa.tensor_partition_reduce(dst=out, op=nl.add, data=x), (TALL,), TALL.sum(0)[None],
+        lambda out, x: nisa.tensor_partition_reduce(dst=out, op=nl.add, data=x),
+        (TALL,),
+        TALL.sum(0)[None],
     ),
     "tensor_scalar": (subtract_twice(False, False), (Y, COLUMN), Y - COLUMN - 0.5),
     "tensor_scalar, first reversed": (subtract_twice(True, False), (Y, COLUMN), COLUMN - Y - 0.5),
-    "tensor_scalar, second reversed": (subtract_twice(False, True), (Y, COLUMN), 0.5 - (Y - COLUMN)),
+    "tensor_scalar, second reversed": (
+        subtract_twice(False, True),
+        (Y, COLUMN),
+        0.5 - (Y - COLUMN),
+    ),
     "tensor_scalar, both reversed": (subtract_twice(True, True), (Y, COLUMN), 0.5 - (COLUMN - Y)),
     "scalar_tensor_tensor": (fused("sbuf"), (Y, Z, COLUMN), Z - Y * COLUMN),
     "scalar_tensor_tensor from PSUM": (fused("psum"), (Y, Z, COLUMN), Z - Y * COLUMN),
     "scan from a number": (scan(0.5), (Y, Z), scanned(lambda a, b, s: a * s + b, np.full(6, 0.5))),
     "scan from a tile": (scan(), (Y, Z, COLUMN), scanned(lambda a, b, s: a * s + b, COLUMN[:, 0])),
-    "scan, reversed": (scan(0.0, nl.subtract, nl.subtract, reverse0=True, reverse1=True), (Y, Z),
-                       scanned(lambda a, b, s: b - (s - a), np.zeros(6))),
-    "cumulative and reducing": (both_scans, (Y,),
-                                np.concatenate([np.cumsum(2 * Y, 1), Y + 1, row((Y + 1).max(1))], 1)),
-    "selections": (selections, (Y, MASK), np.concatenate(
-        [np.where(MASK, Y, -1), np.where(MASK, 7, Y), row(np.where(MASK, Y, -1).max(1))], 1)),
+    "scan, reversed": (
+        scan(0.0, nl.subtract, nl.subtract, reverse0=True, reverse1=True),
+        (Y, Z),
+        scanned(lambda a, b, s: b - (s - a), np.zeros(6)),
+    ),
+    "cumulative and reducing": (
+        both_scans,
+        (Y,),
+        np.concatenate([np.cumsum(2 * Y, 1), Y + 1, row((Y + 1).max(1))], 1),
+    ),
+    "selections": (
+        selections,
+        (Y, MASK),
+        np.concatenate(
+            [np.where(MASK, Y, -1), np.where(MASK, 7, Y), row(np.where(MASK, Y, -1).max(1))], 1
+        ),
+    ),
     "iota": (pattern, (), 5 + 100 * PLACES[0] + 10 * PLACES[1] + PLACES[2]),
     "affine_select": (triangle, (FIRST,), np.where(np.tri(6, k=-1) > 0, FIRST, -9)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("body", "operands", "expected"), INSTRUCTIONS.values(), ids=INSTRUCTIONS)
@@ -178,13 +211,23 @@ def test_instruction_agrees_with_numpy(body, operands, expected):
 
 
 BINARY = {
-    "add": np.add, "subtract": np.subtract, "multiply": np.multiply,
-    "maximum": np.maximum, "minimum": np.minimum,
-    "equal": np.equal, "not_equal": np.not_equal, "greater": np.greater, "greater_equal": np.greater_equal,
-    "less": np.less, "less_equal": np.less_equal,
-    "logical_and": np.logical_and, "logical_or": np.logical_or, "logical_xor": np.logical_xor,
-    "abs_max": lambda a, b: np.maximum(abs(a), abs(b)), "abs_min": lambda a, b: np.minimum(abs(a), abs(b)),
-}  # fmt: skip
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "equal": np.equal,
+    "not_equal": np.not_equal,
+    "greater": np.greater,
+    "greater_equal": np.greater_equal,
+    "less": np.less,
+    "less_equal": np.less_equal,
+    "logical_and": np.logical_and,
+    "logical_or": np.logical_or,
+    "logical_xor": np.logical_xor,
+    "abs_max": lambda a, b: np.maximum(abs(a), abs(b)),
+    "abs_min": lambda a, b: np.minimum(abs(a), abs(b)),
+}
 
 
 @pytest.mark.parametrize("name", BINARY)
@@ -227,13 +270,23 @@ def test_bitwise_operators_agree_with_numpy():
 
 
 ACTIVATIONS = {
-    "exp": np.exp, "tanh": np.tanh, "square": np.square, "abs": np.abs, "copy": np.asarray, "sign": np.sign,
-    "sin": np.sin, "relu": lambda x: np.maximum(x, 0), "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-    "silu": lambda x: x / (1 + np.exp(-x)), "softplus": lambda x: np.log1p(np.exp(x)),
+    "exp": np.exp,
+    "tanh": np.tanh,
+    "square": np.square,
+    "abs": np.abs,
+    "copy": np.asarray,
+    "sign": np.sign,
+    "sin": np.sin,
+    "relu": lambda x: np.maximum(x, 0),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "softplus": lambda x: np.log1p(np.exp(x)),
     "mish": lambda x: x * np.tanh(np.log1p(np.exp(x))),
-    "gelu_apprx_tanh": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+    "gelu_apprx_tanh": lambda x: (
+        0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    ),
     "gelu_apprx_sigmoid": lambda x: x / (1 + np.exp(-1.702 * x)),
-}  # fmt: skip
+}
 OF_POSITIVE_NUMBERS = {
     "log": np.log, "sqrt": np.sqrt, "rsqrt": lambda x: x**-0.5, "reciprocal": lambda x: 1 / x,
     "arctan": np.arctan,
@@ -298,9 +351,14 @@ def test_range_select_needs_trn2_and_exponential_trn3():
     def select(out, tile):
         low, high = nl.full((3, 1), 2, F32), nl.full((3, 1), 5, F32)
         nisa.range_select(
-            dst=out[:, 0:10], on_true_tile=tile, comp_op0=nl.greater_equal, comp_op1=nl.less, bound0=low,
-            bound1=high, reduce_res=out[:, 10:11],
-        )  # fmt: skip
+            dst=out[:, 0:10],
+            on_true_tile=tile,
+            comp_op0=nl.greater_equal,
+            comp_op1=nl.less,
+            bound0=low,
+            bound1=high,
+            reduce_res=out[:, 10:11],
+        )
 
     result = execute(select, x, shape=(3, 11), target="trn2")
     assert (result[:, 2:5] == x[:, 2:5]).all() and (result[:, 5:10] < -3e38).all()

@@ -36,7 +36,8 @@ def matmul_tiled(at, b):
     return out
 
 
-# Half a unit in the last place of the output's dtype, and in float32 the rounding of up to 700 summed terms.
+# Half a unit in the last place of the output's dtype, and in float32 the rounding of up to 700
+# summed terms.
 ALLOWED = {np.dtype(np.float32): 1e-5, np.dtype(ml_dtypes.bfloat16): 2.0**-8}
 
 

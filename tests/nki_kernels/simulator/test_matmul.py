@@ -50,9 +50,12 @@ def test_matmul_tiles_of_the_array_hold_two_heads():
         ps = psum(128, 80)
         for start in (0, 64):
             nisa.nc_matmul(
-                dst=ps[start : start + 64], stationary=x[start : start + 64], moving=y[start : start + 64],
-                tile_position=(start, start), tile_size=(64, 64),
-            )  # fmt: skip
+                dst=ps[start : start + 64],
+                stationary=x[start : start + 64],
+                moving=y[start : start + 64],
+                tile_position=(start, start),
+                tile_size=(64, 64),
+            )
         nisa.tensor_copy(dst=out, src=ps)
 
     result = execute(body, a, b, shape=(128, 80))

@@ -166,7 +166,9 @@ def test_nan_from_outside_is_not_mistaken_for_poison():
 
 
 def chain(tiles, keep):
-    """`tiles` full SBUF columns of 64 KiB written one after the other; all read at the end if `keep`."""
+    """`tiles` full SBUF columns of 64 KiB written one after the other;
+    all read at the end if `keep`.
+    """
 
     def kernel():
         out = nl.ndarray((1, 1), F32, nl.shared_hbm)

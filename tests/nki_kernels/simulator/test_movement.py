@@ -219,7 +219,9 @@ def test_a_generator_resumes_from_its_state(engine, words, target):
 
 
 def halves(x):
-    """Each core doubles half of x, swaps it with the other's, and writes the sum of both to its row."""
+    """Each core doubles half of x, swaps it with the other's,
+    and writes the sum of both to its row.
+    """
     rows, columns = x.shape
     core = nl.program_id(0)
     half = columns // 2

@@ -1,7 +1,7 @@
 """Decodes PTX into the list of instructions that emulator.cpp executes.
 
-A register is a slot of 32 words, of 64 bits two of them; a constant is a register that is filled once. What
-is not understood raises Unsupported, which names the instruction.
+A register is a slot of 32 words, of 64 bits two of them; a constant is a register that is filled
+once. What is not understood raises Unsupported, which names the instruction.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ CONSTANT = np.dtype([("value", "u8"), ("slot", "i4"), ("wide", "i4")])
 SPECIAL = [f"%{name}.{axis}" for name in ("tid", "ctaid", "ntid", "nctaid") for axis in "xyz"]
 SPECIAL += ["%laneid", "%warpid"]
 PRODUCT_TYPES = {"bf16": 0, "f16": 1, "tf32": 2}  # as in products.h
-# They order nothing that the emulator leaves unordered: lanes of a warp, and the memory of one block.
+# They order nothing that the emulator leaves unordered: lanes of a warp, and the memory of one
+# block.
 IGNORED = {"bar.warp.sync", "membar.cta", "membar.gl", "fence.acq_rel.cta", "fence.sc.cta"}
 
 
@@ -43,7 +44,8 @@ def size_of(kind: str) -> int:
 class Kernel:
     """A decoded kernel.
 
-    constants   value, slot, and whether it has 64 bits; the first are the parameters, without a value
+    constants   value, slot, and whether it has 64 bits; the first are the parameters, without a
+                value
     """
 
     name: str
@@ -59,7 +61,9 @@ def split(text: str) -> list[str]:
 
 
 class Decoder:
-    """Holds what decoding a kernel has found so far. find: name -> number and sizes of an operation."""
+    """Holds what decoding a kernel has found so far. find:
+    name -> number and sizes of an operation.
+    """
 
     def __init__(self, find: Callable[[str], tuple[int, str]]) -> None:
         self.find = find
@@ -131,7 +135,9 @@ class Decoder:
         self, name: str, args: Sequence[int] = (), registers: Sequence[int] = (), writes: int = 0,
         value: int = 0,
     ) -> None:  # fmt: skip
-        """Appends an instruction; the first `writes` of the registers are written, the others read."""
+        """Appends an instruction; the first `writes` of the registers are written,
+        the others read.
+        """
         op, _ = self.find(name)
         if op < 0:
             raise self.refuse(name)
@@ -178,7 +184,9 @@ class Decoder:
         self.emit(name, slots, slots, 1)
 
     def _cvt(self, parts: list[str], a: list[str]) -> None:
-        """A register may be wider than the type that is converted: then its lower half is taken first."""
+        """A register may be wider than the type that is converted:
+        then its lower half is taken first.
+        """
         known = self.register(a[1])
         if known and known[1] == 8 and size_of(parts[-1]) < 8:
             half = self.allot(False)

@@ -59,7 +59,9 @@ _reports: list[str] | None = None
 
 @contextmanager
 def options(**changed: int) -> Iterator[list[str]]:
-    """Changes the options for a block. Gives a list to which reports are added, in place of raising."""
+    """Changes the options for a block. Gives a list to which reports are added,
+    in place of raising.
+    """
     global _reports
     before = {name: getattr(_options, name) for name in changed}, _reports
     _reports = []
@@ -85,7 +87,9 @@ def library() -> compiler.Library:
 
 @cache
 def find(name: str) -> tuple[int, str]:
-    """Returns number and sizes of one of the emulator's operations; -1: it knows none of that name."""
+    """Returns number and sizes of one of the emulator's operations; -1:
+    it knows none of that name.
+    """
     sizes = ctypes.create_string_buffer(16)
     number = library().functions.emulator_operation(name.encode(), sizes, len(sizes))
     return number, sizes.value.decode()
@@ -201,7 +205,9 @@ class _Backend(CUDABackend):
 
 
 def install() -> None:
-    """Makes the emulator the device that Triton runs on, in this process. Before a kernel is imported."""
+    """Makes the emulator the device that Triton runs on, in this process.
+    Before a kernel is imported.
+    """
     assert not knobs.runtime.interpret, "TRITON_INTERPRET=1 makes kernels Python functions"
     backends["nvidia"] = replace(backends["nvidia"], compiler=_Backend)
     driver.set_active(DEVICE)

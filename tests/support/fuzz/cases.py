@@ -1,13 +1,16 @@
-"""Draws random cases of every operation: hypothesis chooses sizes, forms and options, and shrinks what fails.
+"""Draws random cases of every operation: hypothesis chooses sizes, forms and options, and shrinks
+what fails.
 
 Tensors are those of parity's cases, whose seed is drawn. What is left out:
 
 - keys longer than 1 without normalization: 1 - beta |k|^2 leaves [-1, 1], and the state grows without bound;
 - heads of one feature that the operation normalizes, unless the norm is tiny: a unit vector of one feature
-  has no derivative, and what is left of it is rounding. So no layer of large x with narrow heads either;
+  has no derivative, and what is left of it is rounding. So no layer of large x with narrow heads
+  either;
 - norms above 1e13: the reciprocal root of Trainium's Scalar engine ends at 1e29;
 - in float16 values and states above 30, scales above sqrt(K), values below 1e-3, and layers of keys that are
-  0: operands of products have float16's range in every implementation that computes in the dtype of q.
+  0: operands of products have float16's range in every implementation that computes in the dtype of
+  q.
 """
 
 from collections.abc import Mapping
@@ -34,7 +37,8 @@ from delta_trn.backends.parity.rule_cases import BOTH, CHANNEL_DECAYS, DECAYS, P
 
 SEAMS = (1, 2, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 192, 193, 256, 257, 321)
 HEADS = (16, 32, 64, 1, 2, 3, 60, 96, 128, 192, 256)
-# most multiply-adds of a case, and most elements of packed states; emulators take a thousand times as long
+# most multiply-adds of a case, and most elements of packed states; emulators take a thousand times
+# as long
 WORK, STATES = {False: 2e7, True: 1.5e6}, {False: 2e5, True: 2e4}
 
 
@@ -110,7 +114,9 @@ OPERATIONS: Mapping[str, Operation] = {
 
 
 def rule_case(case: Case, dtype: torch.dtype, factors: Mapping[str, float]) -> RandomCase:
-    """Returns a case of the rule with the gradients of all that it has; `factors` multiply its tensors."""
+    """Returns a case of the rule with the gradients of all that it has;
+    `factors` multiply its tensors.
+    """
     x = rule_cases.inputs(case, dtype).tensors()
     if (
         case.norm == "unit"
@@ -143,7 +149,9 @@ class Draw:
         return min(self.pick(self.integer(1, 200), self.pick(*SEAMS)), 140 if small else 400)
 
     def lengths(self, T: int, most: int) -> tuple[int, ...]:
-        """Cuts T tokens into at most so many sequences: a few, many, whole chunks; some may be empty."""
+        """Cuts T tokens into at most so many sequences: a few, many,
+        whole chunks; some may be empty.
+        """
         few = self.draw(st.lists(st.one_of(st.integers(0, T), st.sampled_from((0, T))), max_size=5))
         step = self.integer(1, 8)
         places = self.pick(
@@ -153,7 +161,9 @@ class Draw:
         return tuple(b - a for a, b in zip([0, *places], [*places, T], strict=True))
 
     def sizes(self, small: bool, packed: bool, cost: int = 1) -> dict[str, Any]:
-        """Returns B, T, H, K, V, HV and lengths; the largest are halved until the case is affordable."""
+        """Returns B, T, H, K, V, HV and lengths;
+        the largest are halved until the case is affordable.
+        """
         B, H, group = (
             self.pick(1, 1, 2, 3, 4),
             self.pick(1, 2, 3, 4, 6),
@@ -248,21 +258,33 @@ def _draw_mixer(d: Draw, name: str, op: str, dtype: torch.dtype, small: bool) ->
     sizes = (1.0, 1.0, 1e-3) + (() if half else (0.0,)) + ((30.0,) if s["K"] >= 32 else ())
     both = not packed and d.chance(2)
     case = MixerCase(
-        name, **s, reason="", W=d.pick(4, 4, 4, 2, 3, 1, 5), size=d.pick(*sizes),
+        name,
+        **s,
+        reason="",
+        W=d.pick(4, 4, 4, 2, 3, 1, 5),
+        size=d.pick(*sizes),
         keys=d.pick("random", "random", "equal", "near", "random" if half else "zero"),
         b=d.pick(None, None, None, 12.0, 6.0, -4.0),
         decay=d.pick("plain", "plain", "none", "strong", "reset"),
-        scale=d.pick(None, 1.0), reflect=d.chance(2), bounds=d.chance(2), before=not packed and d.chance(2),
-        loss=mixer_cases.BOTH if both else ("y",), short=d.chance(3) and not half, bias=not d.chance(3),
-    )  # fmt: skip
+        scale=d.pick(None, 1.0),
+        reflect=d.chance(2),
+        bounds=d.chance(2),
+        before=not packed and d.chance(2),
+        loss=mixer_cases.BOTH if both else ("y",),
+        short=d.chance(3) and not half,
+        bias=not d.chance(3),
+    )
     x = mixer_cases.inputs(case, dtype)
     return RandomCase(case, dtype, x.tensors, x.douts, ())
 
 
 DRAWN = {
-    "gated_delta_layer": _draw_mixer, "gated_delta_rule": _draw_rule, "gated_delta_rule_step": _draw_rule,
-    "kimi_delta_attention": _draw_rule, "kimi_delta_attention_step": _draw_rule,
-}  # fmt: skip
+    "gated_delta_layer": _draw_mixer,
+    "gated_delta_rule": _draw_rule,
+    "gated_delta_rule_step": _draw_rule,
+    "kimi_delta_attention": _draw_rule,
+    "kimi_delta_attention_step": _draw_rule,
+}
 
 
 def with_strides(style: str, x: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """Checks one random case on one backend, three times over.
 
-    judge       every output and gradient is within the criterion, finite, of the right shape and dtype
+    judge       every output and gradient is within the criterion, finite, of the right shape and
+                dtype
     rows        a sequence does not depend on what the others hold, bit for bit
     wanted      a gradient is the same bits whichever others are wanted; the others are None
 
-Both of the latter also see what is not the same bits twice. Packing, states handed over and decoding need no
-check of their own: the judge's formula has them.
+Both of the latter also see what is not the same bits twice. Packing, states handed over and
+decoding need no check of their own: the judge's formula has them.
 
-The judge and the samples are by the formula of parity's case; samples are computed until they explain the
-result, and all of them before a result fails.
+The judge and the samples are by the formula of parity's case; samples are computed until they
+explain the result, and all of them before a result fails.
 Some things are judged more leniently than in parity's grid:
 
 - a part or an element may be MANY times as far off, because a hundred thousand cases have ten billion;
@@ -18,8 +19,8 @@ Some things are judged more leniently than in parity's grid:
 - of `linear_cross_entropy` only whole tensors: a logit of a thousand is rounded to a multiple of 4 or 8;
 - of float64 only whole tensors: judge and baseline may round one product alike, and the backend not.
 
-A tensor of which the judge's values exceed half of its dtype's range is not judged. One of which no sample is
-finite must be finite and no more: on the way to it every sample left float16's range.
+A tensor of which the judge's values exceed half of its dtype's range is not judged. One of which no
+sample is finite must be finite and no more: on the way to it every sample left float16's range.
 """
 
 from collections.abc import Iterator, Mapping
@@ -51,7 +52,9 @@ class Failure(AssertionError):
 
 
 def check(case: RandomCase, backend: str) -> float:
-    """Returns the largest error over what is allowed. Raises Failure, or whatever the backend raises."""
+    """Returns the largest error over what is allowed. Raises Failure,
+    or whatever the backend raises.
+    """
     results = outcome(case, backend)
     worst = Criterion(case).require("judge", results)
     _check_rows(case, backend, results)
@@ -70,7 +73,8 @@ def judge(case: RandomCase) -> dict[str, Tensor]:
 
 
 def samples(case: RandomCase) -> Iterator[dict[str, Tensor]]:
-    """Yields results of plain PyTorch at the case's precision, rounded to the nearest and then at random.
+    """Yields results of plain PyTorch at the case's precision, rounded to the nearest and then at
+    random.
 
     In float32 the rule's literal recurrence is one more.
     """
@@ -154,7 +158,9 @@ class Criterion:
         self.add_sample()
 
     def split(self, results: Tensors) -> dict[str, Tensor]:
-        """Returns results with those of a layer's convolution as three tensors: q, k and v differ in size."""
+        """Returns results with those of a layer's convolution as three tensors:
+        q, k and v differ in size.
+        """
         case, pairs = self.case, results.items()
         return {
             n: x for name, y in pairs for n, x in case.operation.split(case.case, name, y).items()
@@ -232,7 +238,8 @@ def _require_same_bits(what: str, results: Tensors, expected: Tensors) -> None:
 
 
 def _check_wanted(case: RandomCase, backend: str, results: Tensors) -> None:
-    """Asks for other gradients than the case: for all, or where it asks for all, for every other one.
+    """Asks for other gradients than the case: for all, or where it asks for all, for every other
+    one.
 
     A decoded token that wants none is computed by a function of its own, with other bits.
     """
@@ -271,8 +278,8 @@ def _check_rows(case: RandomCase, backend: str, results: Tensors) -> None:
 def count_effective_parts(spread: Spread) -> float:
     """Returns how many parts of equal error vary like the tensor's error does (`chance_factor`).
 
-    With e_h the energy of part h in n samples, each part's a multiple of chi-squared with one degree of
-    freedom per sample, this is the participation ratio without the bias of few samples:
+    With e_h the energy of part h in n samples, each part's a multiple of chi-squared with one
+    degree of freedom per sample, this is the participation ratio without the bias of few samples:
 
         nu = ((n + 2) (sum e_h)^2 / sum e_h^2 - 2) / n
     """

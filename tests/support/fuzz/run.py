@@ -5,9 +5,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 
 def fuzz(strategy, examine, cases, *, new=False, blob=None, shrink=True):
-    """Draws so many cases and examines each; the same ones every time unless `new`. Returns how many ran.
+    """Draws so many cases and examines each; the same ones every time unless `new`. Returns how
+    many ran.
 
-    The first that fails is shrunk, and its error has a note with the case and the blob that draws it again.
+    The first that fails is shrunk, and its error has a note with the case and the blob that draws
+    it again.
     """
     ran = []
 

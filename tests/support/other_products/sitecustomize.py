@@ -1,7 +1,7 @@
 """Makes torch's matrix products on the CPU by NumPy's BLAS: the sums of another machine.
 
-A test whose tolerance holds for one order of summation only turns red. `pytest --other-products` puts this
-folder on PYTHONPATH, so that the processes that tests start compute so, too.
+A test whose tolerance holds for one order of summation only turns red. `pytest --other-products`
+puts this folder on PYTHONPATH, so that the processes that tests start compute so, too.
 """
 
 from __future__ import annotations

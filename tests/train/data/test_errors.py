@@ -1,4 +1,6 @@
-"""What can be wrong with a folder of shards: each damage is refused by path, with what to do about it."""
+"""What can be wrong with a folder of shards: each damage is refused by path,
+with what to do about it.
+"""
 
 import json
 import shutil

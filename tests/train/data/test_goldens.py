@@ -1,4 +1,6 @@
-"""Shards of a small corpus have the bytes that this project has always written, per format and tokenizer."""
+"""Shards of a small corpus have the bytes that this project has always written,
+per format and tokenizer.
+"""
 
 import csv
 import hashlib

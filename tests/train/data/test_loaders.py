@@ -67,7 +67,7 @@ def test_places_start_again_at_every_document_and_at_every_row(dataset, kind):
     assert loader(dataset, kind).next_batch().position_ids is None
 
 
-# -- both kinds --------------------------------------------------------------------------------------------
+# -- both kinds ------------------------------------------------------------------------------------
 
 
 @both
@@ -112,7 +112,7 @@ def test_a_loader_refuses_a_position_of_other_data(dataset, kind, tmp_path):
             another.load_state_dict(state)
 
 
-# -- random crops ------------------------------------------------------------------------------------------
+# -- random crops ----------------------------------------------------------------------------------
 
 
 def splitmix64(state: int) -> int:
@@ -176,7 +176,7 @@ def test_a_loader_continues_exactly_on_another_number_of_ranks(dataset, kind):
         loader(dataset, kind, batch=7).load_state_dict({**one.state_dict(), "samples": 24})
 
 
-# -- the stream --------------------------------------------------------------------------------------------
+# -- the stream ------------------------------------------------------------------------------------
 
 
 def windows_of(loader, count):
@@ -187,7 +187,9 @@ def windows_of(loader, count):
 
 
 def is_whole(windows: torch.Tensor, tokens: np.ndarray) -> bool:
-    """Whether the targets of consecutive windows are tokens 1, 2, 3, ... with none left out or twice."""
+    """Whether the targets of consecutive windows are tokens 1, 2, 3, ...
+    with none left out or twice.
+    """
     return windows[:, 1:].flatten().tolist() == tokens[1 : 1 + windows[:, 1:].numel()].tolist()
 
 
@@ -226,7 +228,7 @@ def test_a_batch_may_begin_in_one_epoch_and_end_in_the_next(dataset):
     assert is_whole(windows[count:], in_order(dataset, ours, 1))
 
 
-# -- evaluation --------------------------------------------------------------------------------------------
+# -- evaluation ------------------------------------------------------------------------------------
 
 
 def test_evaluation_crops_do_not_depend_on_the_micro_batch(dataset):
@@ -258,7 +260,7 @@ def test_evaluation_crops_are_spread_over_the_split(dataset):
     assert len(more) == starts + 10
 
 
-# -- bad input ---------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
 def test_make_loader_refuses_a_split_that_is_too_short_or_does_not_exist(dataset):

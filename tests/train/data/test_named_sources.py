@@ -1,4 +1,6 @@
-"""The text of the standard library and of installed packages: what is in it, and what is left out."""
+"""The text of the standard library and of installed packages:
+what is in it, and what is left out.
+"""
 
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Shards hold every document whole and once, on one side; what is killed leaves nothing that counts."""
+"""Shards hold every document whole and once, on one side;
+what is killed leaves nothing that counts.
+"""
 
 import io
 import os
@@ -52,7 +54,9 @@ def source(tmp_path):
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    """Without waiting for the disk, whose content a killed process leaves: only a power cut could lose it."""
+    """Without waiting for the disk, whose content a killed process leaves:
+    only a power cut could lose it.
+    """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setattr(preparation, "BATCH_DOCUMENTS", 7)
     monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 5_000)
@@ -74,7 +78,7 @@ def split_texts(dataset, split):
     return [dataset.tokenizer.decode(ids) for ids in documents(dataset, split)]
 
 
-# -- what comes out ----------------------------------------------------------------------------------------
+# -- what comes out --------------------------------------------------------------------------------
 
 
 def test_every_document_is_in_one_split_whole_and_in_order(source, tmp_path):
@@ -144,7 +148,7 @@ def test_max_documents_and_max_tokens_end_a_preparation(source, tmp_path):
     assert total == sum(lengths[:first]) and total - lengths[first - 1] < 5000 <= total
 
 
-# -- holding out -------------------------------------------------------------------------------------------
+# -- holding out -----------------------------------------------------------------------------------
 
 
 def test_the_seed_alone_decides_which_documents_are_held_out(source, tmp_path):
@@ -198,7 +202,7 @@ def test_the_tokenizer_is_trained_on_training_documents_only(tmp_path, monkeypat
     assert seen == split_texts(dataset, "train")
 
 
-# -- doing it again ----------------------------------------------------------------------------------------
+# -- doing it again --------------------------------------------------------------------------------
 
 
 def test_preparing_again_with_the_same_settings_does_nothing(source, tmp_path, monkeypatch):
@@ -254,7 +258,7 @@ def test_prepare_refuses_bad_settings(source, tmp_path, options, message):
     assert not (tmp_path / "out" / "meta.json").exists()
 
 
-# -- being killed ------------------------------------------------------------------------------------------
+# -- being killed ----------------------------------------------------------------------------------
 
 OPTIONS = {"tokenizer": "bytebpe", "vocab_size": 300}
 
@@ -300,7 +304,9 @@ def test_a_preparation_that_another_process_made_meanwhile_is_taken(source, tmp_
 
 
 def test_a_folder_that_its_holder_takes_away_is_held_by_those_who_waited(tmp_path, monkeypatch):
-    """The holder leaves no empty folder behind; those who wait then make it again, one after another."""
+    """The holder leaves no empty folder behind; those who wait then make it again,
+    one after another.
+    """
     out, inside, written = tmp_path / "out", [], io.StringIO()
     monkeypatch.setattr(
         sys, "stderr", written
@@ -319,12 +325,14 @@ def test_a_folder_that_its_holder_takes_away_is_held_by_those_who_waited(tmp_pat
     assert all(end.result() for end in ends)
 
 
-# -- a disk that is full -----------------------------------------------------------------------------------
+# -- a disk that is full ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limit", [1500, 20_000, 60_000])
 def test_a_full_disk_leaves_nothing_half_written(tmp_path, limit):
-    """The kernel refuses bytes beyond RLIMIT_FSIZE as a full disk does: in tokenizer.json, in a shard."""
+    """The kernel refuses bytes beyond RLIMIT_FSIZE as a full disk does:
+    in tokenizer.json, in a shard.
+    """
     source, whole, out = (
         corpus(tmp_path / "corpus.jsonl", texts(200)),
         tmp_path / "whole",

@@ -102,7 +102,9 @@ prepare_text(sys.argv[1], sys.argv[2])
 
 
 def test_text_of_jsonl_is_what_its_strings_say(tmp_path):
-    """Other fields differ from row to row, null is empty, and half of a surrogate pair is replaced."""
+    """Other fields differ from row to row, null is empty,
+    and half of a surrogate pair is replaced.
+    """
     path = tmp_path / "rows.jsonl"
     lines = [
         '{"text": "2020-01-01", "m": 1}',
@@ -190,7 +192,7 @@ def test_source_settings_depend_on_the_text_and_not_on_its_place(folder, tmp_pat
         shutil.copyfile(folder / name, elsewhere / name)
 
 
-# -- Hugging Face datasets ---------------------------------------------------------------------------------
+# -- Hugging Face datasets -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -212,7 +214,9 @@ def hub(tmp_path, monkeypatch):
 
 
 def test_of_a_hub_dataset_in_parquet_only_the_text_is_read(hub):
-    """Otherwise rows would have `n`, too. A column that is not there is named beside those that are."""
+    """Otherwise rows would have `n`, too. A column
+    that is not there is named beside those that are.
+    """
     rows = HubSource(hub.name)._rows
     assert [rows.column_names, *rows] == [["text"], *({"text": row} for row in hub.rows)]
     with pytest.raises(
@@ -261,7 +265,7 @@ def test_validation_may_be_a_split_of_the_same_dataset(hub, monkeypatch):
     assert prepare_text(hub.name, None, validation="validation") == out
 
 
-# -- bad input ---------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
 # fmt: off

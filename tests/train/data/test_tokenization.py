@@ -1,4 +1,6 @@
-"""Text survives a round trip, ids mean what is said of them, and training a tokenizer has one result."""
+"""Text survives a round trip, ids mean what is said of them,
+and training a tokenizer has one result.
+"""
 
 import hashlib
 import json
@@ -95,20 +97,28 @@ sys.stdout.write(train_byte_bpe(iter(sys.argv[1:]), 1024).sha256)
 
 
 def test_training_a_bpe_has_one_result_on_any_number_of_threads():
-    """In another process the seeds of hashes and the number of threads differ, as between machines."""
+    """In another process the seeds of hashes and the number of threads differ,
+    as between machines.
+    """
     library = named_source("python-stdlib")
     texts = [text[:5000] for _, text in zip(range(60), library.documents(Counter()), strict=False)]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *texts],
-        capture_output=True, text=True, check=True, timeout=200,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
         env={
-            **os.environ, "RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)
+            **os.environ,
+            "RAYON_NUM_THREADS": "1",
+            "PYTHONHASHSEED": "1",
+            "PYTHONPATH": ":".join(sys.path),
         },
-    )  # fmt: skip
+    )
     assert done.stdout == train_byte_bpe(iter(texts), 1024).sha256
 
 
-# -- files -------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def test_a_saved_tokenizer_loads_unchanged_here_and_in_transformers(bpe, tmp_path):
@@ -127,7 +137,7 @@ def test_a_saved_tokenizer_loads_unchanged_here_and_in_transformers(bpe, tmp_pat
     assert theirs.decode(rows[0], skip_special_tokens=True) == "one"
 
 
-# -- GPT-2 and others' -------------------------------------------------------------------------------------
+# -- GPT-2 and others' -----------------------------------------------------------------------------
 
 
 def test_gpt2_out_of_reach_says_at_once_what_to_pass_instead(tmp_path, monkeypatch):
@@ -156,7 +166,8 @@ def test_gpt2_comes_from_the_hub_and_then_its_cache_and_gets_a_bos_of_its_own(
         "huggingface_hub.hf_hub_download", lambda *names: asked.append(names) or path
     )
     tokenizer = make_tokenizer("gpt2", None, iter([]))
-    # GPT-2's own configuration names one token for both ends; a document's start and its end must differ
+    # GPT-2's own configuration names one token for both ends; a document's start and its end must
+    # differ
     assert (tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.vocab_size) == (
         50257,
         50256,
@@ -196,7 +207,7 @@ def test_tokenizer_settings_identify_a_tokenizer(tmp_path, bpe):
     assert tokenizer_settings(str(tmp_path / "tokenizer.json"), None)["sha256"] == expected
 
 
-# -- bad input ---------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(bpe, tmp_path):

@@ -1,8 +1,9 @@
-"""What an earlier version wrote is read: this folder has a run of commit e89a490, stopped at step 3.
+"""What an earlier version wrote is read: this folder has a run of commit e89a490, stopped at step
+3.
 
-The names of its weights have no `model.` before the backbone's, and its configuration has keys that are gone.
-It was made by `delta-trn run tiny` with model.tie_word_embeddings=false, one layer of each mixer, and
-width / base_width of 2. Its metrics.jsonl has all 6 steps.
+The names of its weights have no `model.` before the backbone's, and its configuration has keys that
+are gone. It was made by `delta-trn run tiny` with model.tie_word_embeddings=false, one layer of
+each mixer, and width / base_width of 2. Its metrics.jsonl has all 6 steps.
 """
 
 import shutil

@@ -53,7 +53,9 @@ def test_what_one_process_raises_or_finds_all_raise_or_know(tmp_path):
 
 
 def spoil_a_weight(arguments: list[str], log: str) -> None:
-    """Runs training on each process. The second one's first weight is not finite when it is to be saved."""
+    """Runs training on each process. The second one's first weight is not finite when it is
+    to be saved.
+    """
     take = contents.snapshot
 
     def spoiled(*arguments: Any, **options: Any) -> contents.Snapshot:
@@ -80,7 +82,9 @@ def test_a_weight_that_is_not_finite_on_one_process_ends_all_with_its_name(data,
 
 
 def see_another_disk(arguments: list[str], log: str) -> None:
-    """Runs training on each process. To the second one the disk shows nothing of the run, or an old run."""
+    """Runs training on each process. To the second one the disk shows nothing of the run,
+    or an old run.
+    """
     shows, *words = arguments
     if not leads():
         begin = RunFolder.__init__

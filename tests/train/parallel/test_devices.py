@@ -1,4 +1,6 @@
-"""Each process works on its own GPU: a mock of torch.cuda shows the calls, and two GPUs show the effect."""
+"""Each process works on its own GPU: a mock of torch.cuda shows the calls,
+and two GPUs show the effect.
+"""
 
 import json
 import os

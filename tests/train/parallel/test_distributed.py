@@ -1,14 +1,15 @@
 """A distributed run equals the run of one process in loss, gradient norms and weights.
 
-Tolerances come from control runs. In these, one process trains on the same batches with micro-batches of
-other sizes, which sums in another order. How far these runs end from each other is what rounding does to
-this run on this CPU. A distributed run may end SPREAD times as far from the run of one process.
+Tolerances come from control runs. In these, one process trains on the same batches with
+micro-batches of other sizes, which sums in another order. How far these runs end from each other is
+what rounding does to this run on this CPU. A distributed run may end SPREAD times as far from the
+run of one process.
 
 A wrong distribution would be thousands of times as far off, as
 `test_a_different_run_is_outside_the_tolerances` shows.
 
-AdamW divides a gradient by its own size. With a small epsilon, entries of mere rounding would move as far as
-others, so its epsilon is large.
+AdamW divides a gradient by its own size. With a small epsilon, entries of mere rounding would move
+as far as others, so its epsilon is large.
 """
 
 import json
@@ -40,8 +41,9 @@ STEPS = 20
 ORDERS = (4, 2, 1)  # sequences per micro-batch
 BATCH: dict[str, Any] = {
     "steps": STEPS,
-    # A document's first output is normalized from q.k of BOS alone. Where that is nearly 0 in some head, as
-    # for seeds 7 and 42 after step 8, rounding is multiplied by thousands, and tolerances would show nothing.
+    # A document's first output is normalized from q.k of BOS alone. Where that is nearly 0 in some
+    # head, as for seeds 7 and 42 after step 8, rounding is multiplied by thousands, and tolerances
+    # would show nothing.
     "seed": 8,
     "batch.sequences": 8,
     "model.heads": 4,
@@ -95,7 +97,9 @@ def keys(data: Path, out: Path, optimizer: str, changes: dict[str, Any]) -> list
 
 @pytest.fixture(scope="module")
 def alone(data, tmp_path_factory):
-    """Returns a function that runs one process with an optimizer and changes, once for each of them."""
+    """Returns a function that runs one process with an optimizer and changes,
+    once for each of them.
+    """
     runs: dict[tuple[str, str], Path] = {}
 
     def run(optimizer: str, **changes: Any) -> Path:
@@ -121,8 +125,8 @@ def weight_distances(run: Path, expected: Path, begin: dict[str, Tensor]) -> dic
     weights         of all of them together
     a parameter     the largest of a single one, such as A_log, which rounding moves most
 
-    One unit in the last place does not count: it is the least difference there can be, and some parameters
-    move by a few hundred of them in all.
+    One unit in the last place does not count: it is the least difference there can be, and some
+    parameters move by a few hundred of them in all.
     """
     mine, theirs = weights(run), weights(expected)
     assert mine.keys() == theirs.keys()
@@ -149,7 +153,9 @@ def begin(data, tmp_path_factory) -> dict[str, Tensor]:
 def distances(
     run: Path, expected: Path, begin: dict[str, Tensor] | None = None
 ) -> dict[str, float]:
-    """Returns how far a run is from the expected one in loss, gradient norm and, with `begin`, weights."""
+    """Returns how far a run is from the expected one in loss, gradient norm and,
+    with `begin`, weights.
+    """
     distance = {name: metric_distance(run, expected, name) for name in ("loss", "grad_norm")}
     return distance if begin is None else {**distance, **weight_distances(run, expected, begin)}
 
@@ -253,7 +259,9 @@ def test_a_distributed_run_of_kimi_delta_attention_equals_the_run_of_one_process
 def test_a_distributed_run_with_dropout_equals_the_run_of_one_process(
     data, alone, begin, tmp_path, way
 ):
-    """Masks belong to sequences. Were they drawn by rank, even the controls would differ in everything."""
+    """Masks belong to sequences. Were they drawn by rank,
+    even the controls would differ in everything.
+    """
     world, changes = WAYS[way]
     keys_of_run = keys(data, tmp_path / "run", "sgd", {**changes, **DROPOUT})
     team_run.train(world, ["run", "tiny", *keys_of_run], tmp_path / "logs")
@@ -266,15 +274,18 @@ def test_a_distributed_run_with_dropout_equals_the_run_of_one_process(
     assert above(without, tenfold).keys() >= {"loss", "weights", "a parameter"}
 
 
-# Without boundaries: q.k of BOS is rounded to bf16 in every step, see BATCH. Three steps: after twenty, other
-# orders of bf16's sums have moved A_log so far apart that no gradient of it could be missed.
+# Without boundaries: q.k of BOS is rounded to bf16 in every step, see BATCH. Three steps: after
+# twenty, other orders of bf16's sums have moved A_log so far apart that no gradient of it could be
+# missed.
 BF16: dict[str, Any] = {"precision": "bf16", "data.boundaries": "false", "steps": 3}
 BF16 |= {"schedule.warmup": 1, "schedule.decay_steps": STEPS, "evaluation.every": 3, "log.every": 1}
 
 
 @pytest.fixture(scope="module")
 def in_bf16(alone, begin):
-    """Returns a run's distances from that of one process in bf16, as a function, and their tolerances."""
+    """Returns a run's distances from that of one process in bf16,
+    as a function, and their tolerances.
+    """
     expected = alone("sgd", **BF16)
     controls = [alone("sgd", **BF16, batch__micro=micro) for micro in (4, 1)]
     allowed = tolerances([distances(control, expected, begin) for control in controls])
@@ -289,7 +300,9 @@ def in_bf16(alone, begin):
     ],
 )
 def test_a_distributed_run_in_bf16_equals_the_run_of_one_process(data, in_bf16, tmp_path, way):
-    """Only matrices are sent in bf16, to which autocast would round them; gates and gains stay in float32."""
+    """Only matrices are sent in bf16, to which autocast would round them;
+    gates and gains stay in float32.
+    """
     world, changes = WAYS[way]
     logs = tmp_path / "logs"
     keys_of_run = keys(data, tmp_path / "run", "sgd", {**changes, **BF16})

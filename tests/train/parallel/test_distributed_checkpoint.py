@@ -1,4 +1,6 @@
-"""Checkpoints hold the same tensors however many processes write them, and however many read them."""
+"""Checkpoints hold the same tensors however many processes write them,
+and however many read them.
+"""
 
 import json
 from pathlib import Path

@@ -51,7 +51,9 @@ class OneOfMany(Team):
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 5, 8])
 def test_shares_add_up_to_the_mean_over_every_token_once(shares):
-    """Risk 5: every share went through all crops. The last batch is smaller, and the last turn too short."""
+    """Risk 5: every share went through all crops. The last batch is smaller,
+    and the last turn too short.
+    """
     batches = [Batch(torch.full((2, 3), float(i)), torch.zeros(2, 3)) for i in range(6)]
     batches.append(Batch(torch.full((1, 3), 9.5), torch.zeros(1, 3)))
     evaluations, calls = [], []
@@ -85,7 +87,9 @@ def test_no_share_is_without_crops_or_windows_where_there_are_enough():
 
 
 def count_work(arguments: list[str], log: str) -> None:
-    """Runs training, and reports how many held-out sequences this process computed, and its samples."""
+    """Runs training, and reports how many held-out sequences this process computed,
+    and its samples.
+    """
     counts = {"sequences": 0, "samples": 0}
     compute, sample = DeltaForCausalLM.loss, loop.continue_text
 
@@ -122,7 +126,9 @@ def losses(run: Path) -> tuple[float, float, int]:
     "way", [pytest.param(way, marks=[] if way in QUICK else [pytest.mark.slow]) for way in WAYS]
 )
 def test_processes_share_an_evaluation_and_find_the_loss_of_one(data, alone, tmp_path, way):
-    """Risk 5: the loss is that of one process, for a share of the work each. One samples if it can."""
+    """Risk 5: the loss is that of one process, for a share of the work each.
+    One samples if it can.
+    """
     world, shares, changes = WAYS[way]
     out, logs = tmp_path / "run", tmp_path / "logs"
     team_run.train(

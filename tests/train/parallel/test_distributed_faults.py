@@ -1,4 +1,6 @@
-"""Faults in some processes of a run lose nothing that was reported as saved, and the run can continue."""
+"""Faults in some processes of a run lose nothing that was reported as saved,
+and the run can continue.
+"""
 
 import json
 import os
@@ -109,7 +111,9 @@ def sharded(data, tmp_path_factory) -> Path:
 
 
 def die_while_writing(arguments: list[str], log: str) -> None:
-    """Runs training on each process. Rank 1 dies in its second checkpoint, of 3 syncs and 3 renames."""
+    """Runs training on each process. Rank 1 dies in its second checkpoint,
+    of 3 syncs and 3 renames.
+    """
     if os.environ["RANK"] == "1":
         tiny_run.die_before(9)
     tiny_run.run_and_exit(arguments, log)
@@ -147,7 +151,9 @@ def test_resume_skips_a_sharded_checkpoint_with_a_truncated_part(data, sharded, 
 
 
 def run_with_a_small_disk(arguments: list[str], log: str) -> None:
-    """Runs training on each process. One cannot write files above 5,000 bytes, as if its disk were full."""
+    """Runs training on each process. One cannot write files above 5,000 bytes,
+    as if its disk were full.
+    """
     rank, *others = arguments
     if os.environ["RANK"] == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))

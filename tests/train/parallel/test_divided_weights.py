@@ -1,4 +1,6 @@
-"""A divided model is made in parts: no process has it whole, and its weights are those of one process."""
+"""A divided model is made in parts: no process has it whole,
+and its weights are those of one process.
+"""
 
 import os
 import sys
@@ -87,7 +89,9 @@ def test_a_divided_model_has_the_initial_weights_of_one_process_bit_for_bit(tmp_
     not Path("/proc/self/clear_refs").exists(), reason="only Linux resets a process's peak memory"
 )
 def test_no_process_of_fsdp_ever_has_the_whole_model_in_memory(tmp_path):
-    """A process of two has half of the weights, and draws one matrix at a time. Under DDP it has all."""
+    """A process of two has half of the weights, and draws one matrix at a time.
+    Under DDP it has all.
+    """
     whole = sum(4 * p.numel() for p in make_one(*LARGE, device=torch.device("meta")).parameters())
     peaks = {}
     for way in ("ddp", "fsdp"):

@@ -1,7 +1,8 @@
 """Replicas, divided heads and ZeRO-1 on Neuron give the run of one process, on stand-ins over gloo.
 
-The stand-ins have the names and signatures of torch_xla and neuronx_distributed, and compute on the CPU. Only
-a chip can show that AWS's own packages compute the same. test_distributed.py derives the tolerances.
+The stand-ins have the names and signatures of torch_xla and neuronx_distributed, and compute on the
+CPU. Only a chip can show that AWS's own packages compute the same. test_distributed.py derives the
+tolerances.
 """
 
 import os
@@ -69,7 +70,9 @@ def keys(data: Path, out: Path, optimizer: str, changes: dict[str, Any]) -> list
 
 @pytest.fixture(scope="module")
 def alone(data, tmp_path_factory):
-    """Returns a function: optimizer -> distances from the run of one process, and how large they may be."""
+    """Returns a function: optimizer -> distances from the run of one process,
+    and how large they may be.
+    """
 
     @cache
     def run(optimizer: str) -> tuple[Callable[[Path], dict[str, float]], dict[str, float]]:

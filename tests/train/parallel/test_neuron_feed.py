@@ -1,4 +1,6 @@
-"""Batches sent ahead on Neuron: a checkpoint has the position of the last batch that a step has taken."""
+"""Batches sent ahead on Neuron: a checkpoint has the position
+of the last batch that a step has taken.
+"""
 
 import importlib.util
 import itertools

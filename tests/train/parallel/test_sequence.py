@@ -1,4 +1,6 @@
-"""A segment of a divided sequence depends on the segments before it, and on nothing that comes after."""
+"""A segment of a divided sequence depends on the segments before it,
+and on nothing that comes after.
+"""
 
 import math
 from types import SimpleNamespace
@@ -23,7 +25,9 @@ def mesh_of(rank: int) -> Any:
 
 @pytest.fixture
 def gather(monkeypatch):
-    """Returns a function that sets what the gather of all processes yields, as a tensor with a gradient."""
+    """Returns a function that sets what the gather of all processes yields,
+    as a tensor with a gradient.
+    """
 
     def set_gathered(parts: Tensor) -> Tensor:
         parts = parts.clone().requires_grad_()

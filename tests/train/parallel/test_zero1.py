@@ -1,4 +1,6 @@
-"""distribution.mode=zero1 resumes as if it had never stopped; the optimizer's memory is where it is used."""
+"""distribution.mode=zero1 resumes as if it had never stopped;
+the optimizer's memory is where it is used.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,9 @@ def test_a_zero1_run_resumes_on_two_gpus(data, tmp_path):
 
 
 def load_step(*, fused: bool) -> torch.Tensor:
-    """Returns AdamW's `step` after slots of the host were loaded for a parameter of another device."""
+    """Returns AdamW's `step` after slots of the host were loaded
+    for a parameter of another device.
+    """
     parameter = nn.Parameter(torch.zeros(3, device="meta"))
     optimizer = torch.optim.AdamW([{"params": [parameter], "names": ["w"]}], lr=0.1)
     optimizer.param_groups[0]["fused"] = fused  # its constructor looks for the kernel of the device

@@ -65,7 +65,9 @@ def test_a_setting_without_its_need_is_refused(need, tmp_path):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_may_have_settings_without_effect(name):
-    """Only what a user gives is checked: `resume` and other keys must go on with a recipe's own settings."""
+    """Only what a user gives is checked: `resume` and other keys must go
+    on with a recipe's own settings.
+    """
     assert apply(recipe(name), {"seed": "3"}).seed == 3
 
 

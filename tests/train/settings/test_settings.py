@@ -1,4 +1,6 @@
-"""Configuration: overrides are strict, the fingerprint covers the mathematics, recipes match the paper."""
+"""Configuration: overrides are strict, the fingerprint covers the mathematics,
+recipes match the paper.
+"""
 
 import json
 from typing import Any
@@ -222,7 +224,8 @@ class TestRecipes:
         assert (o.eps, o.weight_decay, o.clip) == (1e-8, 0.1, 1.0)
         assert (r.seed, r.precision, r.evaluation.every) == (42, "bf16", 1000)
         assert (r.data.source, r.data.tokenizer) == ("HuggingFaceFW/fineweb-edu", "gpt2")
-        # its start, 0.02 for every matrix at width 256, one rate for all, decay that falls with the rate
+        # its start, 0.02 for every matrix at width 256, one rate for all, decay that falls with the
+        # rate
         assert (r.model.mixer_output_init, r.model.initializer_range, r.model.embedding_init) == (
             1,
             0.02,

@@ -1,4 +1,6 @@
-"""The coordinate check of our own models: flat under the paper's rules, and red under the standard ones."""
+"""The coordinate check of our own models: flat under the paper's rules,
+and red under the standard ones.
+"""
 
 import json
 import math
@@ -36,10 +38,16 @@ def config(
     parametrization: str, optimizer: str, residual: str = "additive", words: int = VOCABULARY
 ) -> RunConfig:
     changes = {
-        "parametrization": parametrization, "model.residual": residual, "optimizer.name": optimizer,
-        "optimizer.lr": RATES[optimizer], "optimizer.weight_decay": "0", "model.mixer_output_init": "1",
-        "model.vocab_size": str(words), "precision": "float32", "device": "cpu",
-    }  # fmt: skip
+        "parametrization": parametrization,
+        "model.residual": residual,
+        "optimizer.name": optimizer,
+        "optimizer.lr": RATES[optimizer],
+        "optimizer.weight_decay": "0",
+        "model.mixer_output_init": ("1"),
+        "model.vocab_size": str(words),
+        "precision": "float32",
+        "device": "cpu",
+    }
     return apply(recipe("transfer"), changes)
 
 
@@ -117,10 +125,11 @@ def test_a_wrong_rate_of_a_low_rank_gate_turns_its_row_red(part: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["gated_deltanet", "kimi_delta_attention"])
 def test_small_steps_are_flat_where_queries_read_their_own_keys(mixer: str):
-    """Drawn apart, q and k overlap by chance, as 1 / sqrt(K), and the norm after the readout lifts that to 1.
+    """Drawn apart, q and k overlap by chance, as 1 / sqrt(K), and the norm after the readout lifts
+    that to 1.
 
-    What small steps change of it then grows as the root of the width, whatever the roles are. Where queries
-    begin as keys, W_q = W_k and equal taps, there is nothing small to lift.
+    What small steps change of it then grows as the root of the width, whatever the roles are. Where
+    queries begin as keys, W_q = W_k and equal taps, there is nothing small to lift.
     """
     begin = of_recipe(
         apply(config("mup", "adamw", words=1024), {"model.mixer": mixer, "optimizer.lr": "2**-12"})
@@ -184,7 +193,9 @@ CHEAP = ("down_proj's rate", "gains and taps' rate falls")
 
 
 def misrate(start: Start, part: str, power: float) -> Start:
-    """Returns a start whose optimizer multiplies rates of parameters with this in their names by m^power."""
+    """Returns a start whose optimizer multiplies rates of parameters with this
+    in their names by m^power.
+    """
 
     def begin(width: int, seed: int):
         model, optimizer = start(width, seed)
@@ -215,7 +226,8 @@ def test_a_planted_mistake_turns_its_row_red(mistake: str, monkeypatch: pytest.M
         monkeypatch.setitem(TABLES, "mup", table.but({what: replace(table[what], **change)}))
     else:
         start = misrate(start, what, change)
-    # a rate that is wrong in one matrix of the last block shows after more steps, beside less scatter
+    # a rate that is wrong in one matrix of the last block shows after more steps, beside less
+    # scatter
     rows = fit(start, seeds=4) if mistake in CHEAP else fit(start, seeds=8, steps=4)
     assert not rows[row].passes, rows[row]
 
@@ -258,7 +270,9 @@ def test_coordinate_check_passes_for_deep_delta_learning():
 
 
 def test_the_stored_readings_have_the_recorded_verdicts(tmp_path: Path):
-    """They name tensors of the paper, each with theory's powers: AdamW under muP and without, then SGD."""
+    """They name tensors of the paper, each with theory's powers:
+    AdamW under muP and without, then SGD.
+    """
     found = read(STORED)
     assert found is not None
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
@@ -268,8 +282,11 @@ def test_the_stored_readings_have_the_recorded_verdicts(tmp_path: Path):
         name = f"{v.optimizer} {v.parametrization}"
         counts[name] = [a + b for a, b in zip(counts[name], now, strict=True)]
     assert counts == {
-        "adamw mup": [24, 17, 24], "adamw sp": [24, 2, 6], "sgd mup": [24, 12, 20], "sgd sp": [24, 2, 10],
-    }  # fmt: skip
+        "adamw mup": [24, 17, 24],
+        "adamw sp": [24, 2, 6],
+        "sgd mup": [24, 12, 20],
+        "sgd sp": [24, 2, 10],
+    }
     stream = {
         (v.optimizer, v.parametrization): v.change.slope for v in rows if v.tensor == "hidden"
     }
@@ -307,7 +324,9 @@ class TestVerdict:
         )
 
     def test_noise_widens_the_tolerance_by_twice_the_standard_error(self):
-        """Independent noise s on 12 points gives a slope error of s over the root of their squared spread."""
+        """Independent noise s on 12 points gives a slope error of s over the root
+        of their squared spread.
+        """
         change = self.judge(synthetic(0.0, noise=0.5)).change
         expected = 0.5 / math.log(2) / math.sqrt(12 * 1.25)
         assert change.stderr == pytest.approx(expected, rel=0.5)

@@ -1,4 +1,6 @@
-"""The coordinate check of models that are not ours: flat under muP's groups, and red where it must be."""
+"""The coordinate check of models that are not ours: flat under muP's groups,
+and red where it must be.
+"""
 
 import json
 
@@ -128,7 +130,9 @@ def test_a_model_without_tokens_is_checked_with_the_callers_batch_and_roles():
 
 
 def test_many_distinct_tokens_lower_the_slope_of_logits_and_not_that_of_the_next():
-    """Unrelated tokens overlap by chance as 1/sqrt(width), and are most of the vocabulary's logits."""
+    """Unrelated tokens overlap by chance as 1/sqrt(width),
+    and are most of the vocabulary's logits.
+    """
     rows = judge(qwen3_next, "mup", batch=many_tokens, steps=1, seeds=2)
     assert rows["logits"].change.slope < -0.1 < rows["logit_next"].change.slope
 

@@ -1,4 +1,6 @@
-"""Planted drifts of flank and wall are found, also apart; where there is none, the interval is around 0."""
+"""Planted drifts of flank and wall are found, also apart; where there is none,
+the interval is around 0.
+"""
 
 import math
 
@@ -22,7 +24,8 @@ def plant(
     of_seeds: float = 0.0,
     seeds: int = 4,
 ) -> tuple[dict[tuple[float, int], dict[float, float]], dict[float, float]]:
-    """Returns curves of three widths and their best rates; flank and wall meet at 2^-6.5 at the narrowest.
+    """Returns curves of three widths and their best rates; flank and wall meet at 2^-6.5 at the
+    narrowest.
 
     Loss rises by 0.1 nats an octave squared below the flank's end and by 0.15 beyond the wall's.
 

@@ -1,4 +1,6 @@
-"""Sweeps: which trials run, how they survive kills, how optima are fitted, and the verdict on transfer."""
+"""Sweeps: which trials run, how they survive kills, how optima are fitted,
+and the verdict on transfer.
+"""
 
 import json
 import math
@@ -38,7 +40,8 @@ def sweep(**changes: str) -> Sweep:
 def pretend(
     study: Sweep, best: dict[tuple[str, int], float], level: dict[str, float] | None = None
 ) -> list:
-    """Returns lines of losses on parabolas with minima at log2 rate = best[arm or parametrization, width].
+    """Returns lines of losses on parabolas with minima at log2 rate = best[arm or parametrization,
+    width].
 
     The level of an arm is 3 unless given; seed 1 lies 0.01 higher.
     """
@@ -70,7 +73,9 @@ class TestDefinition:
             sweep(lrs=text)
 
     def test_trials_are_all_combinations_and_share_the_base_width(self):
-        """3 widths, 5 rates, 2 parametrizations and 2 seeds; both tables agree at the base width."""
+        """3 widths, 5 rates, 2 parametrizations and 2 seeds;
+        both tables agree at the base width.
+        """
         trials = sweep().trials
         assert len(trials) == len({t.key for t in trials}) == 50
         shared = {(t.parametrization, t.config.parametrization) for t in trials if t.width == 16}
@@ -196,7 +201,9 @@ class TestVerdict:
             assert moves.verdict == "moves" and moves.octaves == pytest.approx(-1, abs=0.1)
 
     def test_the_regret_of_a_rate_is_what_the_wide_curve_loses_there(self):
-        """0.1 (x - lowest)^2, one and two octaves off; half of the best rate is an octave further."""
+        """0.1 (x - lowest)^2, one and two octaves off;
+        half of the best rate is an octave further.
+        """
         kept = regrets(self.curves([-6.2] * 3))
         for x in kept:
             assert x.low < 1e-4 and x.fit <= x.high < 0.002 and x.paid["fitted"][1] < 0.02
@@ -209,7 +216,9 @@ class TestVerdict:
         assert one == pytest.approx(0.1, abs=0.03) and two == pytest.approx(0.4, abs=0.05)
 
     def test_a_seed_that_chose_does_not_pay(self):
-        """Each of two seeds is lowest at a rate of its own by chance; to pay by it would cost nothing."""
+        """Each of two seeds is lowest at a rate of its own by chance;
+        to pay by it would cost nothing.
+        """
         rates = [float(x) for x in range(-9, -3)]
         points = [
             (x, 3 + 0.1 * (x + 6) ** 2 - 0.2 * (x == -7 + 2 * seed), seed)
@@ -229,7 +238,9 @@ class TestVerdict:
         assert math.isnan(regrets([Curve(64, two), Curve(128, far)])[1].paid["fitted"][0])
 
     def test_costs_are_found_on_a_grid_of_half_octaves(self):
-        """Four times sqrt(2) is 2^2 and a rounding, which made half of the best rate another rate."""
+        """Four times sqrt(2) is 2^2 and a rounding,
+        which made half of the best rate another rate.
+        """
         rates = [math.log2(2.0**-9 * 1.4142135623730951**k) for k in range(9)]
         curves = [Curve(width, [(x, 3 + (x + 6) ** 2, 0) for x in rates]) for width in (64, 256)]
         assert table([Report("", curves, ())]).endswith("| 1.0000 | 0.0000 | 1.0000 |")
@@ -274,7 +285,9 @@ class TestVerdict:
         assert table(reports(other)) == table(reports(lines))
 
     def test_every_arm_is_compared_at_its_own_best_rate_seed_by_seed(self):
-        """At one rate for both, b would look 0.1 worse than it is. Seeds differ, arms of one seed by 0.1."""
+        """At one rate for both, b would look 0.1 worse than it is. Seeds differ,
+        arms of one seed by 0.1.
+        """
         study = sweep(
             arms="model.layers=1,2", parametrizations="mup", widths="16,64", lrs="2**-8..2**-6"
         )
@@ -286,7 +299,8 @@ class TestVerdict:
         assert rows[4].startswith(
             "| 2 mup adamw | 16 | 1,200 | 2^-8, an end | 4.1050 | 0.1000 ± 0.0000 |"
         )
-        # the narrowest width's rate costs nothing where the optimum stays, and 0.1 * 2^2 two octaves away
+        # the narrowest width's rate costs nothing where the optimum stays, and 0.1 * 2^2 two
+        # octaves away
         assert rows[3].endswith("| 0.1000 ± 0.0000 | 0.0000 ± 0.0000 | 0.1000 ± 0.0000 |")
         assert rows[5].endswith("| - | 0.4000 ± 0.0000 | 0.1000 ± 0.0000 |")
         lost = table(reports(pretend(study, best, {"1": 4.0, "2": math.inf})))
@@ -294,7 +308,9 @@ class TestVerdict:
 
 
 class TestStoredEvidence:
-    """What docs/mup.md says of the learning rate is printed from the stored lines, and is what was found."""
+    """What docs/mup.md says of the learning rate is printed from the stored lines,
+    and is what was found.
+    """
 
     @pytest.mark.parametrize(
         ("stages", "recorded", "optima", "flank", "wall"),
@@ -339,7 +355,8 @@ class TestStoredEvidence:
         printed = [[cell.strip() for cell in line.split("|")] for line in out.splitlines()]
         curves = {(cells[1], cells[2]): cells[3:] for cells in printed if len(cells) == 12}
         assert len(rows) == 2 * len([key for key in curves if key[0] == name.strip()]) + 2
-        # reports of those days have other optima: rounding decided on a rate 1.5 octaves from the best one
+        # reports of those days have other optima: rounding decided on a rate 1.5 octaves from the
+        # best one
         assert [
             cells[4] for (_, width), cells in curves.items() if width.isdigit()
         ] == optima.split()
@@ -354,7 +371,9 @@ class TestStoredEvidence:
                 assert curves[cells[1], cells[2]][5:8] == cells[3:6]
 
     def test_keeping_a_fitted_rate_costs_a_tenth_of_taking_half_of_the_best_tried(self):
-        """Another program found 0.012, 0.010, 0.010, 0.001 and 0.111, 0.151, 0.156, 0.168 in these lines."""
+        """Another program found 0.012, 0.010, 0.010, 0.001 and 0.111, 0.151,
+        0.156, 0.168 in these lines.
+        """
         stages = [Results(EVIDENCE / stage).read().values() for stage in ("widths", "width_512")]
         (report,) = reports([line for stage in stages for line in stage])
         assert [x.width for x in report.regrets] == [64, 128, 256, 512]
@@ -367,7 +386,9 @@ class TestStoredEvidence:
         assert report.regrets[-1].low <= 0.01 <= report.regrets[-1].high < 0.06
 
     def test_an_interval_ends_where_no_rate_tried_loses_more(self):
-        """Curves so flat that draws' parabolas turn far outside of the rates, or are highest there."""
+        """Curves so flat that draws' parabolas turn far outside of the rates,
+        or are highest there.
+        """
         (flat,) = reports(Results(TUNED / "four_times_the_steps").read().values())
         assert all(
             x.high < max(c.rates.values()) - c.lowest
@@ -375,7 +396,9 @@ class TestStoredEvidence:
         )
 
     def test_readmes_picture_marks_what_the_kept_rate_loses(self, tmp_path: Path, monkeypatch):
-        """One panel a parametrization on common axes, the curves' lowest at 0, the legend outside of them."""
+        """One panel a parametrization on common axes, the curves' lowest at 0,
+        the legend outside of them.
+        """
         drawn = []
         monkeypatch.setattr(
             report, "save_figure", lambda figure, path, advice: drawn.append(figure) or path

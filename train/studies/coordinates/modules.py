@@ -1,8 +1,9 @@
-"""The coordinate check: the output of every module of a model, at several widths, in the first steps.
+"""The coordinate check: the output of every module of a model, at several widths, in the first
+steps.
 
-Under muP nothing that another layer reads grows or vanishes with width, neither before training nor in what a
-few steps change. The size of an output is the root mean square of its entries. Its change is that of the
-difference to its value for the same tokens before training.
+Under muP nothing that another layer reads grows or vanishes with width, neither before training nor
+in what a few steps change. The size of an output is the root mean square of its entries. Its change
+is that of the difference to its value for the same tokens before training.
 
 Models are those of a recipe (`of_recipe`), or of anybody's function `make(width)` (`Maker`).
 """
@@ -34,8 +35,9 @@ from delta_trn.train.settings.schema import RunConfig
 from delta_trn.train.studies.probes import rms
 
 PLAIN, OWN = "plain", "own"
-# Tokens are drawn from few of the vocabulary. What is learned of a token then outweighs what its gradient
-# shares by chance with unrelated tokens, which is 1 / sqrt(width) and would look like a law of width.
+# Tokens are drawn from few of the vocabulary. What is learned of a token then outweighs what its
+# gradient shares by chance with unrelated tokens, which is 1 / sqrt(width) and would look like a
+# law of width.
 DISTINCT, ROWS, TOKENS = 16, 4, 64
 # width, seed -> a model and what trains it
 Start = Callable[[int, int], tuple[nn.Module, torch.optim.Optimizer]]
@@ -45,7 +47,9 @@ MakeBatch = Callable[[int], "Mapping[str, Any] | Sequence[Any] | Tensor"]
 
 @dataclass(frozen=True)
 class Reading:
-    """Root mean squares at one width: of a module's output, and of its change since step 0 (then 0)."""
+    """Root mean squares at one width: of a module's output,
+    and of its change since step 0 (then 0).
+    """
 
     parametrization: str
     optimizer: str
@@ -67,12 +71,14 @@ def readings(
     seeds: int,
     batch: MakeBatch | None = None,
 ) -> Iterator[Reading]:
-    """Trains on one batch over and over at every width and seed, and reads every module before and after.
+    """Trains on one batch over and over at every width and seed, and reads every module before and
+    after.
 
-    So are gains, taps, biases and numbers of heads themselves: another's output hides how they move.
+    So are gains, taps, biases and numbers of heads themselves: another's output hides how they
+    move.
 
-    One batch is best for few steps: tokens that were not trained on share less with those that were, the
-    wider the model.
+    One batch is best for few steps: tokens that were not trained on share less with those that
+    were, the wider the model.
 
     batch   None: random tokens. Tokens are passed as labels, too, where a model takes labels
     """
@@ -88,7 +94,8 @@ def readings(
                 now.update({name: [p.detach().clone()] for name, p in vectors(model)})
                 if not math.isfinite(loss.item()):
                     raise ConfigError(
-                        f"the loss is {loss.item()} at step {step}: take a lower rate, lr.adamw=2**-10"
+                        f"the loss is {loss.item()} at step {step}: take a lower rate, "
+                        "lr.adamw=2**-10"
                     )
                 before = before or now
                 for name, parts in now.items():
@@ -120,7 +127,9 @@ def _joint_rms(parts: Sequence[Tensor]) -> float:
 
 
 def of_recipe(config: RunConfig) -> Start:
-    """Returns what starts a recipe's model, under the configuration's parametrization and optimizer."""
+    """Returns what starts a recipe's model, under the configuration's parametrization
+    and optimizer.
+    """
 
     def start(width: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         sized = config.model.model_copy(update={"width": width})
@@ -163,13 +172,15 @@ class Maker:
         return model
 
     def require_growth(self, wide: int, of_mup: bool = True) -> None:
-        """Raises ConfigError unless models grow with the width, and, if asked, muP can scale them."""
+        """Raises ConfigError unless models grow with the width, and,
+        if asked, muP can scale them.
+        """
         small, large = self.model(self.base), self.model(wide)
         fewer, more = (sum(p.numel() for p in model.parameters()) for model in (small, large))
         if fewer >= more:
             raise ConfigError(
-                f"the model has {fewer:,} weights at width {self.base} and {more:,} at {wide}; expected more "
-                "at the larger width"
+                f"the model has {fewer:,} weights at width {self.base} and {more:,} at {wide}; "
+                "expected more at the larger width"
             )
         if not of_mup:
             return
@@ -183,9 +194,9 @@ class Maker:
     def start(self, parametrization: str, optimizer: str, lr: float) -> Start:
         """Returns what starts a model.
 
-        The plain one is trained with one learning rate; the others get muP's initial values and groups from
-        `delta_trn.mup`. Readouts that are not tied begin at 0: from their own size they add noise to all
-        gradients that only dies out at larger widths.
+        The plain one is trained with one learning rate; the others get muP's initial values and
+        groups from `delta_trn.mup`. Readouts that are not tied begin at 0: from their own size they
+        add noise to all gradients that only dies out at larger widths.
         """
         base, of_mup = self.model(self.base), parametrization != PLAIN
         if of_mup:
@@ -214,7 +225,8 @@ class Maker:
             optimizer = make_optimizer(model, width)
             if not all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")):
                 raise ConfigError(
-                    f"optimizer=... returned a {type(optimizer).__name__}, expected step() and zero_grad()"
+                    f"optimizer=... returned a {type(optimizer).__name__}, expected step() and "
+                    "zero_grad()"
                 )
             return model, optimizer
 
@@ -222,14 +234,17 @@ class Maker:
 
 
 def draw_tokens(model: nn.Module, seed: int) -> Tensor:
-    """Returns random tokens [ROWS, TOKENS] for the model's vocabulary. Raises ConfigError if it has none."""
+    """Returns random tokens [ROWS, TOKENS] for the model's vocabulary.
+    Raises ConfigError if it has none.
+    """
     find = getattr(model, "get_input_embeddings", lambda: None)
     embedding = find() or next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     vocabulary = getattr(embedding, "num_embeddings", 0)
     if not vocabulary:
         raise ConfigError(
-            f"{type(model).__name__} has no embedding to draw tokens for; pass batch=package:make_batch, a "
-            "function from a seed to the arguments of the model's forward"
+            f"{type(model).__name__} has no embedding to draw tokens for; pass "
+            "batch=package:make_batch, a function from a seed to the arguments of the model's "
+            "forward"
         )
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randperm(vocabulary, generator=generator)[:DISTINCT]
@@ -239,7 +254,8 @@ def draw_tokens(model: nn.Module, seed: int) -> Tensor:
 
 @contextlib.contextmanager
 def watch(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Within `with`, keeps what every module with weights computes: the first floating tensor of each call.
+    """Within `with`, keeps what every module with weights computes: the first floating tensor of
+    each call.
 
     The readout's are called "logits": theory says something else about them.
     """
@@ -263,7 +279,9 @@ def watch(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 
 def _loss(model: nn.Module, batch: Any, outputs: dict[str, list[Tensor]]) -> Tensor:
-    """Returns the model's loss, or else that of the next token; adds the logits of next tokens to outputs."""
+    """Returns the model's loss, or else that of the next token;
+    adds the logits of next tokens to outputs.
+    """
     tokens = batch
     if isinstance(batch, Mapping):
         output, tokens = model(**batch), batch.get("input_ids")
@@ -288,7 +306,9 @@ def _loss(model: nn.Module, batch: Any, outputs: dict[str, list[Tensor]]) -> Ten
 
 
 def _entry(output: Any, name: Literal["loss", "logits"]) -> Tensor | None:
-    """Returns what a model calls its loss or its logits; a bare tensor is the one that its shape says."""
+    """Returns what a model calls its loss or its logits;
+    a bare tensor is the one that its shape says.
+    """
     if isinstance(output, Mapping):
         return output.get(name)
     tensor = _first_tensor(output)

@@ -1,8 +1,8 @@
 """What a coordinate check shows: powers of width, one table and one picture.
 
-A slope is the power of width with which a module's output, or its change, grows. Under muP all are 0 but
-those of logits (Tensor Programs V, arXiv:2203.03466, appendix D.1), where two laws meet: terms that share a
-sign add up, others average out to the root of their number.
+A slope is the power of width with which a module's output, or its change, grows. Under muP all are
+0 but those of logits (Tensor Programs V, arXiv:2203.03466, appendix D.1), where two laws meet:
+terms that share a sign add up, others average out to the root of their number.
 """
 
 import gzip
@@ -25,11 +25,12 @@ ADVICE = "nothing else is lost: free some space and run the same command again"
 # pattern of names -> quantity -> the powers that theory allows; (0, 0) where nothing is said
 Theory = Mapping[str, Mapping[str, Sequence[float]]]
 THEORY: Theory = {
-    # Before training logits average out. What learning adds is aligned, but only in the few entries of the
-    # vocabulary that do come next.
+    # Before training logits average out. What learning adds is aligned, but only in the few entries
+    # of the vocabulary that do come next.
     "logits": {"size": (-0.5, 0), "change": (-0.5, 0)},
     "logit_next": {"size": (-0.5, 0)},
-    # Deep Delta Learning's v grows as the root of the width: it is written along a direction of norm 1
+    # Deep Delta Learning's v grows as the root of the width: it is written along a direction of
+    # norm 1
     "*_write.value": {"size": (0.5, 0.5), "change": (0.5, 0.5)},
 }
 FLAT = (0.0, 0.0)
@@ -70,11 +71,12 @@ class Verdict:
 
 
 def judge(readings: Sequence[Reading], theory: Theory = THEORY) -> list[Verdict]:
-    """Fits every parametrization, optimizer, module, quantity and step over widths and seeds, and judges it.
+    """Fits every parametrization, optimizer, module, quantity and step over widths and seeds, and
+    judges it.
 
-    Changes are judged from step 1 on. An output that is exactly 0 everywhere, before a readout or a mixer
-    that starts at 0 has learned, is not judged; a change that is still 0 after the last step fails. A slope's
-    error comes from the scatter of all widths and seeds about the line.
+    Changes are judged from step 1 on. An output that is exactly 0 everywhere, before a readout or a
+    mixer that starts at 0 has learned, is not judged; a change that is still 0 after the last step
+    fails. A slope's error comes from the scatter of all widths and seeds about the line.
     """
     groups: dict[tuple[str, str, str], dict[tuple[int, str], list[tuple[int, float]]]] = (
         defaultdict(lambda: defaultdict(list))
@@ -121,10 +123,11 @@ def _fit(points: Sequence[tuple[int, float]], low: float, high: float) -> Slope:
 
 
 def table(rows: Sequence[Verdict], theory: Theory = THEORY) -> str:
-    """Formats slopes of sizes before training and of changes after the last step, one row per module.
+    """Formats slopes of sizes before training and of changes after the last step, one row per
+    module.
 
-    A module that fails at any step is marked; the last rows count those that pass at every step, and after
-    the last.
+    A module that fails at any step is marked; the last rows count those that pass at every step,
+    and after the last.
     """
     columns = list(dict.fromkeys((v.optimizer, v.parametrization) for v in rows))
     cells = {((v.optimizer, v.parametrization), v.tensor): v for v in rows}
@@ -196,7 +199,9 @@ def draw(readings: Sequence[Reading], rows: Sequence[Verdict], path: Path) -> Pa
 
 
 def write(folder: Path, head: Mapping[str, Any], readings: Sequence[Reading]) -> Path:
-    """Writes coordinates.json: the check's settings, theory, and every reading; then the picture."""
+    """Writes coordinates.json: the check's settings, theory,
+    and every reading; then the picture.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tree = {**head, "tensors": THEORY, "readings": [asdict(r) for r in readings]}
     write_file(folder / "coordinates.json", json.dumps(tree) + "\n", ADVICE)
@@ -204,7 +209,9 @@ def write(folder: Path, head: Mapping[str, Any], readings: Sequence[Reading]) ->
 
 
 def read(folder: Path) -> tuple[list[Reading], Theory] | None:
-    """Reads a folder's coordinates.json, or its .gz, with the theory of its time; None if it has neither."""
+    """Reads a folder's coordinates.json, or its .gz, with the theory of its time;
+    None if it has neither.
+    """
     path = folder / "coordinates.json"
     packed = path.with_suffix(".json.gz")
     if not path.is_file() and not packed.is_file():

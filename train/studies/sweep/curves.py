@@ -13,8 +13,8 @@ import numpy as np
 from delta_trn.train.studies.fits import optimum, parabola
 from delta_trn.train.studies.sweep.results import DIGITS
 
-# A parabola is fitted to the rates within OCTAVES of the best one, or to the NEAREST if those are fewer:
-# losses farther out do not follow a parabola.
+# A parabola is fitted to the rates within OCTAVES of the best one, or to the NEAREST if those are
+# fewer: losses farther out do not follow a parabola.
 OCTAVES = 1.5
 NEAREST = 5
 Losses = Mapping[int, float]  # seed -> held-out loss, infinity where it diverged
@@ -32,7 +32,8 @@ class Curve:
     def rates(self) -> Mapping[float, float]:
         """Maps log2 of a rate to the mean loss over seeds; infinity if one diverged.
 
-        A rate that only some seeds have is left out: it would be compared over fewer seeds than the rest.
+        A rate that only some seeds have is left out: it would be compared over fewer seeds than the
+        rest.
         """
         by_rate: dict[float, list[float]] = defaultdict(list)
         for x, y, _ in self.points:
@@ -53,12 +54,16 @@ class Curve:
 
     @property
     def is_at_an_end(self) -> bool:
-        """Whether the best rate is the lowest or highest tried, so that a better one may lie beyond."""
+        """Whether the best rate is the lowest or highest tried,
+        so that a better one may lie beyond.
+        """
         return len(self.rates) > 1 and self.best in (min(self.rates), max(self.rates))
 
     @property
     def near_best(self) -> set[float]:
-        """Returns the rates about the best one that a parabola is fitted to; none if that is at an end."""
+        """Returns the rates about the best one that a parabola is fitted to;
+        none if that is at an end.
+        """
         finite, best = [x for x in self.rates if math.isfinite(self.rates[x])], self.best
         if best is None or best in (min(finite), max(finite)):
             return set()
@@ -69,7 +74,9 @@ class Curve:
 
     @cached_property
     def optimum(self) -> float | None:
-        """Returns log2 of the rate where a parabola is lowest; None if there is no inner minimum yet."""
+        """Returns log2 of the rate where a parabola is lowest;
+        None if there is no inner minimum yet.
+        """
         chosen = self.near_best
         if not chosen:
             return None
@@ -78,7 +85,9 @@ class Curve:
 
     @cached_property
     def floor(self) -> float:
-        """Returns the lowest loss of a parabola about the best rate; of a mean, where there is none."""
+        """Returns the lowest loss of a parabola about the best rate;
+        of a mean, where there is none.
+        """
         points = [(x, y) for x, y, _ in self.points if x in self.near_best and math.isfinite(y)]
         if self.optimum is None:
             return self.lowest

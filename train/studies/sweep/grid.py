@@ -1,4 +1,6 @@
-"""Defines what a sweep asks: a learning-rate curve for every arm, parametrization, optimizer and width."""
+"""Defines what a sweep asks: a learning-rate curve for every arm,
+parametrization, optimizer and width.
+"""
 
 import hashlib
 import json
@@ -70,15 +72,17 @@ class Trial:
 class Sweep:
     """All trials of a sweep.
 
-    asked   the recipe, axes and changes in the words of the command line, and arms as they were read: what
-            is compared beside the axes, or one without a name
+    asked   the recipe, axes and changes in the words of the command line, and arms as they were
+            read: what is compared beside the axes, or one without a name
     """
 
     asked: dict[str, Any]
     trials: tuple[Trial, ...]
 
     def require_same(self, folder: Path) -> None:
-        """Raises RunFolderError if the folder has results of something else than longer or shorter axes."""
+        """Raises RunFolderError if the folder has results of something else than longer
+        or shorter axes.
+        """
         if not (folder / "sweep.json").exists():
             return
         before = json.loads((folder / "sweep.json").read_text())
@@ -143,7 +147,9 @@ def define(name: str, options: Mapping[str, str]) -> Sweep:
 def _config(
     start: RunConfig, changes: Mapping[str, str], own: Mapping[str, str], arm: Mapping[str, str]
 ) -> RunConfig:
-    """Returns the configuration of a trial: what all have, its place on the axes, and its arm's keys."""
+    """Returns the configuration of a trial: what all have, its place on the axes,
+    and its arm's keys.
+    """
     common = {**QUIET, **changes}
     if own["optimizer.name"] == "sgd" != start.optimizer.name:
         # SGD adds decay to the gradient, where it means something else; the paper's SGD has none
@@ -156,7 +162,9 @@ def _config(
 
 
 def parse_arms(text: str) -> Arms:
-    """Reads arms: one for every value of a key, named after it, or those of a file; else UsageError."""
+    """Reads arms: one for every value of a key, named after it,
+    or those of a file; else UsageError.
+    """
     key, equals, values = text.partition("=")
     try:
         if equals:
@@ -171,13 +179,16 @@ def parse_arms(text: str) -> Arms:
         } or {"": {}}
     except (OSError, ValueError, AttributeError) as error:
         raise UsageError(
-            f"arms={text} cannot be read ({error}); expected KEY=V1,V2, such as model.layers=2,4,8, or "
+            f"arms={text} cannot be read ({error}); expected KEY=V1,V2, such as "
+            "model.layers=2,4,8, or "
             'FILE.json with {"name": {"key": "value"}, ...}'
         ) from None
 
 
 def _rates(optimizer: str, axes: Mapping[str, str]) -> list[float]:
-    """Reads an optimizer's rates: `1e-3,2e-3`, or `2**-10..2**-4`, which doubles, or `1e-3..1e-1:10`."""
+    """Reads an optimizer's rates: `1e-3,2e-3`, or `2**-10..2**-4`,
+    which doubles, or `1e-3..1e-1:10`.
+    """
     name, text = f"lrs.{optimizer}", axes.get(f"lrs.{optimizer}", axes.get("lrs"))
     if text is None:
         raise UsageError(f"give {name}=2**-10..2**-4, or lrs=... for every optimizer")

@@ -1,16 +1,19 @@
-"""What it costs to choose a learning rate at one width and to keep it at another, in nats: its regret.
+"""What it costs to choose a learning rate at one width and to keep it at another, in nats: its
+regret.
 
 Two answers, both from runs that were made anyway:
 
-    cross-validated   a rate is chosen from one seed of the narrowest width and paid for by the other seeds of
-                      every width: their mean loss there, between rates tried by a straight line, above that
-                      of their best rate. Each seed chooses once.
-    fitted            parabolas through all seeds of both widths: a (x - x_w)^2, with a and x_w of the wide
-                      one and x the lowest point of the narrow one's. The interval draws all losses again,
-                      each with the scatter of the runs at its rate. A draw whose parabola has no lowest point
-                      among the rates tried chooses the best of these, as a report would.
+    cross-validated   a rate is chosen from one seed of the narrowest width and paid for by the
+                      other seeds of every width: their mean loss there, between rates tried by a
+                      straight line, above that of their best rate. Each seed chooses once.
+    fitted            parabolas through all seeds of both widths: a (x - x_w)^2, with a and x_w of
+                      the wide one and x the lowest point of the narrow one's. The interval draws
+                      all losses again, each with the scatter of the runs at its rate. A draw whose
+                      parabola has no lowest point among the rates tried chooses the best of these,
+                      as a report would.
 
-Runs of one seed share no noise over rates (seeds' residuals are uncorrelated), so each run counts as one.
+Runs of one seed share no noise over rates (seeds' residuals are uncorrelated), so each run counts
+as one.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from delta_trn.train.studies.fits import parabola
 from delta_trn.train.studies.sweep.curves import Curve
 
 DRAWS = 2000
-# How a rate is chosen from one seed's curve. The last was advice once, and stays to show what it costs.
+# How a rate is chosen from one seed's curve. The last was advice once, and stays to show what it
+# costs.
 STRATEGIES: dict[str, Callable[[Curve], float | None]] = {
     "fitted": lambda curve: curve.optimum if curve.optimum is not None else curve.best,
     "best tried": lambda curve: curve.best,
@@ -51,7 +55,9 @@ class Regret:
 
 
 def regrets(curves: Sequence[Curve]) -> list[Regret]:
-    """Returns what the narrowest curve's rate costs on every curve; none without two seeds of it."""
+    """Returns what the narrowest curve's rate costs on every curve;
+    none without two seeds of it.
+    """
     narrow = curves[0]
     seeds = sorted({seed for _, _, seed in narrow.points})
     if len(seeds) < 2:
@@ -82,7 +88,9 @@ def _pay(narrow: Curve, wide: Curve, seeds: Sequence[int]) -> dict[str, tuple[fl
 
 
 def _fit(narrow: Curve, wide: Curve) -> tuple[float, float, float, float]:
-    """Returns the regret by parabolas, its 95% interval and the rate kept; NaN where one has no minimum."""
+    """Returns the regret by parabolas, its 95% interval and the rate kept;
+    NaN where one has no minimum.
+    """
     fits = _near_best(narrow), _near_best(wide)
     if fits[0] is None or fits[1] is None:
         return math.nan, math.nan, math.nan, math.nan
@@ -106,9 +114,11 @@ def _fit(narrow: Curve, wide: Curve) -> tuple[float, float, float, float]:
 
 
 def _draw(x, y, scatter, generator) -> tuple[np.ndarray, Callable, np.ndarray, np.ndarray]:
-    """Draws the losses of all runs DRAWS times, each with its scatter, and fits a parabola to each draw.
+    """Draws the losses of all runs DRAWS times, each with its scatter, and fits a parabola to each
+    draw.
 
-    Returns the draws [runs, DRAWS], and of the parabolas: losses at a rate, turns, whether lowest and inside.
+    Returns the draws [runs, DRAWS], and of the parabolas: losses at a rate, turns, whether lowest
+    and inside.
     """
     drawn = y[:, None] + scatter[:, None] * generator.standard_normal((len(y), DRAWS))
     a, b, c = np.polyfit(x - x.mean(), drawn, 2)

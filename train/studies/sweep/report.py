@@ -1,4 +1,5 @@
-"""What a sweep's results say: what the narrowest width's rate costs at the others, and how far curves move.
+"""What a sweep's results say: what the narrowest width's rate costs at the others, and how far
+curves move.
 
 It is read from the lines alone, which say where they belong. The picture is as figures 1 and 2 of
 arXiv:2606.04048: loss above each width's best against the rate.
@@ -29,7 +30,9 @@ TITLES = {"sp": "standard,", "mup": "muP,", "adamw": "AdamW", "sgd": "SGD", "muo
 
 @dataclass(frozen=True)
 class Report:
-    """The curves of several widths that belong together, what keeping a rate costs, and how sides move."""
+    """The curves of several widths that belong together, what keeping a rate costs,
+    and how sides move.
+    """
 
     name: str
     curves: Sequence[Curve]
@@ -40,7 +43,8 @@ class Report:
 def reports(lines: Iterable[Result]) -> list[Report]:
     """Reports every series: an arm, a parametrization and an optimizer.
 
-    A result of the base width, where all parametrizations are one, belongs to every series of its arm.
+    A result of the base width, where all parametrizations are one, belongs to every series of its
+    arm.
     """
     groups: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
     for line in lines:
@@ -88,8 +92,8 @@ def drifts(curves: Sequence[Curve]) -> tuple[Side, Side]:
 def difference(losses: Losses, others: Losses) -> str:
     """Compares losses seed by seed (same data, same initial values).
 
-    Returns the mean nats by which they lie above others, and for several seeds its standard error; "-"
-    without a seed of both.
+    Returns the mean nats by which they lie above others, and for several seeds its standard error;
+    "-" without a seed of both.
     """
     above = [losses[seed] - others[seed] for seed in losses if seed in others]
     if not above:
@@ -103,7 +107,9 @@ def difference(losses: Losses, others: Losses) -> str:
 
 
 def regret_lines(rows: Sequence[Report]) -> list[str]:
-    """Returns the lines of a table of what it costs to choose at the narrowest width; none without seeds."""
+    """Returns the lines of a table of what it costs to choose at the narrowest width;
+    none without seeds.
+    """
     lines = [
         "| series | width | nats lost by the narrowest's fitted rate | 95% | "
         + " | ".join(f"chosen by one seed, {name}: mean (worst)" for name in STRATEGIES)
@@ -121,7 +127,8 @@ def regret_lines(rows: Sequence[Report]) -> list[str]:
 def table(rows: Sequence[Report]) -> str:
     """Formats regrets, curves, costs and sides of every series as Markdown.
 
-    Series may have different optima, so each is compared at its own best rate with the best of its width.
+    Series may have different optima, so each is compared at its own best rate with the best of its
+    width.
     """
     lines = regret_lines(rows)
     lines += [
@@ -160,7 +167,9 @@ def table(rows: Sequence[Report]) -> str:
 
 
 def draw_curves(rows: Sequence[Report], path: Path) -> Path:
-    """Draws one panel per series on common axes: mean losses, and what the narrowest's best rate loses."""
+    """Draws one panel per series on common axes: mean losses,
+    and what the narrowest's best rate loses.
+    """
     from matplotlib import colormaps
 
     figure = new_figure(0.6 + 4.4 * len(rows), 3.9)
@@ -213,7 +222,8 @@ def draw_curves(rows: Sequence[Report], path: Path) -> Path:
 def write_report(folder: Path, *others: Path) -> str:
     """Writes report.md and sweep.png into a sweep's folder. Returns the table and where they lie.
 
-    With others, whose results count as its own, the picture shows them all, and report.md is left alone.
+    With others, whose results count as its own, the picture shows them all, and report.md is left
+    alone.
     """
     lines = {
         key: line for each in (folder, *others)[::-1] for key, line in Results(each).read().items()

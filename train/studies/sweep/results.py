@@ -1,7 +1,7 @@
 """sweep.jsonl: one line per finished run of a sweep, appended and never changed.
 
-A line says where it belongs: arm, parametrization, optimizer, width, rate and seed. So lines can be read
-whatever recipes and settings have become since.
+A line says where it belongs: arm, parametrization, optimizer, width, rate and seed. So lines can be
+read whatever recipes and settings have become since.
 """
 
 import gzip
@@ -44,7 +44,9 @@ class Results:
         self.path = folder / "sweep.jsonl"
 
     def read(self) -> dict[Place, Result]:
-        """Maps the place of each run to its result, the first of several; reads sweep.jsonl.gz, too."""
+        """Maps the place of each run to its result, the first of several;
+        reads sweep.jsonl.gz, too.
+        """
         stored = self.path.with_name("sweep.jsonl.gz")
         text = gzip.decompress(stored.read_bytes()) if stored.exists() else b""
         text += self.path.read_bytes() if self.path.exists() else b""

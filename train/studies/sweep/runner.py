@@ -1,8 +1,8 @@
 """Makes the trials of a sweep in processes of this machine, several at a time.
 
-Each trial is a run in a folder of its own and in a process of its own: one that fails or is killed stops no
-other, and resumes from its newest checkpoint. (An executor of concurrent.futures ends all of its processes
-when one of them is killed.)
+Each trial is a run in a folder of its own and in a process of its own: one that fails or is killed
+stops no other, and resumes from its newest checkpoint. (An executor of concurrent.futures ends all
+of its processes when one of them is killed.)
 """
 
 import json
@@ -27,7 +27,8 @@ from delta_trn.train.settings.schema import RunConfig, validate
 from delta_trn.train.studies.sweep.grid import Sweep, Trial
 from delta_trn.train.studies.sweep.results import SAFE, Results
 
-# forked from a process that has imported everything: a trial of seconds should not wait four for imports
+# forked from a process that has imported everything: a trial of seconds should not wait four for
+# imports
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = ["delta_trn.train.run.loop", __name__, "delta_trn.backends.gated_delta_rule.chunked"]
 
@@ -42,12 +43,13 @@ def execute(
     max_minutes: float | None,
     tell: Callable[[str], None],
 ) -> tuple[StopRequest, int]:
-    """Makes every trial that has no result, `jobs` at a time, until all have one or a signal asks to stop.
+    """Makes every trial that has no result, `jobs` at a time, until all have one or a signal asks
+    to stop.
 
-    On a stop the running trials save a checkpoint, and the next call resumes them; a second signal ends them
-    at once. After a kill, the next call repeats what trials have done since their last checkpoint. The caller
-    holds the folder: two runners in one folder would make the same trials. Returns what may have stopped it,
-    and how many trials failed.
+    On a stop the running trials save a checkpoint, and the next call resumes them; a second signal
+    ends them at once. After a kill, the next call repeats what trials have done since their last
+    checkpoint. The caller holds the folder: two runners in one folder would make the same trials.
+    Returns what may have stopped it, and how many trials failed.
     """
     _CONTEXT.set_forkserver_preload(_PRELOADED)
     results = Results(folder)
@@ -78,13 +80,17 @@ def execute(
                         * (len(sweep.trials) - done)
                         / 60
                     )
-                    said = f"{trial}  {loss}  ({result['seconds']:.0f} s, about {left:.0f} min left in all)"
+                    said = (
+                        f"{trial}  {loss}  ({result['seconds']:.0f} s, about {left:.0f} min left "
+                        "in all)"
+                    )
                     tell(f"{done}/{len(sweep.trials)}  {said}")
                 elif stop.reason is None:
                     failed += 1
                     tell(f"failed  {trial}: {_reason(_place(folder, trial), process)}")
         for process, *_ in running.values():
-            process.terminate()  # it saves a checkpoint and ends; of a result the next call takes notice
+            # it saves a checkpoint and ends; of a result the next call takes notice
+            process.terminate()
         for process, *_ in running.values():
             process.join()
     return stop, failed
@@ -133,7 +139,9 @@ def _main(config: str, place: str, threads: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when its parent is killed, so that the folder is free for the next runner."""
+    """Ends this process when its parent is killed,
+    so that the folder is free for the next runner.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -141,7 +149,8 @@ def _end_with_parent() -> None:
 
 
 def run_trial(config: RunConfig, folder: Path) -> int:
-    """Trains from the start, or from the newest checkpoint in `folder`, and leaves result.json there.
+    """Trains from the start, or from the newest checkpoint in `folder`, and leaves result.json
+    there.
 
     loss        nats per token on the held-out crops after the last step; null if it diverged
     seconds     of training, over all processes that had a part in it

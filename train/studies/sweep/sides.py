@@ -1,15 +1,17 @@
-"""How a learning-rate curve moves: its flank, where the rate is too low, and its wall, where it is too high.
+"""How a learning-rate curve moves: its flank, where the rate is too low, and its wall, where it is
+too high.
 
-A curve need not move as a whole. Its flank says how fast a model learns, and may stay while the wall, where
-training becomes unstable, comes closer. So each side has a drift of its own, in octaves of the rate per
-doubling of the width (or of another scale). In a window of rates on that side,
+A curve need not move as a whole. Its flank says how fast a model learns, and may stay while the
+wall, where training becomes unstable, comes closer. So each side has a drift of its own, in octaves
+of the rate per doubling of the width (or of another scale). In a window of rates on that side,
 
     loss = level(c) + a (x - position(c))^2,    x = log2 of the rate
 
-for every curve c, that is, every width and seed: one curvature a for all, and a level and a position for
-each. A drift is the mean over seeds of the slope of the position against log2 of the scale. Seeds are a
-random effect: the error comes from the scatter of seeds' slopes, and of positions about them. Where a window
-ends is a choice that changes the result, so there are several, and the interval covers those of all.
+for every curve c, that is, every width and seed: one curvature a for all, and a level and a
+position for each. A drift is the mean over seeds of the slope of the position against log2 of the
+scale. Seeds are a random effect: the error comes from the scatter of seeds' slopes, and of
+positions about them. Where a window ends is a choice that changes the result, so there are several,
+and the interval covers those of all.
 """
 
 from __future__ import annotations
@@ -24,19 +26,22 @@ import numpy as np
 
 from delta_trn.train.studies.fits import student_quantile
 
-# A window reaches OUTER octaves from the best rate to its own side, and INNER octaves to the other: without
-# rates on both sides of the best, level and position cannot be told apart.
+# A window reaches OUTER octaves from the best rate to its own side, and INNER octaves to the other:
+# without rates on both sides of the best, level and position cannot be told apart.
 OUTER = 2.5
 INNER = (0.0, 0.5, 1.0)
 # A curve counts if its rates in a window reach so far to the side.
 REACH = 1.0
-# Octaves by which a rate may lie beyond a window's end: a fitted center is rounded, on each CPU otherwise.
+# Octaves by which a rate may lie beyond a window's end: a fitted center is rounded, on each CPU
+# otherwise.
 EDGE = 1e-6
 # Octaves per doubling within which a side transfers: half an octave off after two doublings.
 TOLERANCE = 0.25
-# A window counts if its curvature is at least so many standard errors above 0: positions are divided by it.
+# A window counts if its curvature is at least so many standard errors above 0: positions are
+# divided by it.
 CERTAIN = 3.0
-# If seeds' slopes scatter at most so much more than positions explain (as variances), both are pooled.
+# If seeds' slopes scatter at most so much more than positions explain (as variances), both are
+# pooled.
 POOLED = 2.0
 
 Name = Literal["flank", "wall"]
@@ -47,7 +52,8 @@ Curves = Mapping[
 
 @dataclass(frozen=True)
 class Side:
-    """The drift of one side, in octaves per doubling: the mean over windows, and an interval over all.
+    """The drift of one side, in octaves per doubling: the mean over windows, and an interval over
+    all.
 
     octaves     NaN if no window determines it
     """
@@ -60,7 +66,10 @@ class Side:
     @property
     def verdict(self) -> str:
         if math.isnan(self.octaves):
-            return "not decided: needs three rates on this side at two scales, and losses that curve upwards"
+            return (
+                "not decided: needs three rates on this side at two scales, and losses that curve "
+                "upwards"
+            )
         if max(abs(self.low), abs(self.high)) <= TOLERANCE:
             return "transfers"
         if self.low > 0 or self.high < 0:
@@ -94,8 +103,8 @@ def side(name: Name, curves: Curves, best: Mapping[float, float]) -> Side:
 def _centers(best: Mapping[float, float]) -> dict[float, float]:
     """Returns about which rate the windows of each scale lie.
 
-    That is the mean best rate, so that windows are the same rates everywhere, unless the best rates move by
-    more than TOLERANCE: then their line.
+    That is the mean best rate, so that windows are the same rates everywhere, unless the best rates
+    move by more than TOLERANCE: then their line.
     """
     x, y = np.array(list(best)), np.array(list(best.values()))
     slope = float(np.polyfit(x, y, 1)[0]) if len(x) > 1 else 0.0
@@ -105,7 +114,9 @@ def _centers(best: Mapping[float, float]) -> dict[float, float]:
 
 
 def fit_drift(curves: Curves) -> tuple[float, float] | None:
-    """Returns the drift within one window and half its 95% interval; None if nothing determines it."""
+    """Returns the drift within one window and half its 95% interval;
+    None if nothing determines it.
+    """
     fitted = _positions(curves)
     if fitted is None:
         return None

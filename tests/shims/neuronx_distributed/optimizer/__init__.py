@@ -1,4 +1,6 @@
-"""ZeRO-1 as torch_xla has it: every tensor's rows are divided, padded to a multiple of the processes."""
+"""ZeRO-1 as torch_xla has it: every tensor's rows are divided,
+padded to a multiple of the processes.
+"""
 
 import copy
 from typing import Any

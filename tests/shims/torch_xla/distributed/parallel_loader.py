@@ -21,7 +21,9 @@ class PerDeviceLoader:
         return item
 
     def __len__(self) -> int:
-        """The length of what was given, which need not have one: an iterator must not be asked `if x`."""
+        """The length of what was given, which need not have one:
+        an iterator must not be asked `if x`.
+        """
         return len(self._loader.given)
 
 
