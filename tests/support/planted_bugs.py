@@ -9,6 +9,7 @@ import __future__
 
 import inspect
 import linecache
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -430,6 +431,22 @@ def _thing_of(bug: Bug) -> Any:
     return reduce(getattr, name.split("."), import_module(f"delta_trn.{module}"))
 
 
+def _in_any_layout(line: str) -> str:
+    """Returns a pattern of code that matches it however a formatter breaks it into lines."""
+    pattern, before = "", ""
+    for token in re.findall(r"\w+|\s+|[^\w\s]", line):
+        if token.isspace():
+            before = " "
+            continue
+        words = pattern and pattern[-1].isalnum() | (pattern[-1] == "_") and token[0].isalnum()
+        gap = r"\s+" if before and words else r"\s*"
+        pattern += (
+            (gap if pattern else "") + (r",?\s*" if token in ")]}" else "") + re.escape(token)
+        )
+        before = ""
+    return pattern
+
+
 @contextmanager
 def planted(bug: Bug) -> Iterator[None]:
     """Replaces the bug's line for a block.
@@ -437,11 +454,12 @@ def planted(bug: Bug) -> Iterator[None]:
     """
     function = function_of(bug)
     source = textwrap.dedent(inspect.getsource(function))
-    if source.count(bug.line) != 1:
-        raise ValueError(
-            f"{bug.place} has {bug.line!r} {source.count(bug.line)} times, not once: name it anew"
-        )
-    source = source[source.index("def ") :].replace(bug.line, bug.mistake)
+    found = list(re.finditer(_in_any_layout(bug.line), source))
+    if len(found) != 1:
+        raise ValueError(f"{bug.place} has {bug.line!r} {len(found)} times, not once: name it anew")
+    begin, end = found[0].span()
+    source = source[:begin] + bug.mistake + source[end:]
+    source = source[source.index("def ") :]
     file, code = f"<{bug.name}>", function.__code__
     # for Triton's interpreter, which reads the source of a function
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
