@@ -54,7 +54,7 @@ test test-cpus: export GOMP_SPINCOUNT = 0
 test test-cpus: export KMP_BLOCKTIME = 0
 # Four processes on two cores: some tests wait, for a process that ends or a lock that is freed.
 # pytest exits with 5 where it finds no test: a folder may have none that runs alone.
-test: SERIAL = $(shell grep -rl mark.serial tests)
+test: SERIAL = $(shell grep -rl mark.serial tests packages)
 test: $(READY)
 	$(RUN) -m pytest -n 4 --dist worksteal -m "not slow and not serial" $(ARGS)
 	$(RUN) -m pytest -m "serial and not slow" $(or $(ARGS),$(SERIAL)) $(if $(ARGS),|| test $$? -eq 5)
@@ -156,27 +156,27 @@ measure-trn1: $(if $(DRY),$(READY),$(NEURON)/.ready)
 
 # torch comes first and alone: a CUDA build brings the triton that it was built with. A CPU build brings none, and
 # then 3.7.1 is installed, which belongs to torch 2.13.
-$(READY): pyproject.toml .ci/constraints.txt
+$(READY): pyproject.toml packages/nki-simulator/pyproject.toml .ci/constraints.txt
 	@echo "installing PyTorch and the packages beside it into $(VENV): 2 to 6 GB, several minutes, in which pip says nothing"
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13) and "delta-trn needs Python 3.10 to 3.12, this is " + sys.version.split()[0] + "; try make PYTHON=python3.11")'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(RUN) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("triton") is None)' || \
 		$(RUN) -m pip install --quiet --disable-pip-version-check triton==3.7.1
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[dev]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e ./packages/nki-simulator -e '.[dev]'
 	touch $@
 
 # torch 2.9 is the last one that torch_xla supports, and so Trn1. torch_xla does not require any torch itself.
-$(XLA)/.ready: pyproject.toml .ci/constraints.txt
+$(XLA)/.ready: pyproject.toml packages/nki-simulator/pyproject.toml .ci/constraints.txt
 	@echo "installing torch-xla and its PyTorch into $(XLA): 8 GB, several minutes, in which pip says nothing"
 	test -x $(XLA)/bin/python || $(PYTHON) -m venv $(XLA)
 	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.9.0 torch-xla==2.9.0
-	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e . pytest pytest-timeout
+	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e ./packages/nki-simulator -e . pytest pytest-timeout
 	touch $@
 
 # AWS's packages come from AWS's environment. What training needs beside them, or needs newer, is installed here, where
 # it hides AWS's and replaces nothing. What runs in the process together with the compiler stays AWS's version.
-$(NEURON)/.ready: pyproject.toml
+$(NEURON)/.ready: pyproject.toml packages/nki-simulator/pyproject.toml
 	@echo "installing what training needs beside AWS's environment into $(NEURON): 1 GB, some minutes"
 	@echo "environments of AWS here: $(or $(wildcard /opt/aws_neuronx_venv_*),none); taken: $(AWS)"
 	@test -x $(AWS)/bin/python || { echo "$(AWS) is no environment. Images after SDK 2.31 hold none with PyTorch 2.9:" \
@@ -186,7 +186,7 @@ $(NEURON)/.ready: pyproject.toml
 	$(AWS)/bin/python -c '$(PACKAGES)' > $$($(NEURON)/bin/python -c '$(PACKAGES)')/aws.pth
 	$(AWS)/bin/python -m pip list --format=freeze --disable-pip-version-check | \
 		grep -iE '^(torch|libneuron|neuron|nki|numpy|ml[_-]dtypes|protobuf)' > $(NEURON)/constraints.txt
-	$(NEURON)/bin/python -m pip install --quiet --disable-pip-version-check -c $(NEURON)/constraints.txt -e . pytest
+	$(NEURON)/bin/python -m pip install --quiet --disable-pip-version-check -c $(NEURON)/constraints.txt -e ./packages/nki-simulator -e . pytest
 	touch $@
 
 # lm-eval brings 40 packages, so it has an environment of its own, which finds torch and the rest in .venv. So has trl.

@@ -459,6 +459,8 @@ def _version(package: str) -> tuple[str, tuple[int, ...]]:
 def nki_missing(device: str) -> str | None:
     """Returns why NKI's kernels cannot run on `device` here; None if they can."""
     if device == "neuron":
+        if find_spec("nki") is None and find_spec("nki_simulator") is None:
+            return "needs nki, from AWS Neuron's package index: docs/trainium.md says how"
         return import_module("delta_trn.backends.nki_runtime_adapter").missing()
     absent = [name for name in ("torch_xla", "nki") if find_spec(name) is None]
     if absent:
@@ -476,14 +478,19 @@ def simulator_missing(device: str) -> str | None:
     them.
     """
     if find_spec("nki") is None:
+        if find_spec("nki_simulator") is None:
+            return (
+                "needs the package nki-simulator; in a checkout of delta-trn: pip install "
+                "./packages/nki-simulator"
+            )
         return None
     if placeholder := _placeholder():
         return placeholder
     version, numbers = _version("nki")
     if numbers < (0, 3):
         return (
-            f"nki {version} has no simulator: install 0.3 or newer, or none, for the one that is "
-            "included"
+            f"nki {version} has no simulator: install 0.3 or newer, or none, for our package "
+            "nki-simulator"
         )
     return None
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends.checks import BackendRefusal, is_checking
-from delta_trn.nki_kernels import plan, simulator
+from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from delta_trn.nki_kernels.delta_residual import delta_residual_bwd, delta_residual_fwd
 from delta_trn.nki_kernels.gated_delta_layer.bwd import gated_delta_layer_bwd
@@ -82,7 +82,9 @@ def simulate(kernel: Any, *args: Any) -> Any:
     try:
         if not _counts:
             return nki.simulate(kernel)(*args)
-        run = simulator.record(kernel, *args, trace=False)
+        from nki_simulator import record  # which a chip's environment need not have
+
+        run = record(kernel, *args, trace=False)
         _counts[-1].append(run.instructions)
         return run.outputs
     finally:

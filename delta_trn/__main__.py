@@ -28,7 +28,7 @@ TOOLS = {
     "simulator": (
         "report KERNEL SHAPE ...",
         "estimates of NKI kernels, without a chip",
-        "delta_trn.nki_kernels.simulator.__main__",
+        "delta_trn.train.commands.simulator",
     ),
 }
 

@@ -17,8 +17,7 @@ NumPy.
     tiles                    pieces of kernels: loads, constants, products, transpositions, cells,
                              examples
     plan                     how work is cut into calls, waves, bundles and lanes, and every bound
-    language                 the one import of NKI, from Neuron's package or from the simulator
-    simulator                NKI's instructions in NumPy, with Trn1's limits and a cost model
+    language                 the one import of NKI, from Neuron's package or from nki-simulator
 
 In kernels a name that ends in `_sb` is a tile in SBUF, and one that ends in `_ps` a tile in PSUM;
 `_t` says that a matrix is transposed. Arguments of kernels lie in HBM and have no suffix. Nor have

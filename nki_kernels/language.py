@@ -1,12 +1,13 @@
 """Gives kernels the NKI language, nki, nisa and nl, from whichever runtime is installed.
 
     RUNTIME   "neuron"      the nki package: compiles for the chip, or runs under nki.simulate
-              "simulator"   nki_kernels.simulator: NumPy, for hosts without Neuron packages, and
-                            where the environment says DELTA_TRN_NKI_RUNTIME=simulator: estimates
-                            beside a chip
+              "simulator"   nki_simulator: NumPy, for hosts without Neuron packages, and where the
+                            environment says DELTA_TRN_NKI_RUNTIME=simulator: estimates beside a
+                            chip
 
-It asks find_spec and does not import in a try: a package that is installed but broken must fail
-loudly.
+Raises ModuleNotFoundError, which names the command that installs the simulator, where neither is
+installed. It asks find_spec and does not import in a try: a package that is installed but broken
+must fail loudly.
 """
 
 import os
@@ -18,7 +19,13 @@ if (
     or find_spec("nki") is None
     or os.environ.get("DELTA_TRN_NKI_RUNTIME") == "simulator"
 ):
-    from delta_trn.nki_kernels.simulator import nisa, nki, nl
+    if find_spec("nki_simulator") is None:
+        raise ModuleNotFoundError(
+            "NKI kernels need AWS's package nki or our package nki-simulator, and this environment "
+            "has neither; in a checkout of delta-trn: pip install ./packages/nki-simulator",
+            name="nki_simulator",
+        )
+    from nki_simulator import nisa, nki, nl
 
     RUNTIME = "simulator"
 else:

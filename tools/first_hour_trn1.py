@@ -33,13 +33,13 @@ from delta_trn.backends import machine
 from delta_trn.backends.nki_runtime_adapter import run, to_tensor
 from delta_trn.nki_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd
 from delta_trn.nki_kernels.language import RUNTIME, nisa, nki, nl
-from delta_trn.nki_kernels.simulator import TARGETS, record
-from delta_trn.nki_kernels.simulator.core.tables import LOAD_US
-from delta_trn.nki_kernels.simulator.cost import READINGS, estimate
 from delta_trn.nki_kernels.tiles import load, psum, sbuf
 from delta_trn.train.recipes import announce
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.studies.throughput import OURS, Workload
+from nki_simulator import TARGETS, record
+from nki_simulator.core.tables import LOAD_US
+from nki_simulator.cost import READINGS, estimate
 from tools.first_hour_chain import try_forms
 
 Clock = Callable[..., float]  # clock(kernel, *arguments): microseconds

@@ -32,11 +32,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta_trn.backends import dispatch, machine
 from delta_trn.models.layers import micro_batches
-from delta_trn.nki_kernels.simulator.kernel import Kernel
 from delta_trn.train.recipes import recipe
 from delta_trn.train.run.model import make_model, model_config, vocabulary
 from delta_trn.train.run.step import loss_function
 from delta_trn.train.settings.overrides import apply, parse
+from nki_simulator.kernel import Kernel
 
 F32 = torch.float32
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]

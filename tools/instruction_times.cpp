@@ -1,4 +1,4 @@
-// Times a kernel's instructions in a given order, as nki_kernels/simulator/cost.py does, and finds what they
+// Times a kernel's instructions in a given order, as packages/nki-simulator/src/nki_simulator/cost.py does, and finds what they
 // hold of SBUF and PSUM at most.
 #include <algorithm>
 #include <cmath>

@@ -20,11 +20,11 @@ from unittest import mock
 import numpy as np
 
 from delta_trn.nki_kernels.gated_delta_layer import cells, fwd
-from delta_trn.nki_kernels.simulator import record
-from delta_trn.nki_kernels.simulator.core.machine import Engine, Machine, current
-from delta_trn.nki_kernels.simulator.core.memory import HBM, PSUM, SBUF
-from delta_trn.nki_kernels.simulator.core.tables import LOAD_US, SETS, owners
-from delta_trn.nki_kernels.simulator.cost import (
+from nki_simulator import record
+from nki_simulator.core.machine import Engine, Machine, current
+from nki_simulator.core.memory import HBM, PSUM, SBUF
+from nki_simulator.core.tables import LOAD_US, SETS, owners
+from nki_simulator.cost import (
     PSUM_PORT,
     SBUF_PORT,
     accumulates,

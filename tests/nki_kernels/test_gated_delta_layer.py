@@ -20,8 +20,8 @@ from delta_trn.backends.parity.mixer_cases import BY_NAME, CASES, MixerCase
 from delta_trn.models import gated_deltanet
 from delta_trn.nki_kernels import plan
 from delta_trn.nki_kernels.gated_delta_layer import bwd, fwd
-from delta_trn.nki_kernels.simulator.core.machine import Machine
-from delta_trn.nki_kernels.simulator.kernel import record
+from nki_simulator.core.machine import Machine
+from nki_simulator.kernel import record
 from tests.support import tiny_models
 from tests.support.nki_judge import assert_passed
 

@@ -21,8 +21,8 @@ from delta_trn.nki_kernels import (
     gated_delta_rule_fwd,
     plan,
 )
-from delta_trn.nki_kernels.simulator import StrictError
-from delta_trn.nki_kernels.simulator.cost import estimates
+from nki_simulator import StrictError
+from nki_simulator.cost import estimates
 from tests.support.nki_judge import assert_passed, record_run
 
 NAME = "nki-simulator"

@@ -22,12 +22,12 @@ from delta_trn.nki_kernels import (
     short_convolution,
 )
 from delta_trn.nki_kernels.kimi_delta_attention import bwd, fwd
-from delta_trn.nki_kernels.simulator import TARGETS, nisa
-from delta_trn.nki_kernels.simulator.__main__ import traffic
-from delta_trn.nki_kernels.simulator.core.machine import Machine
-from delta_trn.nki_kernels.simulator.core.memory import HBM, NkiTensor
-from delta_trn.nki_kernels.simulator.cost import estimate
-from delta_trn.nki_kernels.simulator.subset import findings
+from nki_simulator import TARGETS, nisa
+from nki_simulator.__main__ import traffic
+from nki_simulator.core.machine import Machine
+from nki_simulator.core.memory import HBM, NkiTensor
+from nki_simulator.cost import estimate
+from nki_simulator.subset import findings
 from tests.support.nki_judge import record_run, run
 from tools import first_hour_trn1
 

@@ -21,7 +21,7 @@ from delta_trn.nki_kernels import (
     plan,
 )
 from delta_trn.nki_kernels.kimi_delta_attention import bwd, fwd
-from delta_trn.nki_kernels.simulator.cost import estimates
+from nki_simulator.cost import estimates
 from tests.support.nki_judge import record_run
 
 NAME = "nki-simulator"

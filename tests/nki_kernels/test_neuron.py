@@ -150,7 +150,7 @@ print(len(judged), sorted(set(nki.targets)))
 
 STAND_IN = """
 import os
-from delta_trn.nki_kernels.simulator import nki as ours
+from nki_simulator import nki as ours
 
 targets = []
 jit = ours.jit
@@ -169,9 +169,7 @@ def test_parity_holds_on_the_simulator_of_an_installed_nki(tmp_path):
     record.mkdir()
     (package / "__init__.py").write_text(STAND_IN)
     for module in ("isa", "language"):
-        (package / f"{module}.py").write_text(
-            f"from delta_trn.nki_kernels.simulator.{module} import *\n"
-        )
+        (package / f"{module}.py").write_text(f"from nki_simulator.{module} import *\n")
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: nki\nVersion: 0.3.0\n")
     process = subprocess.run(
         [sys.executable, "-c", THIRD_WAY],

@@ -11,9 +11,9 @@ import pytest
 from delta_trn.nki_kernels import gated_delta_rule_bwd, gated_delta_rule_fwd, orders
 from delta_trn.nki_kernels.gated_delta_layer import bwd, fwd
 from delta_trn.nki_kernels.schedule import ALL, EVEN, ODD, Stage, list_steps, list_work, rank
-from delta_trn.nki_kernels.simulator import record
-from delta_trn.nki_kernels.simulator.core.machine import Machine
-from delta_trn.nki_kernels.simulator.cost import estimate
+from nki_simulator import record
+from nki_simulator.core.machine import Machine
+from nki_simulator.cost import estimate
 from tools import schedule as tool
 
 STAGES = (

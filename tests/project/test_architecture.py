@@ -29,6 +29,7 @@ ONLY_IN = {
     "torch_neuronx": ("backends/machine.py", "backends/nki_runtime_adapter.py"),
     "nki": ("nki_kernels/language.py",),
     "neuronxcc": ("nki_kernels/language.py",),
+    "nki_simulator": ("nki_kernels/language.py", "backends/nki_runtime_adapter.py"),
     "triton": ("triton_kernels/",),
 }
 
@@ -38,7 +39,6 @@ LEAVES = {
     "backends.parity": (),
     "backends.bench": ("train/commands/throughput.py",),
     "train.studies": ("train/commands/",),
-    "nki_kernels.simulator": ("nki_kernels/language.py", "backends/nki_runtime_adapter.py"),
 }
 
 # Kernels get arrays and know nothing of who calls them.
@@ -56,6 +56,7 @@ TOP_LEVEL = {
         "triton_kernels",
         "models",
         "train",
+        "packages",
         "tests",
         "results",
         "docs",

@@ -23,7 +23,11 @@ from delta_trn.backends.bench import figures
 from tests.support.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "packages").glob("*/README.md")),
+]
 # `python -m X` is the console script's command Y
 MODULES = {
     "train": [],

@@ -26,20 +26,22 @@ print(type(model).__module__, model(torch.tensor([[1, 2, 3]])).logits.shape[-1] 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The scripts' folder of a new environment that holds nothing but the wheel.
+    """The scripts' folder of a new environment that holds the wheels of our two packages alone.
 
     Its dependencies come from this environment by PYTHONPATH, which does not read an editable
     installation's .pth file: delta_trn itself can only be found in the wheel.
     """
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder]
+    build += [ROOT, ROOT / "packages" / "nki-simulator"]
     with FileLock(tmp_path_factory.getbasetemp().parent / "wheel.lock"):  # builds share ROOT/build
         subprocess.run(build, check=True, capture_output=True, text=True)
     venv.create(folder / "env", with_pip=False, symlinks=True)
-    (wheel,) = folder.glob("*.whl")
+    wheels = sorted(folder.glob("*.whl"))
+    assert len(wheels) == 2
     python = folder / "env" / "bin" / "python"
-    subprocess.run([*pip, "--python", python, "install", "--no-deps", wheel], check=True)
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", *wheels], check=True)
     return folder / "env" / "bin"
 
 
@@ -100,9 +102,13 @@ def test_the_wheel_holds_scripts_kernel_sources_and_tables_and_nothing_at_the_to
     assert expected <= {path.name for path in kernels}
     files = [file for folder in (ROOT / "delta_trn").iterdir() for file in folder.rglob("*.*")]
     tables = {file.relative_to(ROOT) for file in files if file.suffix in (".csv", ".json", ".md")}
-    assert len(tables) >= 5 and all((packages / table).exists() for table in tables)
+    assert len(tables) >= 2 and all((packages / table).exists() for table in tables)
     top = {path.name for path in packages.iterdir() if "dist-info" not in path.name}
-    assert top == {"delta_trn"}
+    assert top == {"delta_trn", "nki_simulator"}
+    package = ROOT / "packages" / "nki-simulator" / "src"
+    ours = [path for path in package.rglob("*.*") if path.suffix in (".py", ".csv", ".json")]
+    assert len(ours) > 30 and all((packages / path.relative_to(package)).exists() for path in ours)
+    assert (installed / "nki-simulator").exists()
 
 
 def test_the_description_of_the_wheel_is_the_readme_without_what_only_a_checkout_shows(installed):
@@ -131,7 +137,7 @@ def test_every_installation_says_first_what_it_installs_and_how_long_that_takes(
 
 def test_importing_delta_trn_loads_neither_torch_nor_transformers(installed, elsewhere):
     code = (
-        "import sys, delta_trn, delta_trn.nki_kernels.simulator\n"
+        "import sys, delta_trn, nki_simulator\n"
         "print(sorted({'torch', 'transformers', 'triton'} & set(sys.modules)))"
     )
     assert call([installed / "python", "-c", code], elsewhere) == "[]\n"

@@ -12,7 +12,10 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import test_movement
+import test_releases
 import torch
+from simulator_harness import attempt, ones, product, psum
 from torch.nn.functional import cross_entropy
 
 from delta_trn.backends import gated_delta_rule
@@ -28,7 +31,6 @@ from delta_trn.models.layers import Linear, project
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import scaled_parameters
 from delta_trn.nki_kernels import cross_entropy as nki_readout
-from delta_trn.nki_kernels.simulator import StrictError, nisa, nl
 from delta_trn.train.checkpoints.contents import random_states, set_random_states
 from delta_trn.train.data.loader import Loader
 from delta_trn.train.run.optimizer import learning_rate, set_learning_rate
@@ -36,6 +38,7 @@ from delta_trn.train.settings.errors import PositionMismatch
 from delta_trn.triton_kernels import gated_delta_rule_refine as refine
 from delta_trn.triton_kernels import rms_norm, short_convolution
 from delta_trn.triton_kernels.launch import adjust
+from nki_simulator import StrictError, nisa, nl
 from tests.backends import test_gates
 from tests.backends.cpu_kernel import test_states
 from tests.models import (
@@ -47,10 +50,8 @@ from tests.models import (
 )
 from tests.models.ecosystem import test_fully_sharded, test_packing, test_weights, test_widths
 from tests.nki_kernels import test_gated_delta_layer
-from tests.nki_kernels.simulator import test_movement, test_releases
 from tests.support import families, tiny_models
 from tests.support.planted_bugs import BUGS, RULE, planted
-from tests.support.simulator_harness import attempt, ones, product, psum
 from tests.train import test_optimizers
 
 WHOLE = Case(

@@ -8,7 +8,7 @@ import torch
 from delta_trn.backends.nki_runtime_adapter import simulate, to_array, to_tensor
 from delta_trn.backends.parity.judge import FACTOR, error
 from delta_trn.nki_kernels.language import RUNTIME
-from delta_trn.nki_kernels.simulator import Numerics, record
+from nki_simulator import Numerics, record
 
 DTYPES = (torch.float32, torch.bfloat16)
 EXACT = Numerics()

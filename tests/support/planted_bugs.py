@@ -39,7 +39,7 @@ TRITON_BACK = "triton_kernels.gated_delta_rule_bwd"
 TRITON_REVERSE = "triton_kernels.gated_delta_rule_reverse"
 TRITON_REFINE = "triton_kernels.gated_delta_rule_refine:refine_kernel"
 TRITON_CONVOLUTION = "triton_kernels.short_convolution"
-SIMULATED_PRODUCTS = "nki_kernels.simulator.isa.matmul"
+SIMULATED_PRODUCTS = "nki_simulator.isa.matmul"
 NKI_BACK, NKI_LAYER = "nki_kernels.chunk_gradients", "nki_kernels.gated_delta_layer"
 TRITON_SEGMENTS, NKI_STEP = (
     "triton_kernels.segments:chain_kernel",
@@ -403,11 +403,11 @@ BUGS = (
         "if declared and", 'if declared and role == "stationary" and', "simulator's products"),
     Bug("simulator: products add to what another engine wrote in part", f"{SIMULATED_PRODUCTS}:_accumulates",
         "if BY_OTHER in writers and", "if writers == {BY_OTHER} and", "simulator's products"),
-    Bug("simulator: a release has the order of the next", "nki_kernels.simulator.core.releases:orders_of",
+    Bug("simulator: a release has the order of the next", "nki_simulator.core.releases:orders_of",
         "release <= last", "release < last", "simulator's releases"),
-    Bug("simulator: what repeats counts as all", "nki_kernels.simulator.core.memory:Storage.mark",
+    Bug("simulator: what repeats counts as all", "nki_simulator.core.memory:Storage.mark",
         " and 0 not in view.strides", "", "simulator's releases"),
-    Bug("simulator: each block of rows goes to the first", "nki_kernels.simulator.language:load_transpose2d",
+    Bug("simulator: each block of rows goes to the first", "nki_simulator.language:load_transpose2d",
         "out[:, start : start + block.shape[0]]", "out[:, : block.shape[0]]", "simulator's releases"),
     Bug("operation: values come first only of a state that is given", f"{RULE}:run",
         "if v_first else", "if v_first and call.initial_state is not None else", "values first"),
@@ -428,7 +428,8 @@ def function_of(bug: Bug) -> FunctionType:
 
 def _thing_of(bug: Bug) -> Any:
     module, _, name = bug.place.partition(":")
-    return reduce(getattr, name.split("."), import_module(f"delta_trn.{module}"))
+    package = "" if module.startswith("nki_simulator") else "delta_trn."
+    return reduce(getattr, name.split("."), import_module(package + module))
 
 
 def _in_any_layout(line: str) -> str:

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from delta_trn.nki_kernels.simulator import Numerics, record
-from delta_trn.nki_kernels.simulator.core.tables import LOAD_US
-from delta_trn.nki_kernels.simulator.cost import ISSUE
+from nki_simulator import Numerics, record
+from nki_simulator.core.tables import LOAD_US
+from nki_simulator.cost import ISSUE
 from tools import first_hour_chain as chain
 from tools import first_hour_trn1 as hour
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from delta_trn.backends import linear_cross_entropy
+from delta_trn.backends import dispatch, linear_cross_entropy
 from delta_trn.backends.checks import BackendRefusal
 from delta_trn.train.run.model import make_model, model_config, vocabulary
 from delta_trn.train.settings.schema import RunConfig
@@ -36,9 +36,13 @@ class PerSequence:
 
 
 def per_sequence(config: RunConfig) -> PerSequence:
-    """Counts by a model of one layer. Raises BackendRefusal
-    where the kernels do not take the model.
+    """Counts by a model of one layer.
+
+    Raises BackendRefusal where the kernels do not take the model, or where our simulator, which
+    counts, is not installed.
     """
+    if reason := dispatch.simulator_missing("cpu"):
+        raise BackendRefusal(f"nki-simulator {reason}")
     layers = config.model.layers - len(config.model.attention_layers)
     changes: dict[str, Any] = {"layers": 1, "attention_layers": (), "vocab_size": _VOCABULARY}
     one = config.model_copy(update={"model": config.model.model_copy(update=changes)})

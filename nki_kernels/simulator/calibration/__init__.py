@@ -1,3 +1,0 @@
-"""Compares the cost model with published measurements:
-`python -m nki_kernels.simulator calibrate`.
-"""

@@ -1,0 +1,229 @@
+"""A simulator of NKI, AWS's kernel language for Trainium, for everyone who writes NKI kernels
+without a chip.
+
+In Python it runs a kernel on NumPy arrays and refuses what the instruction set, the compiler or the
+chip would refuse; docs/simulator.md shows how. From the command line it runs a kernel on seeded
+inputs, with the same checks, and prints how long each engine is busy, what binds, the peak memory
+and the instructions:
+
+    nki-simulator report KERNEL SHAPE [SHAPE ...] [--target trn2]
+    nki-simulator calibrate         # the model against published measurements
+
+    KERNEL   MODULE:FUNCTION for any kernel, or a module whose function example(...) returns
+             (kernel, arguments); with --package a module of that package by its last name
+    SHAPE    for MODULE:FUNCTION one array per argument: 128x512,128x64:bfloat16
+             for a module the keywords of its example: B=1,T=256,H=2,K=64,V=128
+
+Every time is an estimate, under two readings of the Tensor engine's rate: a range until a chip
+decides. Nothing was ever measured on a chip here.
+"""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from itertools import zip_longest
+from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from nki_simulator.calibration import compare
+from nki_simulator.core.dtypes import BY_NAME
+from nki_simulator.core.memory import HBM
+from nki_simulator.core.releases import RELEASES
+from nki_simulator.core.tables import LOAD_US
+from nki_simulator.core.targets import TARGETS
+from nki_simulator.cost import Estimate, estimates
+from nki_simulator.kernel import Run, record
+
+LABEL = "ESTIMATE from the instruction trace, not a measurement"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="nki-simulator",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--package", default="", help="where a KERNEL without a dot is looked for: a package's name"
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    report = commands.add_parser("report", help="estimates time and memory of one kernel")
+    report.add_argument("kernel", help="MODULE:FUNCTION, or a module with an example")
+    report.add_argument(
+        "shape", nargs="+", help="128x512,128x64:bfloat16, or B=1,T=256,H=2,K=64,V=128"
+    )
+    report.add_argument("--target", choices=TARGETS, default="trn1", help="the chip (%(default)s)")
+    report.add_argument(
+        "--nki", choices=RELEASES, help="holds to this release's rules, not to those of all"
+    )
+    report.add_argument(
+        "--jsonl",
+        type=Path,
+        help="appends the numbers to this file, a line per shape; hbm_moved and hbm_least are the bytes that "
+        "move and the fewest that could: each input and output once",
+    )
+    commands.add_parser("calibrate", help="compares the model with published measurements")
+    options = parser.parse_args(argv)
+    if options.command == "calibrate":
+        return compare.main()
+    module = _module(options.kernel, options.package)
+    for shape in options.shape:
+        kernel, arguments = load(module, options.kernel, shape)
+        run = record(kernel, *arguments, target=options.target, nki=options.nki)
+        readings = estimates(run.trace, run.target)
+        print(table(options.kernel, shape, run, readings))
+        if options.jsonl:
+            title = {"kernel": options.kernel, "shape": shape}
+            with options.jsonl.open("a") as lines:
+                lines.write(json.dumps(title | numbers(run, readings, arguments)) + "\n")
+    return 0
+
+
+def _module(kernel: str, package: str = "") -> ModuleType:
+    """Return the module of KERNEL; SystemExit that names the nearest where there is none.
+
+    A name without a function and without a dot is looked for in `package`, if there is one.
+    """
+    name, _, function = kernel.partition(":")
+    inside = bool(package) and not function and "." not in name
+    whole = f"{package}.{name}" if inside else name
+    try:
+        return import_module(whole)
+    except ModuleNotFoundError as error:
+        if error.name != whole:
+            raise  # something that a module of this name imports
+        known = iter_modules(import_module(package).__path__) if inside else ()
+        near = get_close_matches(name, [module.name for module in known], n=1)
+        where = f", expected one of {package}, or MODULE:FUNCTION" if inside else ""
+        hint = f"; did you mean {near[0]}" if near else ""
+        raise SystemExit(f"no module {name!r}{where}{hint}") from None
+
+
+def load(module: ModuleType, kernel: str, shape: str) -> tuple[Any, tuple[Any, ...]]:
+    """Return the kernel and its arguments."""
+    name = kernel.partition(":")[2]
+    if name:
+        return getattr(module, name), tuple(_array(word) for word in shape.split(","))
+    if not hasattr(module, "example"):
+        raise SystemExit(
+            f"{module.__name__} has no function example(...); name the kernel as MODULE:FUNCTION"
+        )
+    return module.example(**_keywords(shape))
+
+
+def _keywords(words: str) -> dict[str, int | str]:
+    """Parse "B=1,T=256" to {"B": 1, "T": 256}."""
+    pairs = (word.partition("=") for word in words.split(",") if word)
+    return {key: int(value) if value.lstrip("-").isdigit() else value for key, _, value in pairs}
+
+
+def _array(word: str) -> np.ndarray:
+    """Return seeded normal numbers of a shape and dtype such as "128x512:bfloat16"."""
+    sizes, _, dtype = word.partition(":")
+    shape = tuple(int(n) for n in sizes.split("x"))
+    values = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+    return values.astype(BY_NAME[dtype or "float32"].numpy)
+
+
+def numbers(run: Run, readings: Sequence[Estimate], arguments: Any) -> dict[str, Any]:
+    """Return the slowest estimate without its steps, the other readings' bounds,
+    memory peaks and traffic.
+    """
+    costs = readings[-1]
+    fields = vars(costs).copy()
+    del fields["steps"], fields["target"]
+    fields["reading"] = costs.reading.name
+    fields["readings"] = {
+        e.reading.name: {"lower": e.lower, "schedule": e.schedule, "upper": e.upper}
+        for e in readings
+    }
+    moved, least = traffic(run, arguments)
+    return {
+        "label": LABEL,
+        "unit": "microseconds",
+        "target": costs.target.name,
+        **fields,
+        "binding": costs.binding,
+        "tensor_share": costs.tensor_share,
+        "count": run.instructions,
+        "sbuf_peak": run.sbuf_peak,
+        "psum_peak": run.psum_peak,
+        "hbm_moved": moved,
+        "hbm_least": least,
+    }
+
+
+def table(name: str, shape: str, run: Run, readings: Sequence[Estimate]) -> str:
+    """Return the estimates of a kernel call as a Markdown table;
+    shares are those of the slowest reading.
+    """
+    slow, target = readings[-1], readings[-1].target
+    whole = slow.lower or 1
+    counts = Counter(step.engine for step in slow.steps)
+
+    def times(of: Callable[[Estimate], float]) -> str:
+        return " | ".join(f"{of(e):.1f}" for e in readings)
+
+    lines = [
+        f"## {name} {shape} on one core of {target.name}",
+        "",
+        f"_{LABEL}. Microseconds under each reading of the Tensor engine's rate; the slower one "
+        "counts._",
+        "",
+        f"| | {' | '.join(e.reading.name for e in readings)} | share of lower bound | instructions "
+        "|",
+        f"| --- |{' ---: |' * len(readings)} ---: | ---: |",
+    ]
+    rows: list[tuple[str, Callable[[Estimate], float], str]] = [
+        (engine, lambda e, engine=engine: e.engines[engine], str(counts[engine]))
+        for engine in slow.engines
+    ]
+    rows.append(("dma", lambda e: e.dma, str(counts["dma"])))
+    rows += [(f"{p}, in turns on gen2", lambda e, p=p: e.ports[p], "") for p in slow.ports]
+    rows.append(("dependency path", lambda e: e.path, ""))
+    lines += [f"| {row} | {times(of)} | {of(slow) / whole:.0%} | {n} |" for row, of, n in rows]
+    lines += [
+        f"| **lower bound** (set by {slow.binding}) | {times(lambda e: e.lower)} | | "
+        f"{run.instructions} |",
+        f"| **in program order** | {times(lambda e: e.schedule)} | {slow.schedule / whole:.0%} | |",
+        f"| **upper bound** (no overlap) | {times(lambda e: e.upper)} | | |",
+        "",
+        f"HBM: {slow.hbm_read:,} bytes read, {slow.hbm_written:,} written. "
+        f"Matmul: {slow.multiply_adds:,} multiply-adds. "
+        f"Peak live SBUF: {run.sbuf_peak:,} of {target.sbuf:,} bytes per partition; "
+        f"PSUM: {run.psum_peak} of 8 banks. "
+        f"The Scalar engine loads {slow.loads} tables ({', '.join(slow.tables) or 'none'}), "
+        f"{slow.loads * LOAD_US:.1f} us of its time.",
+        f"Forms that no public kernel has: {', '.join(run.unprecedented) or 'none'}.",
+        "",
+        "| instruction | count | | longest path | count | time, us |",
+        "| --- | ---: | --- | --- | ---: | ---: |",
+    ]
+    issued = [f"| {op} | {count} |" for op, count in slow.instructions.items()]
+    longest = [f" | {op} | {count} | {time:.1f} |" for op, (count, time) in slow.critical.items()]
+    for left, right in zip_longest(issued, longest):
+        lines.append((left or "| | |") + (right or " | | | |"))
+    return "\n".join(lines)
+
+
+def traffic(run: Run, arguments: Sequence[Any]) -> tuple[int, int]:
+    """Return the bytes moved to and from HBM, and the fewest: each input and output once.
+
+    A row that goes to all partitions counts once.
+    """
+    accesses = [o for r in run.trace for o in (*r.reads, *r.writes) if o.buffer in HBM]
+    moved = sum(min(o.bytes, o.region.span[1] - o.region.span[0]) for o in accesses)
+    outputs = run.outputs if isinstance(run.outputs, tuple) else (run.outputs,)
+    arrays = {id(x): x for x in (*arguments, *outputs) if isinstance(x, np.ndarray)}
+    return moved, sum(x.nbytes for x in arrays.values())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

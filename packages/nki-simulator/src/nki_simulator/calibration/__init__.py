@@ -1,0 +1,3 @@
+"""Compares the cost model with published measurements:
+`nki-simulator calibrate`.
+"""
