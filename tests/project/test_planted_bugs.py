@@ -53,6 +53,7 @@ from tests.nki_kernels import test_gated_delta_layer
 from tests.support import families, tiny_models
 from tests.support.planted_bugs import BUGS, RULE, planted
 from tests.train import test_optimizers
+from tests.train.parallel import test_same_run
 
 WHOLE = Case(
     "planted", 1, 70, 2, 16, 16, "two chunks, groups, a state", HV=4, decay="weak", reflect=True,
@@ -324,15 +325,8 @@ class Counting(Loader):
 
     def __init__(self, rank):
         self.dataset, self.split = SimpleNamespace(fingerprint="x"), "train"
-        self._bos, self.batch, self.sequence, self.seed, self.rank, self.world, self._samples = (
-            None,
-            2,
-            3,
-            7,
-            rank,
-            2,
-            0,
-        )
+        self._bos, self.batch, self.sequence, self.seed = None, 2, 3, 7
+        self.rank, self.world, self._samples = rank, 2, 0
 
     def _windows(self, first):
         return np.repeat(np.arange(first, first + self.batch)[:, None], self.sequence + 1, axis=1)
@@ -526,6 +520,7 @@ CHECKS = {
         test_optimizers.TestSchedule().test_decay_steps_replaces_steps_as_the_end_of_the_cosine
     ),
     "data order": data_passes,
+    "same run": lambda: holds(test_same_run.test_only_paths_of_their_own_disks_may_differ),
     "generator": generator_passes,
 }
 

@@ -320,6 +320,9 @@ NOT_MATHEMATICS = frozenset(
         *("checkpoint", "log", "distribution"),
     )
 )
+# Keys that may name a path of one node's own. Processes with other paths there compare the tokens
+# instead.
+OF_ONE_NODE = frozenset(("data.source", "data.validation", "data.tokenizer"))
 # Keys that `resume` may change. With other crops the validation losses of one run could not be
 # compared.
 RESUMABLE = (NOT_MATHEMATICS | {"steps", "epochs"}) - {"name", "out"}
