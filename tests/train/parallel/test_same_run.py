@@ -127,7 +127,7 @@ def check_starts(arguments: list[str], log: str) -> None:
         begin({}, {"distribution.tensor": 2})
     with refused(ConfigError, "on rank 1: ", "device=nowhere"):
         begin({}, {"device": "nowhere"})
-    with refused(ConfigError, "is no multiple of 2"):
+    with refused(ConfigError, "cannot be shared by 2 data-parallel"):
         begin({"batch.sequences": 7}, {"batch.sequences": 7})
     with refused(ConfigError, "data.source is ", " on rank 0, python-stdlib on rank 1;"):
         begin({}, {"data.source": "python-stdlib"})
