@@ -4,7 +4,7 @@ what the project rests on can fail.
 
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -41,6 +41,7 @@ from delta_trn.triton_kernels.launch import adjust
 from nki_simulator import StrictError, nisa, nl
 from tests.backends import test_gates
 from tests.backends.cpu_kernel import test_states
+from tests.backends.operator import test_stand_ins
 from tests.models import (
     test_ddl,
     test_ddl_options,
@@ -59,7 +60,6 @@ WHOLE = Case(
     "planted", 1, 70, 2, 16, 16, "two chunks, groups, a state", HV=4, decay="weak", reflect=True,
     norm="random", state=True, loss=BOTH,
 )  # fmt: skip
-
 # sequences whose order by length is no exchange of two, some of them empty
 PACKED = replace(WHOLE, name="packed", T=111, lengths=(0, 5, 0, 70, 33, 3))
 SEGMENTS = replace(WHOLE, name="segments", T=40, H=1, HV=1, K=72, V=24)
@@ -465,6 +465,7 @@ CHECKS = {
     "sum": lambda: layer_passes("sum_one"),
     "cross-entropy": lambda: layer_passes("loss_ignored"),
     "residual": lambda: layer_passes("residual_odd"),
+    **{name: partial(holds, *check) for name, check in test_stand_ins.CHECKS.items()},
     "gates' bits": gate_bits_pass,
     "rows of a batch": rows_pass,
     "states": states_pass,
