@@ -48,6 +48,7 @@ from tests.models import (
     test_language_model,
     test_lazy_product,
     test_loss,
+    test_replaced_layers,
 )
 from tests.models.ecosystem import test_fully_sharded, test_packing, test_weights, test_widths
 from tests.nki_kernels import test_gated_delta_layer
@@ -358,6 +359,22 @@ def holds(test, *arguments):
     return True
 
 
+REPLACED = test_replaced_layers.test_layers_in_the_maps_places_compute_what_they_compute_alone
+WATCHED = test_replaced_layers.test_hooks_of_every_kind_are_called_once
+PACKED_GATES = (
+    test_replaced_layers.test_inputs_of_the_gates_are_not_rounded_to_what_a_quantizer_stores
+)
+READOUT = test_replaced_layers.test_a_loss_calls_what_stands_in_the_readouts_place
+
+
+def whole_layers_pass(name):
+    test = (
+        test_replaced_layers.test_a_kernel_of_a_whole_layer_passes_by_no_part_that_others_replaced
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        return holds(test, name, test_replaced_layers.hook, patched)
+
+
 def separate_numbers_pass():
     with TemporaryDirectory() as folder:
         test = (
@@ -468,6 +485,37 @@ CHECKS = {
     **{name: partial(holds, *check) for name, check in test_stand_ins.CHECKS.items()},
     "gates' bits": gate_bits_pass,
     "rows of a batch": rows_pass,
+    **{
+        f"replaced layers, {kind}": partial(holds, REPLACED, "gated_deltanet", kind)
+        for kind in ("subclass's call", "own forward", "hook", "pre-hook", "stored")
+    },
+    "replaced layers, class": lambda: holds(
+        test_replaced_layers.test_a_forward_that_was_put_into_the_class_computes
+    ),
+    "replaced layers, backward hook": lambda: holds(WATCHED, "register_full_backward_hook"),
+    "replaced layers, backward pre-hook": lambda: holds(WATCHED, "register_full_backward_pre_hook"),
+    "replaced layers, global hook": lambda: holds(
+        test_replaced_layers.test_hooks_of_all_modules_are_called,
+        torch.nn.modules.module.register_module_forward_hook,
+    ),
+    "replaced layers, bias": lambda: holds(
+        test_replaced_layers.test_a_bias_of_a_map_is_added, "gated_deltanet"
+    ),
+    "replaced layers, int32": lambda: holds(
+        PACKED_GATES, "kimi_delta_attention", ("b_proj",), "int32"
+    ),
+    "replaced layers, float8": lambda: holds(
+        PACKED_GATES, "gated_deltanet", ("a_proj", "b_proj"), "float8_e4m3fn"
+    ),
+    "replaced layers, readout": lambda: holds(READOUT, "own forward"),
+    "replaced layers, new readout": lambda: holds(
+        test_replaced_layers.test_a_readout_that_does_more_than_its_rows_say_is_taken_as_a_whole
+    ),
+    "replaced layers, norm": lambda: holds(
+        test_replaced_layers.test_what_stands_in_a_norms_place_computes, test_replaced_layers.hook
+    ),
+    "replaced layers, convolution": lambda: whole_layers_pass("conv"),
+    "replaced layers, norm after the readout": lambda: whole_layers_pass("o_norm"),
     "states": states_pass,
     "muP": widths_pass,
     "named roles": lambda: holds(
