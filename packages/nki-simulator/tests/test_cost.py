@@ -3,8 +3,12 @@ dependencies, bounds, the report.
 """
 
 import json
+import os
+import subprocess
+import sys
 from itertools import pairwise
 from math import isclose
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -348,6 +352,22 @@ def test_report_takes_the_example_of_a_module(capsys, package):
     assert main(["report", f"{package}.products", "rows=16"]) == 0
     assert main(["--package", package, "report", "products", "rows=16"]) == 0
     assert capsys.readouterr().out.count("lower bound** (set by") == 2
+
+
+def test_the_installed_command_finds_a_kernel_in_the_current_folder(tmp_path):
+    (tmp_path / "mine.py").write_text(EXAMPLE)
+    code = (
+        "import sys; sys.path.remove(''); from nki_simulator.__main__ import main; sys.exit(main())"
+    )
+    tests = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", "mine", "rows=16"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": tests},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "lower bound" in done.stdout, done.stderr
 
 
 def test_report_says_what_a_module_lacks(package):

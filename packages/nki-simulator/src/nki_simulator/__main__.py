@@ -20,6 +20,7 @@ decides. Nothing was ever measured on a chip here.
 
 import argparse
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -73,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.command == "calibrate":
         return compare.main()
+    sys.path.insert(0, str(Path.cwd()))  # a console script does not look there by itself
     module = _module(options.kernel, options.package)
     for shape in options.shape:
         kernel, arguments = load(module, options.kernel, shape)
