@@ -81,6 +81,12 @@ class Sums:
         self.made.append([place, index, index, 1])
         return self.made[-1]
 
+    def begin_again(self, place: tuple) -> None:
+        """Forgets the sums of a place that another engine overwrites: what is added to its zeros is
+        separate, as in the attention of zml, which ran on inf2.
+        """
+        self.made = [own for own in self.made if not overlap(own[0], place)]
+
     @property
     def long(self) -> int:
         """The number of sums of two or more products."""
