@@ -20,7 +20,6 @@ class ChipRule:
     instead: str
     source: str
     generations: tuple[int, ...] = (2,)
-    warns: bool = False  # where the evidence is thin
 
 
 GPSIMD, SUMS, OPEN = "gpsimd products", "several sums", "open sums"
@@ -47,7 +46,7 @@ CHIP: dict[str, ChipRule] = {
     BIAS: ChipRule("add it on the Vector engine, or use another function", "NCC_IBVF043"),
     TRANSPOSE: ChipRule("transpose between HBM and SBUF, or on the Tensor engine", "the verifier"),
     # one kernel was refused, at 64 rows and 32 columns; small heads and short chunks have such tiles
-    TILES: ChipRule("use more than 64 rows, or more columns", "NCC_IBIR058", warns=True),
+    TILES: ChipRule("use more than 64 rows, or more columns", "NCC_IBIR058"),
 }
 
 
