@@ -12,7 +12,6 @@ from nki_simulator import Numerics, StrictError, nisa, nki, nl, record, scan
 from nki_simulator.__main__ import main
 from nki_simulator.aliases import as_nki
 from nki_simulator.core import chip
-from nki_simulator.core.errors import NkiWarning
 from nki_simulator.core.function_errors import LARGEST, MEDIAN, err
 from nki_simulator.core.operators import OPERATORS
 from nki_simulator.kernel import FUNCTIONS, WITHOUT
@@ -140,18 +139,14 @@ def run(body, **options):
 @pytest.mark.parametrize("body", BROKEN, ids=lambda body: body.__name__)
 def test_trn1_refuses_it_unless_the_rule_is_switched_off(body, monkeypatch):
     rule, message, counts = BROKEN[body]
-    if chip.CHIP[rule].warns:
-        caught = lambda match: pytest.warns(NkiWarning, match=match)  # noqa: E731
-    else:
-        caught = lambda match: pytest.raises(StrictError, match=match)  # noqa: E731
-    with caught(rf"{message}.* on trn1: .*rule '{rule}'\)"):
+    with pytest.raises(StrictError, match=rf"{message}.* on trn1: .*rule '{rule}'\)"):
         run(body)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert tuple(vars(scan(run(body, without=chip.CHIP).trace)).values()) == counts
     assert run(body, without=[rule]).instructions and run(body, strict=False).instructions
     others = [name for name in chip.CHIP if name != rule]
-    with caught(f"rule '{rule}'"):
+    with pytest.raises(StrictError, match=f"rule '{rule}'"):
         run(body, without=others)
     monkeypatch.setenv(WITHOUT, f"{rule};{others[0]}")
     assert run(body).instructions

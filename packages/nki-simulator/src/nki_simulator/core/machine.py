@@ -216,12 +216,9 @@ class Machine:
         """Raise StrictError if the rule of the target holds; `where` is what breaks it."""
         if rule in self.chip_rules:
             found = CHIP[rule]
-            message = (
+            raise StrictError(
                 f"{where} on {self.target.name}: {found.instead} ({found.source}; rule {rule!r})"
             )
-            if not found.warns:
-                raise StrictError(message)
-            warnings.warn(message, NkiWarning, stacklevel=2)
 
     def follow_product(self, tensor: NkiTensor, index: int, adds: bool, where: str) -> None:
         """Follow what a product adds to, and refuse what loses terms on the chip."""
