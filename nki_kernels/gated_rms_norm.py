@@ -21,7 +21,7 @@ from delta_trn.nki_kernels.tiles import (
     copy_scaled,
     invert_sums,
     load,
-    multiply_on_gpsimd,
+    multiply,
     normals,
     psum,
     sbuf,
@@ -64,7 +64,7 @@ def gated_rms_norm_fwd(x, z, weight, eps, gated):
                 gate_sb, h_sb = sbuf((P, slots, V)), sbuf((P, slots, V))
                 nisa.activation(dst=gate_sb, op=nl.silu, data=load_rows(z, start, P, slots))
                 scale_rows(h_sb, tiles[i - 1], r[i - 1], w_sb)
-                multiply_on_gpsimd(y_sb, h_sb, gate_sb)
+                multiply(y_sb, h_sb, gate_sb)
             else:
                 scale_rows(y_sb, tiles[i - 1], r[i - 1], w_sb)
             store_rows(y, y_sb, start)
@@ -122,18 +122,18 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
             normalize_rows(h[j], x_sb[j], r[j])
             if gated:
                 hw_sb, dz_sb = sbuf((P, slots, V)), sbuf((P, slots, V), z.dtype)
-                multiply_on_gpsimd(slope[j], dy_sb[j], slope[j])
-                multiply_on_gpsimd(m[j], dy_sb[j], m[j])
-                multiply_on_gpsimd(hw_sb, h[j], w)
-                multiply_on_gpsimd(dz_sb, slope[j], hw_sb)
+                multiply(slope[j], dy_sb[j], slope[j])
+                multiply(m[j], dy_sb[j], m[j])
+                multiply(hw_sb, h[j], w)
+                multiply(dz_sb, slope[j], hw_sb)
                 store_rows(dz, dz_sb, start)
             mh_sb = sbuf((P, slots, V))
-            multiply_on_gpsimd(mh_sb, m[j], h[j])
-            add_columns(sums, ones_sb, mh_sb)
+            multiply(mh_sb, m[j], h[j])
+            add_columns(sums, ones_sb, mh_sb, j > 0)
             nh.append(sbuf((P, slots, V)))
-            multiply_on_gpsimd(nh[j], mh_sb, w)
+            multiply(nh[j], mh_sb, w)
             n.append(sbuf((P, slots, V)))
-            multiply_on_gpsimd(n[j], m[j], w)
+            multiply(n[j], m[j], w)
         for j in list_due(i - 2 * lag, len(cuts)):  # SUMS
             rest.append(subtract_projection(n[j], h[j], project(nh[j])))
         if lag == 0:
@@ -275,12 +275,14 @@ def repeat_row(w_sb, P, slots):
     return w_sb.ap(pattern=[[V, P], [0, slots], [1, V]], offset=0)
 
 
-def add_columns(sums, ones_sb, x_sb):
-    """Adds the sums over rows of x [P, slots, V] to `sums`, in PSUM."""
+def add_columns(sums, ones_sb, x_sb, adds):
+    """Adds the sums over rows of x [P, slots, V] to `sums`, in PSUM, or begins these unless
+    `adds`.
+    """
     for i in range(x_sb.shape[1]):
         for entry in sums:
             low, high, sum_ps = entry
-            add_selected(sum_ps, ones_sb[0 : x_sb.shape[0], :], x_sb[:, i, low:high])
+            add_selected(sum_ps, ones_sb[0 : x_sb.shape[0], :], x_sb[:, i, low:high], adds or i > 0)
 
 
 def project(nh_sb):

@@ -148,26 +148,33 @@ def list_bundles(N, H, HV, width):
     slot                    the first head of the gradients of q and k that the bundle writes
 
     A bundle holds whole groups of value heads that share a key head or, where a group is larger
-    than `width`, an equal part of one. Gradients of q and k are sums over a bundle's lanes; `slot`
-    is `key_first` unless groups are divided.
+    than `width`, a part of one: a group has as few parts as `width` allows, and no two of them
+    differ by more than a head. Gradients of q and k are sums over a bundle's lanes; `slot` is
+    `key_first` unless groups are divided.
     """
     group = HV // H
+    spans = []
     if group <= width:
         count = (H + width // group - 1) // (width // group)
         heads = (H + count - 1) // count
-        size = heads * group
+        spans = split(HV, heads * group)
     else:
-        size = width
-        while group % size != 0:
-            size = size - 1
+        parts = (group + width - 1) // width
+        for h in range(H):
+            first = h * group
+            for part in range(parts):
+                stop = h * group + (group * (part + 1) + parts - 1) // parts
+                spans.append((first, stop))
+                first = stop
     every = []
     for n in range(N):
-        for span in split(HV, size):
-            first, stop = span
+        for i in range(len(spans)):
+            first, stop = spans[i]
             every.append(
                 {
                     "n": n, "first": first, "lanes": stop - first, "key_first": first // group,
-                    "key_heads": max(1, (stop - first) // group), "slot": first // min(group, size),
+                    "key_heads": max(1, (stop - first) // group),
+                    "slot": first // group if group <= width else i,
                 }
             )  # fmt: skip
     return every

@@ -41,13 +41,14 @@ from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import BANK, split
 from delta_trn.nki_kernels.schedule import Stage, list_steps
 from delta_trn.nki_kernels.tiles import (
+    add,
     add_product,
     add_selected,
     add_transposed,
+    combine,
     copy_scaled,
     keep_triangle,
     multiply,
-    multiply_on_gpsimd,
     psum,
     sbuf,
     scale_and_add,
@@ -180,7 +181,7 @@ def list_block_columns(minus_L_t, blocks):
     C, lanes, n = blocks_sb.shape
     width, place_sb = lanes * n, blocks["place"]
     columns_sb = sbuf((C, n - 1, lanes, n))
-    multiply_on_gpsimd(
+    multiply(
         columns_sb.reshape((C, n - 1, width)),
         blocks_sb.ap(pattern=[[width, C], [0, n - 1], [1, width]], offset=0),
         place_sb.ap(pattern=[[place_sb.shape[1], C], [1, n - 1], [0, width]], offset=0),
@@ -224,7 +225,7 @@ def substitute(chunks, start, stop):
             terms.append(terms_sb)
         for b in range(len(chunks)):
             later = chunks[b].solution[:, :, a + 1 : chunks[b].solution.shape[2]]
-            nisa.tensor_tensor(dst=later, data1=later, data2=terms[b], op=nl.add)
+            add(later, later, terms[b])
 
 
 def place_blocks(chunk, blocks):
@@ -238,7 +239,7 @@ def place_blocks(chunk, blocks):
         chunk.T = transpose_columns(x_sb, chunk.table["identity"])
     else:
         chunk.T_t = sbuf((C, lanes, C))
-        multiply_on_gpsimd(
+        multiply(
             chunk.T_t.reshape((C, lanes, C // n, n)),
             x_sb.ap(pattern=[[lanes * n, C], [n, lanes], [0, C // n], [1, n]], offset=0),
             shared_sb.ap(
@@ -337,15 +338,13 @@ def update_blocks(chunk, space_sb, level, both):
         for lane in range(lanes):
             add_product(update_ps[:, lane, :], chunk.T_t[:, lane, :], space_sb[0:C, lane, 0:half])
         even = chunk.T[:, :, 0:half]
-        nisa.tensor_tensor(dst=even, data1=update_ps, data2=even, op=nl.add)
+        add(even, update_ps, even)
     if keeps_transpose(last, chunk.table, both):
         update_t_ps = psum((C, lanes, half))
         for lane in range(lanes):
             add_product(update_t_ps[:, lane, :], space_sb[0:C, lane, 0:C], chunk.odd[lane])
         columns = chunk.T_t.reshape((C, lanes, pairs, 2, s))[:, :, :, 1, :]
-        nisa.tensor_tensor(
-            dst=columns, data1=update_t_ps.reshape((C, lanes, pairs, s)), data2=columns, op=nl.add
-        )
+        add(columns, update_t_ps.reshape((C, lanes, pairs, s)), columns)
 
 
 def refine(chunks, both):
@@ -377,9 +376,7 @@ def multiply_and_add(dst, x, y, z, op):
         out_ps = psum((C, lanes, half))
         for lane in range(lanes):
             add_product(out_ps[:, lane, :], x[:, lane, :], y[:, lane, low : low + half])
-        nisa.tensor_tensor(
-            dst=dst[:, :, low : low + half], data1=out_ps, data2=z[:, :, low : low + half], op=op
-        )
+        combine(dst[:, :, low : low + half], out_ps, z[:, :, low : low + half], op)
 
 
 def invert_chunks(stage, share, shares, chunks, spaces, both, blocks):
@@ -411,7 +408,7 @@ def substitute_columns(step, chunks, blocks):
             lanes = chunk.minus_L_t.shape[1]
             chunk.solution = sbuf((C, lanes, n))
             at_p = place_sb.ap(pattern=[[place_sb.shape[1], C], [0, lanes], [1, n]], offset=0)
-            multiply_on_gpsimd(chunk.solution, at_p, at_p)  # copies zeros and ones
+            multiply(chunk.solution, at_p, at_p)  # copies zeros and ones
     last = n - 1
     substitute(chunks, min(step * COLUMNS, last), min((step + 1) * COLUMNS, last))
     if step == SUBSTITUTIONS - 1:

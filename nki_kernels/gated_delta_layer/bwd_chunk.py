@@ -1,13 +1,12 @@
 """Runs the stages of `gated_delta_layer_bwd` that belong to the norm, and those that make du."""
 
 from delta_trn.nki_kernels.chunk import load_lanes, store_lanes
-from delta_trn.nki_kernels.chunk_gradients import view_key_gradient
 from delta_trn.nki_kernels.gated_delta_layer.convolution import sum_gain
 from delta_trn.nki_kernels.gated_delta_layer.fwd import collect_rows, normalize
 from delta_trn.nki_kernels.gated_rms_norm import normalize_rows, project, repeat_row
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import PARTITIONS
-from delta_trn.nki_kernels.tiles import copy_scaled, multiply_on_gpsimd, sbuf, split_blocks
+from delta_trn.nki_kernels.tiles import add, copy_scaled, multiply, sbuf, split_blocks
 
 
 def load_channels(u, n, first, width, start, tokens):
@@ -49,15 +48,13 @@ def differentiate_rows(stage, chunk, own, stream, call):
         multiply_rows_of_norm(own, stream, call)
     elif stage == "dz":
         hw_sb, dz_sb = sbuf(own.h.shape), sbuf(own.h.shape, call["dz"].dtype)
-        multiply_on_gpsimd(hw_sb, own.h, repeat_row(call["gain"], rows, bundle["lanes"]))
-        multiply_on_gpsimd(dz_sb, own.slope, hw_sb)
+        multiply(hw_sb, own.h, repeat_row(call["gain"], rows, bundle["lanes"]))
+        multiply(dz_sb, own.slope, hw_sb)
         store_lanes(call["dz"], dz_sb, bundle, start, tokens)
     elif stage == "do":
         own.do = sbuf(own.h.shape)
         normalize_rows(own.do, own.h, project(own.nh))
-        nisa.tensor_tensor(
-            dst=own.do, data1=own.do, data2=own.n, op=nl.add, engine=nisa.engine.gpsimd
-        )
+        add(own.do, own.do, own.n)
     elif stage == "load u":
         own.u = []
         for segment in stream.plan["segments"]:
@@ -79,18 +76,18 @@ def multiply_rows_of_norm(own, stream, call):
     """Makes dy SiLU'(z), n and n h, and adds m h to the gradient of the gain."""
     dy_sb, m_sb, lanes, V = own.dy, own.gate, stream.bundle["lanes"], call["V"]
     gain = repeat_row(call["gain"], own.rows, lanes)
-    multiply_on_gpsimd(own.slope, dy_sb, own.slope)
-    multiply_on_gpsimd(m_sb, dy_sb, m_sb)
+    multiply(own.slope, dy_sb, own.slope)
+    multiply(m_sb, dy_sb, m_sb)
     slots = max(lanes, (stream.sums.shape[1] + V - 1) // V)  # that fill a view of sums
     mh_sb = sbuf((own.rows, slots, V))
     own.nh = mh_sb
     if slots > lanes:
         nisa.memset(dst=mh_sb[:, lanes:slots, :], value=0.0)
         own.nh = sbuf(dy_sb.shape)
-    multiply_on_gpsimd(mh_sb[:, 0:lanes, :], m_sb, own.h)
+    multiply(mh_sb[:, 0:lanes, :], m_sb, own.h)
     sum_gain(mh_sb, stream)
-    multiply_on_gpsimd(own.nh, mh_sb[:, 0:lanes, :], gain)
-    multiply_on_gpsimd(m_sb, m_sb, gain)
+    multiply(own.nh, mh_sb[:, 0:lanes, :], gain)
+    multiply(m_sb, m_sb, gain)
     own.n = m_sb
 
 
@@ -103,7 +100,7 @@ def multiply_slopes(chunk, own, stream, call):
         for h in range(heads):
             i = side * heads + h
             copy_scaled(
-                gradient_sb[:, i * K : (i + 1) * K], view_key_gradient(chunk, side, h),
+                gradient_sb[:, i * K : (i + 1) * K], chunk.dqk[:, side, h, :],
                 chunk.shortening[0][:, i : i + 1],
             )  # fmt: skip
     for lane in range(lanes):
@@ -112,4 +109,4 @@ def multiply_slopes(chunk, own, stream, call):
             gradient_sb[:, low : low + V], chunk.dR[:, lane, :], chunk.dv_scale[:, lane : lane + 1]
         )
     channels = du_sb[:, 0 : plan["channels"]]
-    multiply_on_gpsimd(channels, channels, gradient_sb)
+    multiply(channels, channels, gradient_sb)

@@ -30,7 +30,7 @@ from delta_trn.nki_kernels.tiles import (
     add_selected,
     copy_scaled,
     load,
-    multiply_on_gpsimd,
+    multiply,
     psum,
     sbuf,
     select_affine,
@@ -195,7 +195,7 @@ def multiply_taps(own, stream, cell, taps, x_sb, call):
     du = own.du.ap(
         pattern=[[plan["columns"], tokens], [0, stop - first], [1, high - low]], offset=low
     )
-    multiply_on_gpsimd(read_sb, du, x_sb)
+    multiply(read_sb, du, x_sb)
     if call["packed"]:
         for j in range(first, stop):
             nisa.scalar_tensor_tensor(
@@ -204,7 +204,7 @@ def multiply_taps(own, stream, cell, taps, x_sb, call):
                 operand1=stream.weights[0:tokens, j, low:high],
             )  # fmt: skip
     else:
-        multiply_on_gpsimd(given_sb, du, stream.weights[0:tokens, first:stop, low:high])
+        multiply(given_sb, du, stream.weights[0:tokens, first:stop, low:high])
     flat_sb = given_sb.reshape((tokens, (stop - first) * (high - low)))
     for j in range(first, stop):
         leaving, row, column = min(W - 1 - j, tokens), find_row(j, W), (j - first) * (high - low)
@@ -272,14 +272,15 @@ def sum_taps(own, stream, c, taps, products, call):
     for j in range(first, stop):
         i, shift = n - c * W - j, C + W - 1 - j
         counts_sb = own.counts[j] if call["packed"] else stream.counts
-        add_selected(stream.sums, counts_sb[0:tokens, i : i + n], read_sb[:, j - first, :])
+        add_to_sums(stream, counts_sb[0:tokens, i : i + n], read_sb[:, j - first, :])
         add_selected(
             own.dx_sums[c],
             call["shifts"]["identity"][0:tokens, shift : shift + tokens],
             given_sb[:, j - first, :],
+            j > 0,
         )
     if stop == W and len(arriving) > 0:
-        add_selected(own.dx_sums[c], call["shifts"]["crossing"], arriving[0])
+        add_selected(own.dx_sums[c], call["shifts"]["crossing"], arriving[0], True)
 
 
 def store_channels(dst, x_ps, stream, c, start):
@@ -311,17 +312,20 @@ def store_prefix(dprefix, stream, call):
         store_channels(dprefix, out_ps, stream, c, 0)
 
 
+def add_to_sums(stream, counts, x_sb):
+    """Adds counts^T x to the sums of a bundle, one sum in PSUM over all chunks."""
+    add_selected(stream.sums, counts, x_sb, stream.begun)
+    stream.begun = True
+
+
 def sum_gain(mh_sb, stream):
     """Adds m h [tokens, heads, V], columns of z, to the sums: dw of the norm, for each head."""
     tokens, plan, n = mh_sb.shape[0], stream.plan, stream.plan["rows"]
     columns_sb = mh_sb.reshape((tokens, mh_sb.shape[1] * mh_sb.shape[2]))
     for p in range(len(plan["gain"])):
         start, i = plan["gain"][p][0], len(plan["gain"]) - p
-        add_selected(
-            stream.sums,
-            stream.counts[0:tokens, i : i + n],
-            columns_sb[:, start : start + stream.sums.shape[1]],
-        )
+        counts, columns = stream.counts[0:tokens, i : i + n], stream.sums.shape[1]
+        add_to_sums(stream, counts, columns_sb[:, start : start + columns])
 
 
 def store_sums(dweight, dgain, stream, W, V):

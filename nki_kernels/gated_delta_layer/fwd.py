@@ -51,7 +51,7 @@ from delta_trn.nki_kernels.tiles import (
     build_constants,
     build_norm,
     load_tokens,
-    multiply_on_gpsimd,
+    multiply,
     normals,
     psum,
     rule_inputs,
@@ -251,10 +251,10 @@ def finish(stage, chunk, own, bundle, call):
         z_sb = load_lanes(call["z"], bundle, start, tokens, own.rows, call["z"].dtype)
         own.gate = sbuf(z_sb.shape)
         nisa.activation(dst=own.gate, op=nl.silu, data=z_sb)
-        multiply_on_gpsimd(own.gate, own.gate, repeat_row(call["gain"], own.rows, bundle["lanes"]))
+        multiply(own.gate, own.gate, repeat_row(call["gain"], own.rows, bundle["lanes"]))
     elif stage == "y":
         y_sb = sbuf(own.o.shape, call["y"].dtype)
-        multiply_on_gpsimd(y_sb, own.h, own.gate)
+        multiply(y_sb, own.h, own.gate)
         store_lanes(call["y"], y_sb, bundle, start, tokens)
 
 

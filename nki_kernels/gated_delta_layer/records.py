@@ -58,4 +58,5 @@ class LayerStream(nl.NKIObject):
     weights: Any = None  # what `load_weights` returns
     counts: Any = None  # what `build_counts` returns
     sums: Any = None  # of taps and of the gain, in PSUM
+    begun: Any = False  # whether `sums` has a product yet
     first_column: Any = 0  # of what leaves chunks, among the columns of all bundles of the sequence

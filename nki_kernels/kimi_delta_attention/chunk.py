@@ -41,9 +41,9 @@ from delta_trn.nki_kernels.tiles import (
     add_transposed,
     copy_scaled,
     multiply,
-    multiply_on_gpsimd,
     psum,
     sbuf,
+    subtract,
     sum_rows,
     transpose,
 )
@@ -73,7 +73,7 @@ def build_levels(table, both):
         halves = (C, C // (2 * s), 2, s)
         own_sb = select_range(ones_sb, 0, s, [[s, C // s], [0, s]])
         pair_sb = select_range(ones_sb, 0, 2 * s, [[2 * s, C // (2 * s)], [0, 2 * s]])
-        nisa.tensor_tensor(dst=masks_sb[:, level, :], data1=pair_sb, data2=own_sb, op=nl.subtract)
+        subtract(masks_sb[:, level, :], pair_sb, own_sb)
         for side in range(2):
             triangle_sb = (table["strict_lower"], table["upper"])[side]
             multiply(
@@ -97,9 +97,9 @@ def build_levels(table, both):
 
 
 def scale_channels(x_sb, factors_sb, dtype=nl.float32):
-    """Computes x . factors in a new tile of factors' shape, on the GpSimd engine."""
+    """Computes x . factors in a new tile of factors' shape."""
     out_sb = sbuf(factors_sb.shape, dtype)
-    multiply_on_gpsimd(out_sb, x_sb, factors_sb)
+    multiply(out_sb, x_sb, factors_sb)
     return out_sb
 
 
@@ -139,12 +139,14 @@ def decay_rows(parts, ones):
     """
     rows, lanes, K = parts[0].shape
     tiles = []
-    for part_sb in parts:
-        sum_ps, out_sb = psum((rows, lanes * K)), sbuf((rows, lanes, K))
-        add_selected(sum_ps, ones, part_sb.reshape((rows, lanes * K)))
-        nisa.activation(dst=out_sb, op=nl.exp, data=sum_ps.reshape((rows, lanes, K)))
-        tiles.append(out_sb)
-    multiply_on_gpsimd(tiles[0], tiles[0], tiles[1])
+    for i in range(2):
+        sum_ps = psum((rows, lanes, K))
+        sum_view = sum_ps.reshape((rows, lanes * K))
+        add_selected(sum_view, ones, parts[i].reshape((rows, lanes * K)))
+        # one of the factors stays in PSUM, from where the Vector engine takes it at full speed
+        tiles.append(sbuf((rows, lanes, K)) if i == 0 else sum_ps)
+        nisa.activation(dst=tiles[i], op=nl.exp, data=sum_ps)
+    multiply(tiles[0], tiles[1], tiles[0])
     return tiles[0]
 
 
@@ -158,9 +160,7 @@ def sum_channel_decays(chunk, table):
     nisa.tensor_scalar(
         dst=near_sb, data=chunk.g, op0=nl.add, operand0=ROUNDING, op1=nl.add, operand1=-ROUNDING
     )
-    nisa.tensor_tensor(
-        dst=rest_sb, data1=chunk.g, data2=near_sb, op=nl.subtract, engine=nisa.engine.gpsimd
-    )
+    subtract(rest_sb, chunk.g, near_sb)
     chunk.gamma = decay_rows((near_sb, rest_sb), table["upper"])
     chunk.channel_lambda = decay_rows((near_sb, rest_sb), table["strict_lower"])
     chunk.carry, carry_ps = sbuf((K, lanes)), psum((K, lanes))
@@ -190,28 +190,29 @@ def multiply_factors(chunk, levels, table):
     rows, lanes, K = chunk.g.shape
     count = levels["count"]
     flat_sums = levels["sums"].reshape((rows, count * rows))
-    f_sb = sbuf((K, count, lanes, rows))
+    chunk.scaled = sbuf((K, count, lanes, 2, rows), table["products"])
     for lane in range(lanes):
         for span in split(count, BANK // rows):
             start, stop = span
-            sums_ps = psum((K, (stop - start) * rows))
-            add_transposed(sums_ps, chunk.g[:, lane, :], flat_sums[:, start * rows : stop * rows])
-            nisa.activation(
-                dst=f_sb[:, start:stop, lane, :],
-                op=nl.exp,
-                data=sums_ps.reshape((K, stop - start, rows)),
-            )
-    chunk.scaled = sbuf((K, count, lanes, 2, rows), table["products"])
-    size = lanes * rows
-    multiply_on_gpsimd(
-        chunk.scaled,
-        f_sb.ap(
-            pattern=[[count * size, K], [size, count], [rows, lanes], [0, 2], [1, rows]], offset=0
-        ),
-        chunk.qk_t.ap(
-            pattern=[[2 * size, K], [0, count], [rows, lanes], [size, 2], [1, rows]], offset=0
-        ),
-    )
+            f_ps = psum((K, stop - start, rows))  # where the Vector engine takes it at full speed
+            add_transposed(
+                f_ps.reshape((K, (stop - start) * rows)), chunk.g[:, lane, :],
+                flat_sums[:, start * rows : stop * rows],
+            )  # fmt: skip
+            nisa.activation(dst=f_ps, op=nl.exp, data=f_ps)
+            multiply(
+                chunk.scaled[:, start:stop, lane, :, :],
+                f_ps.ap(
+                    pattern=[[(stop - start) * rows, K], [rows, stop - start], [0, 2], [1, rows]],
+                    offset=0,
+                ),
+                chunk.qk_t.ap(
+                    pattern=[
+                        [2 * lanes * rows, K], [0, stop - start], [lanes * rows, 2], [1, rows]
+                    ],
+                    offset=lane * rows,
+                ),
+            )  # fmt: skip
 
 
 def multiply_levels(chunk, levels, table):
