@@ -16,10 +16,9 @@ from delta_trn.nki_kernels.chunk_tiles import Chunk
 from delta_trn.nki_kernels.gated_delta_layer.bwd_chunk import differentiate_rows
 from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     AT_ONCE,
+    allocate_leaving,
     build_counts,
     build_shifts,
-    clear_leaving,
-    count_columns,
     load_masks,
     load_taps,
     load_weights,
@@ -154,10 +153,10 @@ def run_convolution(stage, share, shares, stream, own, call):
             own.taps.append(load_taps(own, stream, cells[c], taps, call))
         elif stage == "multiply taps":
             if step == 0:
-                clear_leaving(own, stream, call)
+                allocate_leaving(own, stream, call)
                 if call["packed"]:
                     load_masks(own, stream, call)
-            own.products.append(multiply_taps(own, stream, cells[c], taps, own.taps[step], call))
+            own.products.append(multiply_taps(own, stream, c, taps, own.taps[step], call))
         elif stage == "sum taps":
             sum_taps(own, stream, c, taps, own.products[step], call)
         else:
@@ -175,7 +174,6 @@ def open_stream(bundle, largest, call):
         stream.own.append(own)
         stream.chunks.append(Chunk())
     stream.plan = outline(bundle, call["H"], call["K"], call["V"], call["W"])
-    stream.first_column = count_columns(bundle["first"], call["sizes"])
     stream.dS = load_state(call["dstate"], bundle, call["parts"], call["V"], call["has_dstate"])
     stream.spaces = allocate_workspace(largest, bundle["lanes"])
     stream.weights = load_weights(call["weight_t"], stream.plan, largest)
@@ -228,7 +226,6 @@ def gated_delta_layer_bwd(
         dweight             [N, W, channels] float32, of each sequence
         dgain               [N, HV V] float32, of each sequence and head
         dinitial_state      [N, HV, K, V] float32
-        leaving             what chunks leave for the ones before: of no use to the caller
         dprefix             like prefix, only if `continued`
 
     Pseudocode, chunk by chunk:
@@ -256,9 +253,6 @@ def gated_delta_layer_bwd(
     dz = nl.ndarray((N, T, HV, V), dtype=z.dtype, buffer=nl.shared_hbm)
     dgain = nl.ndarray((N, HV * V), dtype=nl.float32, buffer=nl.shared_hbm)
     dinitial_state = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
-    sizes = (H, HV, K, V, W, width)
-    rows, columns = W * (W - 1) // 2, count_columns(HV, sizes)
-    leaving = nl.ndarray((N, chunks, rows, columns), dtype=nl.float32, buffer=nl.shared_hbm)
     dprefix = dx
     if continued:
         dprefix = nl.ndarray((N, W - 1, channels), dtype=x.dtype, buffer=nl.shared_hbm)
@@ -292,8 +286,6 @@ def gated_delta_layer_bwd(
         "dx": dx,
         "dz": dz,
         "gradients": (dx, dx, dx, dg, dbeta),
-        "leaving": leaving,
-        "sizes": sizes,
         "gain": load_everywhere(gain),
         "norm": build_norm(eps),
         "eye": build_identity(PARTITIONS, nl.float32),
@@ -317,8 +309,8 @@ def gated_delta_layer_bwd(
             if continued:
                 store_prefix(dprefix, stream, call)
     if continued:
-        return dx, dweight, dg, dbeta, dz, dgain, dinitial_state, leaving, dprefix
-    return dx, dweight, dg, dbeta, dz, dgain, dinitial_state, leaving
+        return dx, dweight, dg, dbeta, dz, dgain, dinitial_state, dprefix
+    return dx, dweight, dg, dbeta, dz, dgain, dinitial_state
 
 
 def example(

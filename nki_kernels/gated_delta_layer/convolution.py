@@ -25,11 +25,10 @@ makes a dict of
 """
 
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import BANK, list_bundles, list_sides, split
+from delta_trn.nki_kernels.plan import BANK, PARTITIONS, list_sides, split
 from delta_trn.nki_kernels.tiles import (
     add_selected,
     copy_scaled,
-    load,
     multiply,
     psum,
     sbuf,
@@ -183,13 +182,13 @@ def load_taps(own, stream, cell, taps, call):
     return out_sb
 
 
-def multiply_taps(own, stream, cell, taps, x_sb, call):
-    """Makes du times what taps read of a cell, and w_j du, of which it keeps what leaves the chunk.
+def multiply_taps(own, stream, c, taps, x_sb, call):
+    """Makes du times what taps read of cell c, and w_j du, of which it keeps what leaves the chunk.
 
     Returns both, and behind the last tap what arrives from the chunk behind.
     """
     W, plan, tokens = call["W"], stream.plan, own.tokens
-    low, high = cell
+    low, high = plan["cells"][c]
     first, stop = taps
     read_sb, given_sb = sbuf(x_sb.shape), sbuf(x_sb.shape)
     du = own.du.ap(
@@ -205,59 +204,54 @@ def multiply_taps(own, stream, cell, taps, x_sb, call):
             )  # fmt: skip
     else:
         multiply(given_sb, du, stream.weights[0:tokens, first:stop, low:high])
-    flat_sb = given_sb.reshape((tokens, (stop - first) * (high - low)))
-    for j in range(first, stop):
-        leaving, row, column = min(W - 1 - j, tokens), find_row(j, W), (j - first) * (high - low)
-        if leaving > 0:
-            nisa.dma_copy(
-                dst=view_leaving(call["leaving"], stream, own.index, row, row + leaving, low, high),
-                src=flat_sb[0:leaving, column : column + high - low],
-            )
+    if own.index > 0 or call["continued"]:
+        for j in range(first, stop):
+            leaving, row = min(W - 1 - j, tokens), find_row(j, W)
+            if leaving > 0:
+                nisa.dma_copy(
+                    dst=view_leaving(own, c, row, row + leaving, W),
+                    src=given_sb[0:leaving, j - first : j - first + 1, :],
+                )
     arriving = []
     if stop == W and own.index + 1 < len(stream.own):
-        arriving.append(load_leaving(call["leaving"], stream, own.index + 1, low, high))
+        arriving.append(load_leaving(stream.own[own.index + 1], c, W))
     return read_sb, given_sb, arriving
 
 
-def count_columns(heads, sizes):
-    """Counts the columns of those bundles of a sequence that begin before value head `heads`."""
-    H, HV, K, V, W, width = sizes
-    columns = 0
-    for bundle in list_bundles(1, H, HV, width):
-        if bundle["first"] < heads:
-            columns = columns + outline(bundle, H, K, V, W)["columns"]
-    return columns
+def allocate_leaving(own, stream, call):
+    """Allocates what a chunk leaves for the one before: rows of w_j du, as `find_row` counts them,
+    and a cell's columns; those of several cells lie in one tile, on other partitions.
 
-
-def view_leaving(leaving, stream, index, first, stop, low, high):
-    """Views what chunk `index` leaves for the one before: rows and columns of the bundle, in HBM.
-
-    It lies there, since in SBUF six rows take as much as 128. Two kernels with HBM of their own in
-    one graph have failed on Trn1, so it is an output of the kernel, which its caller drops.
+    It is 0 where a chunk has fewer tokens than can leave one.
     """
-    n, column = stream.bundle["n"], stream.first_column
-    return leaving[n, index, first:stop, column + low : column + high]
+    W, cells = call["W"], stream.plan["cells"]
+    rows, width = W * (W - 1) // 2, cells[0][1]
+    own.leaving = []
+    if W == 1 or (own.index == 0 and not call["continued"]):
+        return
+    for span in split(len(cells), PARTITIONS // rows):
+        first, stop = span
+        tile_sb = sbuf(((stop - first) * rows, 1, width))
+        if own.tokens < W - 1:
+            nisa.memset(dst=tile_sb, value=0.0)
+        own.leaving.append(tile_sb)
 
 
-def load_leaving(leaving, stream, index, low, high):
-    """Loads columns of what chunk `index` leaves for the one before, [W (W - 1) / 2, columns]."""
-    return load(view_leaving(leaving, stream, index, 0, leaving.shape[2], low, high), nl.float32)
+def view_leaving(own, c, first, stop, W):
+    """Views rows first .. stop of what a chunk leaves of cell c, [rows, 1, width]."""
+    rows = W * (W - 1) // 2
+    per_tile = PARTITIONS // rows
+    tile_sb, base = own.leaving[c // per_tile], c % per_tile * rows
+    return tile_sb[base + first : base + stop, :, :]
 
 
-def clear_leaving(own, stream, call):
-    """Sets what leaves a chunk to 0 where the chunk has fewer tokens than can leave one."""
-    W, columns, tokens = call["W"], stream.plan["columns"], own.tokens
-    if tokens < W - 1:
-        zero_sb = sbuf((W - 1, columns))
-        nisa.memset(dst=zero_sb, value=0.0)
-        for j in range(W - 1 - tokens):
-            stop, missing = find_row(j, W) + W - 1 - j, W - 1 - j - tokens
-            nisa.dma_copy(
-                dst=view_leaving(
-                    call["leaving"], stream, own.index, stop - missing, stop, 0, columns
-                ),
-                src=zero_sb[0:missing, :],
-            )
+def load_leaving(own, c, W):
+    """Brings what a chunk leaves of cell c to where a product takes it, [W (W - 1) / 2, width]."""
+    rows = W * (W - 1) // 2
+    width = own.leaving[0].shape[2]
+    out_sb = sbuf((rows, 1, width))
+    nisa.dma_copy(dst=out_sb, src=view_leaving(own, c, 0, rows, W))
+    return out_sb.reshape((rows, width))
 
 
 def sum_taps(own, stream, c, taps, products, call):
@@ -303,11 +297,8 @@ def store_prefix(dprefix, stream, call):
     C = crossing_sb.shape[1]
     cells = stream.plan["cells"]
     for c in range(len(cells)):
-        low, high = cells[c]
-        out_ps, leaving_sb = (
-            psum((rows, high - low)),
-            load_leaving(call["leaving"], stream, 0, low, high),
-        )
+        out_ps = psum((rows, cells[c][1] - cells[c][0]))
+        leaving_sb = load_leaving(stream.own[0], c, rows + 1)
         add_selected(out_ps, crossing_sb[:, C - rows : C], leaving_sb)
         store_channels(dprefix, out_ps, stream, c, 0)
 

@@ -34,6 +34,7 @@ class LayerTiles(nl.NKIObject):
     du: Any = None  # SiLU'(u), then du [rows, columns]
     taps: Any = None  # per step what taps read of x
     products: Any = None  # per step what `multiply_taps` returns
+    leaving: Any = None  # what `allocate_leaving` makes, for the chunk before
     dx_sums: Any = None  # per cell dx, in PSUM
     keep: Any = None  # of packed sequences, what `load_masks` returns
     counts: Any = None
@@ -59,4 +60,3 @@ class LayerStream(nl.NKIObject):
     counts: Any = None  # what `build_counts` returns
     sums: Any = None  # of taps and of the gain, in PSUM
     begun: Any = False  # whether `sums` has a product yet
-    first_column: Any = 0  # of what leaves chunks, among the columns of all bundles of the sequence
