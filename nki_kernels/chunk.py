@@ -64,7 +64,6 @@ from delta_trn.nki_kernels.tiles import (
     load_padded,
     multiply,
     psum,
-    repeat_over_lanes,
     sbuf,
     scale_and_add,
 )
@@ -246,11 +245,8 @@ def spread_decays(g_sb, table):
     tiles = []
     for part in range(2):
         out_sb = sbuf((rows, lanes, rows))
-        multiply(
-            out_sb,
-            repeat_over_lanes(table, "upper", lanes),
-            g_sb.ap(pattern=[[2 * lanes, rows], [2, lanes], [0, rows]], offset=part),
-        )
+        for lane in range(lanes):
+            copy_scaled(out_sb[:, lane, :], table["upper"], g_sb[:, lane, part : part + 1])
         tiles.append(out_sb)
     return tiles
 
@@ -259,11 +255,8 @@ def build_diagonals(columns_sb, table):
     """Builds diag(columns) of each lane, [rows, lanes, rows], from columns [rows, lanes]."""
     rows, lanes = columns_sb.shape
     out_sb = sbuf((rows, lanes, rows))
-    multiply(
-        out_sb,
-        repeat_over_lanes(table, "identity", lanes),
-        columns_sb.ap(pattern=[[lanes, rows], [1, lanes], [0, rows]], offset=0),
-    )
+    for lane in range(lanes):
+        copy_scaled(out_sb[:, lane, :], table["identity"], columns_sb[:, lane : lane + 1])
     return out_sb
 
 

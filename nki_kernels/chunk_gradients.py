@@ -236,26 +236,29 @@ def read_states(chunk, bundle, table):
     """
     qk_sb, lanes, products = chunk.qk, bundle["lanes"], table["products"]
     rows, _, _, K = qk_sb.shape
-    dots_sb = sbuf((rows, lanes, 2))
+    sums_sb, dots_sb = sbuf((rows, lanes, 2)), sbuf((rows, lanes, 2))
     chunk.read, chunk.written, chunk.dots = [], [], dots_sb
+    factors = (chunk.gamma, chunk.minus_strength_gamma)
     for lane in range(lanes):
-        q_ps, k_ps, written_ps = psum((rows, K)), psum((rows, K)), psum((rows, K))
-        multiply_parts(q_ps, chunk.do_t, chunk.S_t, lane, lane)
-        multiply_parts(k_ps, chunk.dR_t, chunk.S_t, lane, lane)
-        multiply_parts(written_ps, chunk.U_t, chunk.dS_t, lane, lane)
+        h, written_ps = find_key_head(bundle, lane), psum((rows, K))
         read_sb, written_sb = sbuf((rows, 2, K), products), sbuf((rows, K), products)
-        copy_scaled(read_sb[:, 0, :], q_ps, chunk.gamma[:, lane : lane + 1])
-        copy_scaled(read_sb[:, 1, :], k_ps, chunk.minus_strength_gamma[:, lane : lane + 1])
+        for side in range(2):
+            read_ps, terms_sb = psum((rows, K)), sbuf((rows, K))
+            multiply_parts(read_ps, (chunk.do_t, chunk.dR_t)[side], chunk.S_t, lane, lane)
+            copy_scaled(read_sb[:, side, :], read_ps, factors[side][:, lane : lane + 1])
+            multiply(terms_sb, read_ps, qk_sb[:, side, h, :])
+            sum_rows(sums_sb[:, lane, side : side + 1], terms_sb, nl.copy)
+        multiply_parts(written_ps, chunk.U_t, chunk.dS_t, lane, lane)
         copy_scaled(written_sb, written_ps, chunk.lambda_[:, lane : lane + 1])
         chunk.read.append(read_sb)
         chunk.written.append(written_sb)
-        terms_sb = multiply_elements(qk_sb[:, :, find_key_head(bundle, lane), :], read_sb)
-        nisa.tensor_reduce(dst=dots_sb[:, lane, :], op=nl.add, data=terms_sb, axis=2)
+    for side in range(2):
+        multiply(dots_sb[:, :, side], sums_sb[:, :, side], factors[side])
 
 
 def compute_key_gradients(chunk, bundle, table):
     """Adds the gradients of the bundle's raw q and k to the chunk: dqk [rows, 2, key heads, K],
-    sums over the lanes of a key head, float32.
+    sums over the lanes of a key head, float32; and k dk, element by element, `along_terms`.
 
     What goes through the norms comes after, by `differentiate_norm`. Each sum has a PSUM tensor of
     its own, which it leaves as soon as it is complete.
@@ -263,7 +266,7 @@ def compute_key_gradients(chunk, bundle, table):
     qk_sb, lanes = chunk.qk, bundle["lanes"]
     rows, _, heads, K = qk_sb.shape
     group = lanes // heads
-    chunk.dqk = sbuf((rows, 2, heads, K))
+    chunk.dqk, chunk.along_terms = sbuf((rows, 2, heads, K)), sbuf((rows, heads, K))
     for h in range(heads):
         q_sb, k_sb = qk_sb[:, 0, h, :], qk_sb[:, 1, h, :]
         dq_ps, dk_ps = psum((rows, K)), psum((rows, K))
@@ -280,6 +283,7 @@ def compute_key_gradients(chunk, bundle, table):
             add_tile(dk_ps, chunk.written[lane], table)
         copy_scaled(chunk.dqk[:, 0, h, :], dq_ps)
         copy_scaled(chunk.dqk[:, 1, h, :], dk_ps)
+        multiply(chunk.along_terms[:, h, :], dk_ps, k_sb)
 
 
 def add_tile(dst_ps, x_sb, table):
@@ -299,8 +303,8 @@ def sum_along(chunk, bundle):
     rows, _, heads, _ = qk_sb.shape
     lanes = bundle["lanes"]
     along_sb, reads_sb = sbuf((rows, 2, heads)), sbuf((rows, lanes))
-    terms_sb = multiply_elements(chunk.dqk[:, 1, :, :], qk_sb[:, 1, :, :])
-    nisa.tensor_reduce(dst=along_sb[:, 1, :], op=nl.add, data=terms_sb, axis=2)
+    for h in range(heads):
+        sum_rows(along_sb[:, 1, h : h + 1], chunk.along_terms[:, h, :], nl.copy)
     add(reads_sb, chunk.dots[:, :, 0], chunk.read_sums)
     nisa.tensor_reduce(
         dst=along_sb[:, 0, :],

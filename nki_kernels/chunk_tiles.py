@@ -50,8 +50,9 @@ class Chunk(nl.NKIObject):
     minus_L_t: Any = None
     P_t: Any = None
     block_columns: Any = None  # of L, what `spread_blocks` takes
-    columns: Any = None
-    solution: Any = None  # of the substitution in L's blocks
+    columns: Any = None  # of L's blocks, of all chunks that are inverted at the same time
+    solution: Any = None  # of the substitution in these blocks, of all these chunks
+    first_lane: Any = 0  # of this chunk in `columns` and in `solution`
     T_t: Any = None  # [rows, lanes, rows], like T
     T: Any = None
     odd: Any = None  # of T_t, what `list_odd_columns` returns
@@ -106,6 +107,7 @@ class Chunk(nl.NKIObject):
     written: Any = None  # per lane diag(lambda) U dS'^T, rounded [rows, K]
     dots: Any = None  # of rows of q and k with those of `read` [rows, lanes, 2]
     dqk: Any = None  # dq and dk [rows, 2, key heads, K], with a decay per channel of each lane
+    along_terms: Any = None  # k dk, element by element [rows, key heads, K]
     along: Any = None  # -r^2 <x, dx> [rows, 2, key heads]
     reads: Any = None  # r, the reads of the state [rows, lanes]
     dR_X: Any = None  # dR . U / beta [rows, lanes, V]

@@ -44,7 +44,7 @@ CHANNEL_SIZES = (  # with a decay per channel
 RUNS = 0.3  # of all proposals
 SIDE_BY_SIDE = ("spread columns", "substitute", "merge", *cells.CONVOLUTION)  # forward: ALL bundles
 SHARES = {
-    "substitute": 3, "merge": 9, "window": 16, "taps": 16, "silu": 16,
+    "substitute": 2, "merge": 12, "window": 16, "taps": 16, "silu": 16,
     "load taps": 8, "multiply taps": 8, "sum taps": 8, "store dx": 4,
 }  # fmt: skip
 

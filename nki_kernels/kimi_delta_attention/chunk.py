@@ -27,6 +27,7 @@ them.
 """
 
 from delta_trn.nki_kernels.chunk import (
+    build_diagonals,
     find_key_head,
     invert_key_squares,
     scale_lanes,
@@ -271,10 +272,7 @@ def prepare_channels(stage, chunk, bundle, call):
         copy_scaled(chunk.minus_strength, chunk.beta, -1.0)
         chunk.value_scale, chunk.minus_strength_gamma = chunk.beta, chunk.minus_strength
         chunk.beta_v = scale_lanes(chunk.v, chunk.beta)
-        chunk.diagonals = sbuf((table["rows"], bundle["lanes"], table["rows"]))
-        for lane in range(bundle["lanes"]):
-            column = chunk.minus_strength[:, lane : lane + 1]
-            copy_scaled(chunk.diagonals[:, lane, :], table["identity"], column)
+        chunk.diagonals = build_diagonals(chunk.minus_strength, table)
     elif stage == "factors":
         multiply_factors(chunk, levels, table)
     elif stage == "pairs":

@@ -174,22 +174,30 @@ def begin_gradients(chunk, table):
 
 
 def compute_factors(chunk, levels, level):
-    """Returns e and f of a level, [rows, 2, lanes, K]."""
+    """Returns f of a level in PSUM, [rows, lanes, K], and e and f, [rows, 2, lanes, K]."""
     rows, lanes, K = chunk.g.shape
-    sums_ps, out_sb = psum((rows, lanes * K)), sbuf((rows, 2, lanes, K))
-    add_selected(sums_ps, levels["sums"][:, level, :], chunk.g.reshape((rows, lanes * K)))
-    nisa.activation(dst=out_sb[:, 1, :, :], op=nl.exp, data=sums_ps.reshape((rows, lanes, K)))
-    copy_scaled(out_sb[:, 0, :, :], out_sb[:, 1, :, :], levels["right"][:, level : level + 1])
-    return out_sb
+    f_ps, out_sb = psum((rows, lanes, K)), sbuf((rows, 2, lanes, K))
+    flat_g = chunk.g.reshape((rows, lanes * K))
+    add_selected(f_ps.reshape((rows, lanes * K)), levels["sums"][:, level, :], flat_g)
+    nisa.activation(dst=f_ps, op=nl.exp, data=f_ps)
+    copy_scaled(out_sb[:, 1, :, :], f_ps)
+    copy_scaled(out_sb[:, 0, :, :], f_ps, levels["right"][:, level : level + 1])
+    return f_ps, out_sb
 
 
-def scale_level(chunk, factors_sb):
-    """Returns 0, f . K and e . Q of a level side by side, rounded [rows, lanes, 3, K]."""
+def scale_level(chunk, f_ps, right):
+    """Returns 0, f . K, e . Q and f . K again of a level side by side, rounded [rows, lanes, 4, K];
+    right [rows, 1] is 1 for the tokens of right halves.
+    """
     rows, lanes, K = chunk.g.shape
-    out_sb = sbuf((rows, lanes, 3, K), chunk.table["products"])
+    out_sb = sbuf((rows, lanes, 4, K), chunk.table["products"])
     nisa.memset(dst=out_sb[:, :, 0, :], value=0.0, engine=nisa.engine.gpsimd)
-    for side in range(2):
-        multiply(out_sb[:, :, 2 - side, :], factors_sb[:, side, :, :], chunk.keys[:, side, :, :])
+    multiply(out_sb[:, :, 1, :], f_ps, chunk.keys[:, 1, :, :])
+    nisa.scalar_tensor_tensor(
+        dst=out_sb[:, :, 2, :], data=f_ps, op0=nl.multiply, operand0=right, op1=nl.multiply,
+        operand1=chunk.keys[:, 0, :, :],
+    )  # fmt: skip
+    copy_scaled(out_sb[:, :, 3, :], out_sb[:, :, 1, :])
     return out_sb
 
 
@@ -197,8 +205,8 @@ def multiply_level(chunk, level, scaled_sb):
     """Returns G (f . K), and G (e . Q) + H (f . K), in PSUM: per lane a sum [rows, 2, K] of G times
     (f . K, e . Q) and H times (0, f . K).
     """
-    rows, lanes, _, K = scaled_sb.shape
-    flat = scaled_sb.reshape((rows, lanes, 3 * K))
+    rows, lanes, sides, K = scaled_sb.shape
+    flat = scaled_sb.reshape((rows, lanes, sides * K))
     G_sb, H_sb = chunk.masked
     tiles = []
     for lane in range(lanes):
@@ -210,31 +218,37 @@ def multiply_level(chunk, level, scaled_sb):
     return tiles
 
 
-def weigh_level(chunk, raw, factors_sb):
-    """Returns x and y of a level, rounded, and the exponents' gradients, [rows, 2, lanes, K]."""
+def weigh_level(chunk, raw, factors_sb, scaled_sb):
+    """Returns x and y of a level, and the exponents' gradients Q . x and K . y, rounded [rows, 2,
+    lanes, K]; both are products with what `multiply_level` left in PSUM.
+    """
     products = chunk.table["products"]
-    x_sb = sbuf(factors_sb.shape, products)
+    x_sb, terms_sb = sbuf(factors_sb.shape, products), sbuf(factors_sb.shape, products)
     for lane in range(len(raw)):
         multiply(x_sb[:, :, lane, :], raw[lane], factors_sb[:, :, lane, :])
-    return x_sb, scale_channels(x_sb, chunk.keys, products)
+        multiply(terms_sb[:, :, lane, :], raw[lane], scaled_sb[:, lane, 2:4, :])
+    return x_sb, terms_sb
 
 
 def differentiate_levels(chunk, levels, table, part):
-    """Adds a part of what levels add to dq, dk and dg; engines work on four levels at a time."""
+    """Adds a part of what levels add to dq, dk and dg; engines work on three levels at a time."""
     count = levels["count"]
     if part == 0:
         chunk.level_tiles = ([], [], [])
     factors, scaled, weighed = chunk.level_tiles
-    first, stop = list_steps(count + 3, part + 1, len(LEVELS))
+    first, stop = list_steps(count + 2, part + 1, len(LEVELS))
     for turn in range(first, stop):
+        made = []
         for level in list_due(turn, count):
-            factors.append(compute_factors(chunk, levels, level))
+            made.append(compute_factors(chunk, levels, level))
         for level in list_due(turn - 1, count):
-            scaled.append(scale_level(chunk, factors[level]))
-        for level in list_due(turn - 2, count):
             raw = multiply_level(chunk, level, scaled[level])
-            weighed.append(weigh_level(chunk, raw, factors[level]))
-        for level in list_due(turn - 3, count):
+            weighed.append(weigh_level(chunk, raw, factors[level], scaled[level]))
+        for level in list_due(turn, count):
+            f_ps, factors_sb = made[0]
+            factors.append(factors_sb)
+            scaled.append(scale_level(chunk, f_ps, levels["right"][:, level : level + 1]))
+        for level in list_due(turn - 2, count):
             x_sb, terms_sb = weighed[level]
             add_to_keys(chunk, x_sb)
             add_to_decays(chunk, terms_sb, levels["sums_t"][:, level, :])

@@ -111,8 +111,8 @@ PLANTED = {
         Bug(
             "",
             "nki_kernels.kimi_delta_attention.chunk_gradients:scale_level",
-            'out_sb = sbuf((rows, lanes, 3, K), chunk.table["products"])',
-            'out_sb = sbuf((rows, lanes, 3, K), chunk.table["products"])\n'
+            'out_sb = sbuf((rows, lanes, 4, K), chunk.table["products"])',
+            'out_sb = sbuf((rows, lanes, 4, K), chunk.table["products"])\n'
             "    four = [[2 * lanes * K, rows], [lanes * K, 2], [16, 2], [4, 2], [1, 2]]\n"
             "    copy_scaled(sbuf((rows, 2, 2, 2, 2)), chunk.keys.ap(pattern=four, offset=0))",
             "",

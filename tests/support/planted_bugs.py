@@ -140,7 +140,7 @@ BUGS = (
     Bug("nki: dg counts a token's own write", f"{NKI_BACK}:sum_decay_gradient",
         'table["strict_upper"], chunk.writes', 'table["lower"], chunk.writes', "nki"),
     Bug("nki: every value head reads the first one's state in dq", f"{NKI_BACK}:read_states",
-        "chunk.do_t, chunk.S_t, lane, lane)", "chunk.do_t, chunk.S_t, lane, 0)", "nki"),
+        "chunk.S_t, lane, lane)", "chunk.S_t, lane, 0)", "nki"),
     Bug("nki: the layer's convolution reads no prefix", f"{NKI_LAYER}.fwd:open_window",
         'call["prefix"], call["continued"]', 'call["prefix"], False', "nki, layer"),
     Bug("nki: the layer keeps q for k", f"{NKI_LAYER}.fwd:load_layer",
