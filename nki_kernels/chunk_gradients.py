@@ -258,7 +258,7 @@ def read_states(chunk, bundle, table):
 
 def compute_key_gradients(chunk, bundle, table):
     """Adds the gradients of the bundle's raw q and k to the chunk: dqk [rows, 2, key heads, K],
-    sums over the lanes of a key head, float32; and k dk, element by element, `along_terms`.
+    sums over the lanes of a key head, float32; and <k, dk> of each row, `along`.
 
     What goes through the norms comes after, by `differentiate_norm`. Each sum has a PSUM tensor of
     its own, which it leaves as soon as it is complete.
@@ -266,7 +266,7 @@ def compute_key_gradients(chunk, bundle, table):
     qk_sb, lanes = chunk.qk, bundle["lanes"]
     rows, _, heads, K = qk_sb.shape
     group = lanes // heads
-    chunk.dqk, chunk.along_terms = sbuf((rows, 2, heads, K)), sbuf((rows, heads, K))
+    chunk.dqk, chunk.along = sbuf((rows, 2, heads, K)), sbuf((rows, 2, heads))
     for h in range(heads):
         q_sb, k_sb = qk_sb[:, 0, h, :], qk_sb[:, 1, h, :]
         dq_ps, dk_ps = psum((rows, K)), psum((rows, K))
@@ -283,7 +283,8 @@ def compute_key_gradients(chunk, bundle, table):
             add_tile(dk_ps, chunk.written[lane], table)
         copy_scaled(chunk.dqk[:, 0, h, :], dq_ps)
         copy_scaled(chunk.dqk[:, 1, h, :], dk_ps)
-        multiply(chunk.along_terms[:, h, :], dk_ps, k_sb)
+        terms_sb = multiply_elements(dk_ps, k_sb)
+        sum_rows(chunk.along[:, 1, h : h + 1], terms_sb, nl.copy)
 
 
 def add_tile(dst_ps, x_sb, table):
@@ -294,7 +295,7 @@ def add_tile(dst_ps, x_sb, table):
 
 
 def sum_along(chunk, bundle):
-    """Adds what `differentiate_norm` takes to the chunk: along [rows, 2, key heads], -r^2 <x, dx>.
+    """Makes `along` what `differentiate_norm` takes, -r^2 <x, dx> [rows, 2, key heads].
 
     <q, dq> is <q, gamma dO S^T> and a row of the sums of dO U^T . P, which `sum_crossing_pairs`
     leaves.
@@ -302,9 +303,7 @@ def sum_along(chunk, bundle):
     qk_sb, inverse_norms_sb = chunk.qk, chunk.inverse_norms[0]
     rows, _, heads, _ = qk_sb.shape
     lanes = bundle["lanes"]
-    along_sb, reads_sb = sbuf((rows, 2, heads)), sbuf((rows, lanes))
-    for h in range(heads):
-        sum_rows(along_sb[:, 1, h : h + 1], chunk.along_terms[:, h, :], nl.copy)
+    along_sb, reads_sb = chunk.along, sbuf((rows, lanes))
     add(reads_sb, chunk.dots[:, :, 0], chunk.read_sums)
     nisa.tensor_reduce(
         dst=along_sb[:, 0, :],
@@ -315,7 +314,6 @@ def sum_along(chunk, bundle):
     for _ in range(2):
         multiply(along_sb, along_sb, inverse_norms_sb)
     nisa.tensor_scalar(dst=along_sb, data=along_sb, op0=nl.multiply, operand0=-1.0)
-    chunk.along = along_sb
 
 
 def differentiate_norm(chunk):

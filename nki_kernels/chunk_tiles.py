@@ -107,7 +107,6 @@ class Chunk(nl.NKIObject):
     written: Any = None  # per lane diag(lambda) U dS'^T, rounded [rows, K]
     dots: Any = None  # of rows of q and k with those of `read` [rows, lanes, 2]
     dqk: Any = None  # dq and dk [rows, 2, key heads, K], with a decay per channel of each lane
-    along_terms: Any = None  # k dk, element by element [rows, key heads, K]
     along: Any = None  # -r^2 <x, dx> [rows, 2, key heads]
     reads: Any = None  # r, the reads of the state [rows, lanes]
     dR_X: Any = None  # dR . U / beta [rows, lanes, V]

@@ -42,7 +42,7 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     solve_residual,
 )
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
-from delta_trn.nki_kernels.gated_rms_norm import check_eps, load_everywhere
+from delta_trn.nki_kernels.gated_rms_norm import check_eps, copy_to_psum, load_everywhere
 from delta_trn.nki_kernels.language import nki, nl
 from delta_trn.nki_kernels.orders import ORDERS
 from delta_trn.nki_kernels.plan import (
@@ -83,8 +83,7 @@ OWN_STAGES = (
     Stage("dz", needs=("h", "dy slope")),
     Stage("do", needs=("h", "n", "nh"), makes=("do",)),
     Stage("load u", makes=("u",)),
-    Stage("slope of u", needs=("u",), makes=("slope of u",)),
-    Stage("du", needs=("slope of u", "dqk", "dR", "gates"), makes=("du",)),
+    Stage("du", needs=("u", "dqk", "dR", "gates"), makes=("du",)),
     Stage("load taps", makes=("taps",)),
     Stage("multiply taps", needs=("du",), follows=("taps",), makes=("products of taps",)),
     Stage("sum taps", follows=("products of taps",), makes=("sums of taps",)),
@@ -286,7 +285,7 @@ def gated_delta_layer_bwd(
         "dx": dx,
         "dz": dz,
         "gradients": (dx, dx, dx, dg, dbeta),
-        "gain": load_everywhere(gain),
+        "gain": copy_to_psum(load_everywhere(gain)),
         "norm": build_norm(eps),
         "eye": build_identity(PARTITIONS, nl.float32),
         "constants": constants,

@@ -2,11 +2,11 @@
 
 from delta_trn.nki_kernels.chunk import load_lanes, store_lanes
 from delta_trn.nki_kernels.gated_delta_layer.convolution import sum_gain
-from delta_trn.nki_kernels.gated_delta_layer.fwd import collect_rows, normalize
+from delta_trn.nki_kernels.gated_delta_layer.fwd import normalize, transpose_views
 from delta_trn.nki_kernels.gated_rms_norm import normalize_rows, project, repeat_row
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import PARTITIONS
-from delta_trn.nki_kernels.tiles import add, copy_scaled, multiply, sbuf, split_blocks
+from delta_trn.nki_kernels.tiles import add, multiply, sbuf, split_blocks
 
 
 def load_channels(u, n, first, width, start, tokens):
@@ -62,12 +62,6 @@ def differentiate_rows(stage, chunk, own, stream, call):
             own.u = own.u + load_channels(
                 call["u"], bundle["n"], channel, high - low, start, tokens
             )
-    elif stage == "slope of u":
-        plan = stream.plan
-        own.du = sbuf((rows, plan["columns"]))
-        if tokens < rows or plan["columns"] > plan["channels"]:
-            nisa.memset(dst=own.du, value=0.0)
-        collect_rows(own.du, own.u, call["eye"], nl.silu_dx)
     elif stage == "du":
         multiply_slopes(chunk, own, stream, call)
 
@@ -92,21 +86,37 @@ def multiply_rows_of_norm(own, stream, call):
 
 
 def multiply_slopes(chunk, own, stream, call):
-    """Multiplies SiLU'(u) by the gradients of q, k and v."""
-    du_sb, heads = own.du, stream.bundle["key_heads"]
-    K, lanes, V, plan = call["K"], stream.bundle["lanes"], call["V"], stream.plan
-    gradient_sb = sbuf((du_sb.shape[0], plan["channels"]))
-    for side in range(2):
-        for h in range(heads):
-            i = side * heads + h
-            copy_scaled(
-                gradient_sb[:, i * K : (i + 1) * K], chunk.dqk[:, side, h, :],
-                chunk.shortening[0][:, i : i + 1],
-            )  # fmt: skip
-    for lane in range(lanes):
-        low = 2 * heads * K + lane * V
-        copy_scaled(
-            gradient_sb[:, low : low + V], chunk.dR[:, lane, :], chunk.dv_scale[:, lane : lane + 1]
-        )
-    channels = du_sb[:, 0 : plan["channels"]]
-    multiply(channels, channels, gradient_sb)
+    """Makes du [rows, columns]: SiLU'(u), transposed in PSUM, times the gradients of q, k and v."""
+    plan, tokens, eye = stream.plan, own.tokens, call["eye"]
+    own.du = sbuf((own.rows, plan["columns"]))
+    if tokens < own.rows or plan["columns"] > plan["channels"]:
+        nisa.memset(dst=own.du, value=0.0)
+    pieces = list_gradients(chunk, stream.bundle, call["K"], call["V"])
+    low, first = 0, 0
+    while first < len(own.u):
+        stop, slopes_ps = transpose_views(own.u, first, eye)
+        nisa.activation(dst=slopes_ps, op=nl.silu_dx, data=slopes_ps)
+        high = low + slopes_ps.shape[1]
+        for piece in pieces:
+            start, gradients_sb, factors_sb, i = piece
+            begin, end = max(start, low), min(start + gradients_sb.shape[2], high)
+            if begin < end:
+                nisa.scalar_tensor_tensor(
+                    dst=own.du[0:tokens, begin:end], data=slopes_ps[:, begin - low : end - low],
+                    op0=nl.multiply, operand0=factors_sb[0:tokens, i : i + 1], op1=nl.multiply,
+                    operand1=gradients_sb[0:tokens, i, begin - start : end - start],
+                )  # fmt: skip
+        low, first = high, stop
+
+
+def list_gradients(chunk, bundle, K, V):
+    """Lists the gradients of q, k and v as columns of du: [(first column, gradients [rows, heads,
+    K or V], factors [rows, heads], head)].
+    """
+    heads, pieces = bundle["key_heads"], []
+    dqk = chunk.dqk.reshape((chunk.dqk.shape[0], 2 * heads, K))
+    for i in range(2 * heads):
+        pieces.append((i * K, dqk, chunk.shortening[0], i))
+    for lane in range(bundle["lanes"]):
+        pieces.append((2 * heads * K + lane * V, chunk.dR, chunk.dv_scale, lane))
+    return pieces

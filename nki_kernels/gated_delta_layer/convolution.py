@@ -191,14 +191,14 @@ def multiply_taps(own, stream, c, taps, x_sb, call):
     low, high = plan["cells"][c]
     first, stop = taps
     read_sb, given_sb = sbuf(x_sb.shape), sbuf(x_sb.shape)
-    du = own.du.ap(
-        pattern=[[plan["columns"], tokens], [0, stop - first], [1, high - low]], offset=low
-    )
+    du_ps = psum((tokens, high - low))  # where the Vector engine takes it at full speed
+    copy_scaled(du_ps, own.du[0:tokens, low:high])
+    du = du_ps.ap(pattern=[[high - low, tokens], [0, stop - first], [1, high - low]], offset=0)
     multiply(read_sb, du, x_sb)
     if call["packed"]:
         for j in range(first, stop):
             nisa.scalar_tensor_tensor(
-                dst=given_sb[:, j - first, :], data=own.du[0:tokens, low:high], op0=nl.multiply,
+                dst=given_sb[:, j - first, :], data=du_ps, op0=nl.multiply,
                 operand0=own.keep[:, j : j + 1], op1=nl.multiply,
                 operand1=stream.weights[0:tokens, j, low:high],
             )  # fmt: skip

@@ -26,6 +26,7 @@ from delta_trn.nki_kernels.gated_delta_rule_fwd import (
 )
 from delta_trn.nki_kernels.gated_rms_norm import (
     check_eps,
+    copy_to_psum,
     invert_squares,
     load_everywhere,
     normalize_rows,
@@ -50,6 +51,7 @@ from delta_trn.nki_kernels.tiles import (
     add_transposed,
     build_constants,
     build_norm,
+    copy_scaled,
     load_tokens,
     multiply,
     normals,
@@ -171,24 +173,31 @@ def list_transposed(sides, stream, index, tokens, call):
     return views
 
 
-def collect_rows(out_sb, views, eye, op=nl.copy):
-    """Sets out [rows, channels] to op(x) of views x [channels, tokens];
-    a bank of PSUM is read at once.
+def transpose_views(views, first, eye):
+    """Transposes views x [channels, tokens] from number `first` on, as many as fill a bank of PSUM;
+    returns the number behind the last and a tile [tokens, channels].
     """
+    stop, width, tokens = first, 0, views[first].shape[1]
+    while stop < len(views) and width + views[stop].shape[0] <= BANK:
+        width = width + views[stop].shape[0]
+        stop = stop + 1
+    out_ps = psum((tokens, width))
+    at = 0
+    for i in range(first, stop):
+        C = views[i].shape[0]
+        add_transposed(out_ps[:, at : at + C], views[i], eye[0:C, 0:C])
+        at = at + C
+    return stop, out_ps
+
+
+def collect_rows(out_sb, views, eye):
+    """Sets out [rows, channels] to views x [channels, tokens]; a bank of PSUM is read at once."""
     low, first = 0, 0
     while first < len(views):
-        stop, width, tokens = first, 0, views[first].shape[1]
-        while stop < len(views) and width + views[stop].shape[0] <= BANK:
-            width = width + views[stop].shape[0]
-            stop = stop + 1
-        out_ps = psum((tokens, width))
-        at = 0
-        for i in range(first, stop):
-            C = views[i].shape[0]
-            add_transposed(out_ps[:, at : at + C], views[i], eye[0:C, 0:C])
-            at = at + C
-        nisa.activation(dst=out_sb[0:tokens, low : low + width], op=op, data=out_ps)
-        low, first = low + width, stop
+        first, out_ps = transpose_views(views, first, eye)
+        tokens, width = out_ps.shape
+        copy_scaled(out_sb[0:tokens, low : low + width], out_ps)
+        low = low + width
 
 
 def load_layer(stream, index, call):
@@ -357,7 +366,7 @@ def gated_delta_layer_fwd(
         "H": H,
         "K": K,
         "V": V,
-        "gain": load_everywhere(gain),
+        "gain": copy_to_psum(load_everywhere(gain)),
         "norm": build_norm(eps),
         "save": save,
         "saved": saved,
