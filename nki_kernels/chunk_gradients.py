@@ -168,7 +168,8 @@ def compute_writes(chunk, constants):
 
 
 def compute_residual_gradient(chunk, dS, bundle):
-    """Computes dR [rows, lanes, V], in one step in bfloat16 and in two in float32.
+    """Computes dR [rows, lanes, V], in one step in bfloat16 and in two in float32; adds dbeta
+    [rows, lanes] to the chunk, <dR, U / beta> of each row.
 
         dR = (P T)^T dO + W dS'                  dU = P^T dO + diag(lambda) K dS',  dR = T^T dU
 
@@ -180,7 +181,10 @@ def compute_residual_gradient(chunk, dS, bundle):
     """
     do_sb = chunk.do
     rows, lanes, V = do_sb.shape
-    if dS[0].dtype == nl.float32:
+    in_two = dS[0].dtype == nl.float32
+    out_sb, chunk.dbeta = sbuf((rows, lanes, V)), sbuf((rows, lanes))
+    dU_sb = out_sb
+    if in_two:
         dU_sb = multiply_lanes(chunk.P, do_sb, ())
         for lane in range(lanes):
             KdS_ps = psum((rows, V))
@@ -188,13 +192,16 @@ def compute_residual_gradient(chunk, dS, bundle):
             scale_and_add(
                 dU_sb[:, lane, :], KdS_ps, chunk.lambda_[:, lane : lane + 1], dU_sb[:, lane, :]
             )
-        return multiply_lanes(chunk.T, dU_sb, ())
-    out_sb = sbuf((rows, lanes, V))
     for lane in range(lanes):
         dR_ps = psum((rows, V))
-        add_product(dR_ps, chunk.PT[:, lane, :], do_sb[:, lane, :])
-        multiply_parts(dR_ps, chunk.W_t, dS, lane, lane, True)
+        if in_two:
+            add_product(dR_ps, chunk.T[:, lane, :], dU_sb[:, lane, :])
+        else:
+            add_product(dR_ps, chunk.PT[:, lane, :], do_sb[:, lane, :])
+            multiply_parts(dR_ps, chunk.W_t, dS, lane, lane, True)
         copy_scaled(out_sb[:, lane, :], dR_ps)
+        terms_sb = multiply_elements(dR_ps, chunk.U_exact[:, lane, :])
+        sum_rows(chunk.dbeta[:, lane : lane + 1], terms_sb, nl.copy)
     return out_sb
 
 
@@ -330,7 +337,6 @@ def multiply_terms(chunk, bundle, parts, table):
     """Adds to the chunk r, and products of elements per lane, whose rows `compute_sums` sums.
 
     reads           r [rows, lanes]
-    dR_X            dR . U / beta [rows, lanes, V]
     U_KdS           U . K dS', a list of tiles [rows, V] per lane
     dS_S            dS' . S, a list per part of K, [f, lanes, V]
 
@@ -339,8 +345,7 @@ def multiply_terms(chunk, bundle, parts, table):
     dots_sb, reads_sb = chunk.dots, sbuf((rows, lanes))
     add(reads_sb, dots_sb[:, :, 0], dots_sb[:, :, 1])
     chunk.reads = reads_sb
-    chunk.dR_X, chunk.U_KdS, chunk.dS_S = sbuf((rows, lanes, V)), [], []
-    multiply(chunk.dR_X, chunk.U_exact, chunk.dR)
+    chunk.U_KdS, chunk.dS_S = [], []
     for lane in range(lanes):
         KdS_ps = psum((rows, V))
         multiply_parts(KdS_ps, chunk.k_t, chunk.dS_rounded, find_key_head(bundle, lane), lane)
@@ -355,14 +360,12 @@ def compute_sums(chunk):
     """Adds the sums of rows of what `multiply_terms` made, on the Scalar engine, which waits for
     all of it.
 
-    dbeta       [rows, lanes]
     writes      w [rows, lanes]
     carried     gamma_C <dS', S>, not summed over K yet: a tile [f, lanes] per part of K
     """
     rows, lanes, _ = chunk.dR.shape
-    chunk.dbeta, chunk.writes, chunk.carried = sbuf((rows, lanes)), sbuf((rows, lanes)), []
+    chunk.writes, chunk.carried = sbuf((rows, lanes)), []
     for lane in range(lanes):
-        sum_rows(chunk.dbeta[:, lane : lane + 1], chunk.dR_X[:, lane, :], nl.copy)
         sum_rows(chunk.writes[:, lane : lane + 1], chunk.U_KdS[lane], nl.copy)
     for product_sb in chunk.dS_S:
         carried_sb = sbuf((product_sb.shape[0], lanes))

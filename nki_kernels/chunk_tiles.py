@@ -109,7 +109,6 @@ class Chunk(nl.NKIObject):
     dqk: Any = None  # dq and dk [rows, 2, key heads, K], with a decay per channel of each lane
     along: Any = None  # -r^2 <x, dx> [rows, 2, key heads]
     reads: Any = None  # r, the reads of the state [rows, lanes]
-    dR_X: Any = None  # dR . U / beta [rows, lanes, V]
     U_KdS: Any = None  # U . K dS', a tile [rows, V] per lane
     dS_S: Any = None  # dS' . S, a tile [f, lanes, V] per part of K
     dbeta: Any = None  # [rows, lanes]

@@ -121,7 +121,7 @@ STAGES = (
     Stage("R", needs=("kept", "k_t", "beta_v"), before=("S",), makes=("R",)),
     Stage("U", follows=("applied", "R"), makes=("U", "S")),
     # of a chunk, the last one first
-    Stage("dR", needs=("applied", "scaled do"), before=("dS",), makes=("dR",)),
+    Stage("dR", needs=("applied", "U", "scaled do"), before=("dS",), makes=("dR",)),
     Stage("dS", follows=("dR",), makes=("dS",)),
     Stage("transpose gradients", needs=("U",), follows=("dR",), makes=("transposes",)),
     Stage("transpose states", needs=("R",), follows=("dR",), makes=("transposed states",)),

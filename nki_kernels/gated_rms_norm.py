@@ -274,10 +274,11 @@ def scale_rows(out_sb, x_sb, r_sb, w_sb):
         )  # fmt: skip
 
 
-def normalize_rows(out_sb, x_sb, r_sb):
-    """Sets out = x r: r [P, slots] is a number per row."""
-    for i in range(r_sb.shape[1]):
-        copy_scaled(out_sb[:, i, :], x_sb[:, i, :], r_sb[:, i : i + 1])
+def normalize_rows(out_sb, x_sb, r_sb, first=0):
+    """Sets out = x r, of slots of x from `first` on: r [P, slots] is a number per row."""
+    for i in range(out_sb.shape[1]):
+        at = first + i
+        copy_scaled(out_sb[:, i, :], x_sb[:, at, :], r_sb[:, at : at + 1])
 
 
 def repeat_row(w_sb, P, slots):

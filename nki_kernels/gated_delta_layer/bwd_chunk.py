@@ -5,8 +5,8 @@ from delta_trn.nki_kernels.gated_delta_layer.convolution import sum_gain
 from delta_trn.nki_kernels.gated_delta_layer.fwd import normalize, transpose_views
 from delta_trn.nki_kernels.gated_rms_norm import normalize_rows, project, repeat_row
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import PARTITIONS
-from delta_trn.nki_kernels.tiles import add, multiply, sbuf, split_blocks
+from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
+from delta_trn.nki_kernels.tiles import add, multiply, psum, sbuf, split_blocks
 
 
 def load_channels(u, n, first, width, start, tokens):
@@ -39,11 +39,9 @@ def differentiate_rows(stage, chunk, own, stream, call):
         own.z = load_lanes(call["z"], bundle, start, tokens, rows, call["z"].dtype)
         own.dy = load_lanes(call["dy"], bundle, start, tokens, rows, call["dy"].dtype)
     elif stage == "gate":
-        own.gate = sbuf(own.z.shape)
-        nisa.activation(dst=own.gate, op=nl.silu, data=own.z)
+        own.gate = multiply_by_function(own.dy, own.z, nl.silu)
     elif stage == "slope of z":
-        own.slope = sbuf(own.z.shape)
-        nisa.activation(dst=own.slope, op=nl.silu_dx, data=own.z)
+        own.slope = multiply_by_function(own.dy, own.z, nl.silu_dx)
     elif stage == "multiply rows":
         multiply_rows_of_norm(own, stream, call)
     elif stage == "dz":
@@ -52,9 +50,12 @@ def differentiate_rows(stage, chunk, own, stream, call):
         multiply(dz_sb, own.slope, hw_sb)
         store_lanes(call["dz"], dz_sb, bundle, start, tokens)
     elif stage == "do":
-        own.do = sbuf(own.h.shape)
-        normalize_rows(own.do, own.h, project(own.nh))
-        add(own.do, own.do, own.n)
+        along_sb, own.do = project(own.nh), sbuf(own.h.shape)
+        for span in cut_banks(own.h.shape):
+            first, last = span
+            along_ps = psum((own.rows, last - first, own.h.shape[2]))
+            normalize_rows(along_ps, own.h, along_sb, first)
+            add(own.do[:, first:last, :], along_ps, own.n[:, first:last, :])
     elif stage == "load u":
         own.u = []
         for segment in stream.plan["segments"]:
@@ -66,18 +67,33 @@ def differentiate_rows(stage, chunk, own, stream, call):
         multiply_slopes(chunk, own, stream, call)
 
 
+def cut_banks(shape):
+    """Cuts the lanes of tiles [rows, lanes, V] into those that fill a bank of PSUM together."""
+    return split(shape[1], max(1, BANK // shape[2]))
+
+
+def multiply_by_function(x_sb, z_sb, op):
+    """Computes x . op(z) [rows, lanes, V] in a new tile; op(z) is read where it lies in PSUM."""
+    rows, _, V = z_sb.shape
+    out_sb = sbuf(z_sb.shape)
+    for span in cut_banks(z_sb.shape):
+        first, stop = span
+        op_ps = psum((rows, stop - first, V))
+        nisa.activation(dst=op_ps, op=op, data=z_sb[:, first:stop, :])
+        multiply(out_sb[:, first:stop, :], op_ps, x_sb[:, first:stop, :])
+    return out_sb
+
+
 def multiply_rows_of_norm(own, stream, call):
-    """Makes dy SiLU'(z), n and n h, and adds m h to the gradient of the gain."""
-    dy_sb, m_sb, lanes, V = own.dy, own.gate, stream.bundle["lanes"], call["V"]
+    """Makes n and n h of m = dy SiLU(z), and adds m h to the gradient of the gain."""
+    m_sb, lanes, V = own.gate, stream.bundle["lanes"], call["V"]
     gain = repeat_row(call["gain"], own.rows, lanes)
-    multiply(own.slope, dy_sb, own.slope)
-    multiply(m_sb, dy_sb, m_sb)
     slots = max(lanes, (stream.sums.shape[1] + V - 1) // V)  # that fill a view of sums
     mh_sb = sbuf((own.rows, slots, V))
     own.nh = mh_sb
     if slots > lanes:
         nisa.memset(dst=mh_sb[:, lanes:slots, :], value=0.0)
-        own.nh = sbuf(dy_sb.shape)
+        own.nh = sbuf(m_sb.shape)
     multiply(mh_sb[:, 0:lanes, :], m_sb, own.h)
     sum_gain(mh_sb, stream)
     multiply(own.nh, mh_sb[:, 0:lanes, :], gain)

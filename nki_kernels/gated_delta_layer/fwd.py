@@ -35,7 +35,14 @@ from delta_trn.nki_kernels.gated_rms_norm import (
 )
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.orders import ORDERS
-from delta_trn.nki_kernels.plan import BANK, PARTITIONS, list_waves, pad_to_rows, split_evenly
+from delta_trn.nki_kernels.plan import (
+    BANK,
+    PARTITIONS,
+    list_waves,
+    pad_to_rows,
+    split,
+    split_evenly,
+)
 from delta_trn.nki_kernels.schedule import ALL, Stage, rank
 from delta_trn.nki_kernels.short_convolution import (
     ON_VECTOR,
@@ -65,13 +72,12 @@ from delta_trn.nki_kernels.triangular import allocate_workspace, build_block_con
 NORM_STAGES = (
     Stage("square o", needs=("o",), makes=("o_squares",)),
     Stage("invert norm of o", needs=("o_squares",), makes=("r",)),
-    Stage("h", needs=("o", "r"), makes=("h",)),
 )
 STAGES = (
     *RULE_STAGES,
     *NORM_STAGES,
     Stage("gate", needs=("v",), makes=("gate",)),
-    Stage("y", needs=("h", "gate")),
+    Stage("y", needs=("o", "r", "gate")),
     # What these need, and that what "load" needs of them is there, `list_layer_work` sees to
     Stage("window"),
     Stage("taps"),
@@ -263,13 +269,17 @@ def finish(stage, chunk, own, bundle, call):
         multiply(own.gate, own.gate, repeat_row(call["gain"], own.rows, bundle["lanes"]))
     elif stage == "y":
         y_sb = sbuf(own.o.shape, call["y"].dtype)
-        multiply(y_sb, own.h, own.gate)
+        for span in split(bundle["lanes"], max(1, BANK // call["V"])):
+            first, last = span
+            h_ps = psum((own.rows, last - first, call["V"]))
+            normalize_rows(h_ps, own.o, own.r, first)
+            multiply(y_sb[:, first:last, :], h_ps, own.gate[:, first:last, :])
         store_lanes(call["y"], y_sb, bundle, start, tokens)
 
 
 def run_layer_stage(stage, share, shares, streams, index, call):
     """Runs a share of a stage of chunk number `index`: one of the rule's, or the layer's own."""
-    if stage in ("O", "square o", "invert norm of o", "h", "gate", "y"):
+    if stage in ("O", "square o", "invert norm of o", "gate", "y"):
         for stream in streams:
             finish(stage, stream.chunks[index], stream.own[index], stream.bundle, call)
     elif stage == "load":

@@ -21,11 +21,11 @@ class LayerTiles(nl.NKIObject):
     o_squares: Any = None  # their sums [rows, lanes]
     r: Any = None  # [rows, lanes]
     h: Any = None
-    gate: Any = None  # SiLU(z), in forward times the gain
+    gate: Any = None  # forward: SiLU(z) times the gain; backward: m = dy SiLU(z)
     z: Any = None
     dy: Any = None
-    slope: Any = None  # SiLU'(z), then dy SiLU'(z)
-    n: Any = None  # m = dy SiLU(z), then n = m w
+    slope: Any = None  # dy SiLU'(z)
+    n: Any = None  # m w, in the place of m
     nh: Any = None
     do: Any = None
     # The convolution, backward

@@ -22,7 +22,7 @@ STAGES = (
     Stage("R", needs=("scaled keys", "gates"), before=("S",), makes=("R",)),
     Stage("U", follows=("applied", "R"), makes=("U", "S")),
     # of a chunk, the last one first
-    Stage("dR by channel", needs=("applied", "R"), before=("dS",), makes=("dR",)),
+    Stage("dR by channel", needs=("applied", "R", "U"), before=("dS",), makes=("dR",)),
     Stage("dS", follows=("dR",), makes=("dS",)),
     Stage("transpose gradients", needs=("U",), follows=("dR",), makes=("transposes",)),
     Stage("transpose states", needs=("R",), follows=("dR",), makes=("transposed states",)),

@@ -329,10 +329,7 @@ def differentiate_channels(stage, chunk, stream, call):
         dv_sb = scale_lanes(chunk.dR, chunk.dv_scale, gradients[2].dtype)
         store_lanes(gradients[2], dv_sb, bundle, chunk.start, chunk.tokens)
     elif stage == "sum rows":
-        dg_sb, terms_sb = sbuf(chunk.g.shape), scale_channels(chunk.U_exact, chunk.dR)
-        dbeta_sb = sbuf(chunk.beta.shape)
+        dg_sb = sbuf(chunk.g.shape)
         copy_scaled(dg_sb, chunk.dg_ps.reshape(chunk.g.shape))
-        for lane in range(bundle["lanes"]):
-            sum_rows(dbeta_sb[:, lane : lane + 1], terms_sb[:, lane, :], nl.copy)
         store_lanes(gradients[3], dg_sb, bundle, chunk.start, chunk.tokens)
-        store_lanes(gradients[4], dbeta_sb, bundle, chunk.start, chunk.tokens)
+        store_lanes(gradients[4], chunk.dbeta, bundle, chunk.start, chunk.tokens)
