@@ -182,7 +182,11 @@ def compute_residual_gradient(chunk, dS, bundle):
     do_sb = chunk.do
     rows, lanes, V = do_sb.shape
     in_two = dS[0].dtype == nl.float32
-    out_sb, chunk.dbeta = sbuf((rows, lanes, V)), sbuf((rows, lanes))
+    out_sb, terms_sb, chunk.dbeta = (
+        sbuf((rows, lanes, V)),
+        sbuf((rows, lanes, V)),
+        sbuf((rows, lanes)),
+    )
     dU_sb = out_sb
     if in_two:
         dU_sb = multiply_lanes(chunk.P, do_sb, ())
@@ -200,8 +204,8 @@ def compute_residual_gradient(chunk, dS, bundle):
             add_product(dR_ps, chunk.PT[:, lane, :], do_sb[:, lane, :])
             multiply_parts(dR_ps, chunk.W_t, dS, lane, lane, True)
         copy_scaled(out_sb[:, lane, :], dR_ps)
-        terms_sb = multiply_elements(dR_ps, chunk.U_exact[:, lane, :])
-        sum_rows(chunk.dbeta[:, lane : lane + 1], terms_sb, nl.copy)
+        multiply(terms_sb[:, lane, :], dR_ps, chunk.U_exact[:, lane, :])
+    nisa.tensor_reduce(dst=chunk.dbeta, op=nl.add, data=terms_sb, axis=2)
     return out_sb
 
 
@@ -249,12 +253,13 @@ def read_states(chunk, bundle, table):
     for lane in range(lanes):
         h, written_ps = find_key_head(bundle, lane), psum((rows, K))
         read_sb, written_sb = sbuf((rows, 2, K), products), sbuf((rows, K), products)
+        terms_sb = sbuf((rows, 2, K))
         for side in range(2):
-            read_ps, terms_sb = psum((rows, K)), sbuf((rows, K))
+            read_ps = psum((rows, K))
             multiply_parts(read_ps, (chunk.do_t, chunk.dR_t)[side], chunk.S_t, lane, lane)
             copy_scaled(read_sb[:, side, :], read_ps, factors[side][:, lane : lane + 1])
-            multiply(terms_sb, read_ps, qk_sb[:, side, h, :])
-            sum_rows(sums_sb[:, lane, side : side + 1], terms_sb, nl.copy)
+            multiply(terms_sb[:, side, :], read_ps, qk_sb[:, side, h, :])
+        nisa.tensor_reduce(dst=sums_sb[:, lane, :], op=nl.add, data=terms_sb, axis=2)
         multiply_parts(written_ps, chunk.U_t, chunk.dS_t, lane, lane)
         copy_scaled(written_sb, written_ps, chunk.lambda_[:, lane : lane + 1])
         chunk.read.append(read_sb)
@@ -274,6 +279,7 @@ def compute_key_gradients(chunk, bundle, table):
     rows, _, heads, K = qk_sb.shape
     group = lanes // heads
     chunk.dqk, chunk.along = sbuf((rows, 2, heads, K)), sbuf((rows, 2, heads))
+    terms_sb = sbuf((rows, heads, K))
     for h in range(heads):
         q_sb, k_sb = qk_sb[:, 0, h, :], qk_sb[:, 1, h, :]
         dq_ps, dk_ps = psum((rows, K)), psum((rows, K))
@@ -290,8 +296,8 @@ def compute_key_gradients(chunk, bundle, table):
             add_tile(dk_ps, chunk.written[lane], table)
         copy_scaled(chunk.dqk[:, 0, h, :], dq_ps)
         copy_scaled(chunk.dqk[:, 1, h, :], dk_ps)
-        terms_sb = multiply_elements(dk_ps, k_sb)
-        sum_rows(chunk.along[:, 1, h : h + 1], terms_sb, nl.copy)
+        multiply(terms_sb[:, h, :], dk_ps, k_sb)
+    nisa.tensor_reduce(dst=chunk.along[:, 1, :], op=nl.add, data=terms_sb, axis=2)
 
 
 def add_tile(dst_ps, x_sb, table):

@@ -74,7 +74,12 @@ class Search:
 RULE = {"T": 512, "dtype": "float32", "every": 2}
 WIDE = Bound(RULE | {"H": 6, "K": 128, "V": 256, "lanes": 6, "width": 3})
 NARROW = Bound(RULE | {"H": 8, "K": 64, "V": 128, "lanes": 8, "width": 4})
-CHANNEL_BOUNDS = (Bound(CHANNEL_SIZES[0]), Bound(CHANNEL_SIZES[0] | RULE | {"V": 256}))
+CHANNEL_BOUNDS = (
+    Bound(CHANNEL_SIZES[0]),
+    Bound(CHANNEL_SIZES[0] | RULE | {"V": 256}),
+    Bound(CHANNEL_SIZES[0] | {"V": 256}),
+    Bound({"T": 1000, "H": 1, "HV": 3, "K": 64, "V": 128, "lanes": 4, "width": 2}),
+)
 LONG = {"T": 1536, "K": 128, "V": 256, "lanes": 6, "width": 3}
 SEARCHES = {
     "RULE_FORWARD": Search(
@@ -111,7 +116,7 @@ SEARCHES = {
         ),
     ),
     "LAYER_BACKWARD": Search(
-        bwd, {}, 2.5, 100_000, (Bound(SIZES[0], psum=7), Bound(LONG | {"H": 5}, psum=7))
+        bwd, {}, 2.5, 100_000, (Bound(SIZES[0]), Bound(LONG | {"H": 5}))
     ),
     "CHANNELS_FORWARD": Search(
         channels_fwd, {"every": 2}, 3.0, 20_000, CHANNEL_BOUNDS, CHANNEL_SIZES

@@ -5,8 +5,8 @@ from delta_trn.nki_kernels.gated_delta_layer.convolution import sum_gain
 from delta_trn.nki_kernels.gated_delta_layer.fwd import normalize, transpose_views
 from delta_trn.nki_kernels.gated_rms_norm import normalize_rows, project, repeat_row
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
-from delta_trn.nki_kernels.tiles import add, multiply, psum, sbuf, split_blocks
+from delta_trn.nki_kernels.plan import PARTITIONS
+from delta_trn.nki_kernels.tiles import add, multiply, sbuf, split_blocks
 
 
 def load_channels(u, n, first, width, start, tokens):
@@ -50,12 +50,9 @@ def differentiate_rows(stage, chunk, own, stream, call):
         multiply(dz_sb, own.slope, hw_sb)
         store_lanes(call["dz"], dz_sb, bundle, start, tokens)
     elif stage == "do":
-        along_sb, own.do = project(own.nh), sbuf(own.h.shape)
-        for span in cut_banks(own.h.shape):
-            first, last = span
-            along_ps = psum((own.rows, last - first, own.h.shape[2]))
-            normalize_rows(along_ps, own.h, along_sb, first)
-            add(own.do[:, first:last, :], along_ps, own.n[:, first:last, :])
+        own.do = sbuf(own.h.shape)
+        normalize_rows(own.do, own.h, project(own.nh))
+        add(own.do, own.do, own.n)
     elif stage == "load u":
         own.u = []
         for segment in stream.plan["segments"]:
@@ -67,20 +64,11 @@ def differentiate_rows(stage, chunk, own, stream, call):
         multiply_slopes(chunk, own, stream, call)
 
 
-def cut_banks(shape):
-    """Cuts the lanes of tiles [rows, lanes, V] into those that fill a bank of PSUM together."""
-    return split(shape[1], max(1, BANK // shape[2]))
-
-
 def multiply_by_function(x_sb, z_sb, op):
-    """Computes x . op(z) [rows, lanes, V] in a new tile; op(z) is read where it lies in PSUM."""
-    rows, _, V = z_sb.shape
+    """Computes x . op(z) [rows, lanes, V] in a new tile."""
     out_sb = sbuf(z_sb.shape)
-    for span in cut_banks(z_sb.shape):
-        first, stop = span
-        op_ps = psum((rows, stop - first, V))
-        nisa.activation(dst=op_ps, op=op, data=z_sb[:, first:stop, :])
-        multiply(out_sb[:, first:stop, :], op_ps, x_sb[:, first:stop, :])
+    nisa.activation(dst=out_sb, op=op, data=z_sb)
+    multiply(out_sb, x_sb, out_sb)
     return out_sb
 
 
