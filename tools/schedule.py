@@ -90,7 +90,6 @@ SEARCHES = {
         (
             WIDE,
             NARROW,
-            Bound(SIZES[2] | {"every": 0, "target": "trn2"}, time=158.0),
             Bound({"T": 1024, "H": 1, "K": 128, "V": 128, "width": 1, "every": 0}, time=95.0),
         ),
     ),

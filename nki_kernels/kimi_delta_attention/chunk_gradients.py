@@ -181,7 +181,7 @@ def compute_factors(chunk, levels, level):
     add_selected(f_ps.reshape((rows, lanes * K)), levels["sums"][:, level, :], flat_g)
     nisa.activation(dst=f_ps, op=nl.exp, data=f_ps)
     copy_scaled(out_sb[:, 1, :, :], f_ps)
-    copy_scaled(out_sb[:, 0, :, :], f_ps, levels["right"][:, level : level + 1])
+    copy_scaled(out_sb[:, 0, :, :], out_sb[:, 1, :, :], levels["right"][:, level : level + 1])
     return f_ps, out_sb
 
 
