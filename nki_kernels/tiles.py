@@ -127,23 +127,43 @@ def multiply_and_say(dst, x, y, adds, ones):
 multiply_tiles = multiply_and_say if SAYS_SUMS else multiply_silently
 
 
+def lengthen(x):
+    """Returns a copy of x [rows, free] with 128 rows: those behind its own are 0."""
+    out_sb = sbuf((PARTITIONS, x.shape[1]), x.dtype)
+    nisa.memset(dst=out_sb, value=0.0, engine=nisa.engine.gpsimd)
+    copy_scaled(out_sb[0 : x.shape[0], :], x)
+    return out_sb
+
+
+def multiply_any(dst, x, y, adds, ones):
+    """Does what `multiply_tiles` does, for x of any size.
+
+    A stationary operand of up to 64 rows and 17 to 32 columns does not compile on Trn1 (NCC_IBIR058:
+    its array has no tiles of 32 by 32): rows of zeros are added to both.
+    """
+    if x.shape[0] <= 64 and x.shape[1] > 16 and x.shape[1] <= 32:
+        multiply_tiles(dst, lengthen(x), lengthen(y), adds, ones)
+    else:
+        multiply_tiles(dst, x, y, adds, ones)
+
+
 def add_product(dst, x, y, adds=False):
     """Sets dst = x^T y in PSUM, or adds it to the products before if `adds`."""
-    multiply_tiles(dst, x, y, adds, "")
+    multiply_any(dst, x, y, adds, "")
 
 
 def add_selected(dst, ones, y, adds=False):
     """Sets dst = ones^T y or adds it, as `add_product`; ones holds only 0 and 1, which halves the
     price in float32.
     """
-    multiply_tiles(dst, ones, y, adds, "x")
+    multiply_any(dst, ones, y, adds, "x")
 
 
 def add_transposed(dst, x, ones, adds=False):
     """Sets dst = x^T ones or adds it, of 0 and 1: where that is an identity, half the price of
     nc_transpose in float32.
     """
-    multiply_tiles(dst, x, ones, adds, "y")
+    multiply_any(dst, x, ones, adds, "y")
 
 
 def select_affine(dst, src, step, pattern, compare, offset=0):

@@ -86,7 +86,7 @@ SEARCHES = {
         gated_delta_rule_fwd,
         {"every": 0},
         5.0,
-        100_000,
+        30_000,
         (
             WIDE,
             NARROW,
@@ -107,21 +107,19 @@ SEARCHES = {
         fwd,
         {"save": 1},
         4.0,
-        100_000,
+        30_000,
         (
             Bound(LONG | {"H": 5, "save": 1}),
             Bound(LONG | {"H": 5, "K": 64, "V": 128, "dtype": "float32", "save": 1}),
             Bound(SIZES[1] | {"packed": True, "save": 1}),
         ),
     ),
-    "LAYER_BACKWARD": Search(
-        bwd, {}, 2.5, 100_000, (Bound(SIZES[0]), Bound(LONG | {"H": 5}))
-    ),
+    "LAYER_BACKWARD": Search(bwd, {}, 2.5, 100_000, (Bound(SIZES[0]), Bound(LONG | {"H": 5}))),
     "CHANNELS_FORWARD": Search(
         channels_fwd, {"every": 2}, 3.0, 20_000, CHANNEL_BOUNDS, CHANNEL_SIZES
     ),
     "CHANNELS_BACKWARD": Search(
-        channels_bwd, {"every": 2}, 1.25, 60_000, CHANNEL_BOUNDS, CHANNEL_SIZES
+        channels_bwd, {"every": 2}, 1.25, 30_000, CHANNEL_BOUNDS, CHANNEL_SIZES
     ),
 }
 

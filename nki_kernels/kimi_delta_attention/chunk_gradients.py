@@ -48,7 +48,11 @@ from delta_trn.nki_kernels.tiles import (
     transpose,
 )
 
-LEVELS = ("levels 1", "levels 2", "levels 3", "levels 4")  # stages
+# stages, a turn of `differentiate_levels` each at 128 tokens, so that bundles take turns
+LEVELS = (
+    "levels 1", "levels 2", "levels 3", "levels 4", "levels 5", "levels 6", "levels 7", "levels 8",
+    "levels 9",
+)  # fmt: skip
 
 
 def differentiate_writes(chunk, dS, bundle, table):
