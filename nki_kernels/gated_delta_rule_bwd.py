@@ -434,7 +434,9 @@ def run_backward(inputs, do, dstate, initial_state, states, options, work, chann
     q, v, g, beta = inputs[0], inputs[2], inputs[3], inputs[4]
     N, T, H, K = q.shape
     HV, V = v.shape[2], v.shape[3]
-    assert every <= MOST_EVERY, f"every={every} exceeds the {MOST_EVERY} chunks of a stretch"
+    assert every <= MOST_EVERY, (
+        f"every={every} exceeds the {MOST_EVERY} chunks of a stretch that the order has shares for"
+    )
     parts = split_evenly(K)
     chunks = (T + C - 1) // C
     heads = count_slots(H, HV, width)
