@@ -41,6 +41,7 @@ STEP_HEADS = 256  # value heads per decode step: 1,500 to 2,600 instructions
 TOKENS = 8192
 # The Scalar engine's rsqrt, which kernels use, is right from here to 2^97.
 LEAST_RSQRT = 2.0**-87
+LEAST_SCALE = 2.0**-16  # of norms before they are squared
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def choose_square_scale(eps):
     With the least s, 2^-16, sums up to 2^124 are in rsqrt's range; a small eps needs a larger one.
     """
     s = 1.0
-    while s > 2.0**-16 and s * s * eps >= 4 * LEAST_RSQRT:
+    while s > LEAST_SCALE and s * s * eps >= 4 * LEAST_RSQRT:
         s = s / 2
     return s
 
@@ -105,6 +106,14 @@ def split_decays(g):
     """
     near = (g * 256.0).round() / 256.0
     return near, g - near
+
+
+def double(times):
+    """Returns 2 to the power of `times`, which NKI's tracer takes written so alone."""
+    power = 1
+    for _ in range(times):
+        power = 2 * power
+    return power
 
 
 def split(n, size):

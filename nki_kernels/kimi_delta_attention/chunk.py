@@ -35,7 +35,7 @@ from delta_trn.nki_kernels.chunk import (
     weight_decays,
 )
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import BANK, split
+from delta_trn.nki_kernels.plan import BANK, double, split
 from delta_trn.nki_kernels.tiles import (
     add_product,
     add_selected,
@@ -64,13 +64,13 @@ def build_levels(table, both):
     right       if `both`: 1 for the tokens of right halves, [C, count]
     """
     C, count = table["rows"], 0
-    while 2**count < C:
+    while double(count) < C:
         count = count + 1
     sums_sb, masks_sb = sbuf((C, count, C)), sbuf((C, count, C), nl.uint8)
     sums_t_sb, right_sb = sbuf((C, count, C), table["products"]), sbuf((C, count))
     ones_sb = table["ones"][0:C, 0:C]
     for level in range(count):
-        s = 2**level
+        s = double(level)
         halves = (C, C // (2 * s), 2, s)
         own_sb = select_range(ones_sb, 0, s, [[s, C // s], [0, s]])
         pair_sb = select_range(ones_sb, 0, 2 * s, [[2 * s, C // (2 * s)], [0, 2 * s]])
@@ -229,7 +229,7 @@ def multiply_levels(chunk, levels, table):
         count
     ):  # large blocks first: the Scalar engine does not wait for the Vector engine then
         level = count - 1 - turn
-        s, pairs_ps = 2**level, psum((rows, lanes, 2 * rows))
+        s, pairs_ps = double(level), psum((rows, lanes, 2 * rows))
         for lane in range(lanes):
             add_product(
                 pairs_ps[:, lane, :], chunk.scaled[:, level, lane, 1, :], flat[:, level, lane, :]
