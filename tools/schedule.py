@@ -86,7 +86,7 @@ SEARCHES = {
         gated_delta_rule_fwd,
         {"every": 0},
         5.0,
-        30_000,
+        100_000,
         (
             WIDE,
             NARROW,
