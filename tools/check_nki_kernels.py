@@ -116,9 +116,11 @@ def list_works(
                     continue
 
                 def work(grid: str = grid, case: Any = case, dtype: Any = dtype) -> object:
-                    if grid in ("layers", "mixer"):
-                        module = layer_cases if grid == "layers" else mixer_cases
-                        own = module.inputs(case, dtype)
+                    if grid == "mixer":
+                        own = mixer_cases.inputs(case, dtype)
+                        return mixer_cases.OPERATION.outcome(own, subject.backend)
+                    if grid == "layers":
+                        own = layer_cases.inputs(case, dtype)
                         return layer_cases.OPERATIONS[case.op].outcome(own, subject.backend)
                     own = rule_cases.inputs(case, dtype)
                     run = rule.decode if "step" in grid else rule.outcome
