@@ -259,8 +259,8 @@ REFUSED = (
         ),
     ),
     (
-        "nc_transpose dst dtype must be bfloat16, got float32",
-        lambda: issue("nc_transpose", dst=psum(64, 64), data=ones(64, 64, dtype=HALF)),
+        "nc_transpose dst dtype must be float32, got bfloat16",
+        lambda: issue("nc_transpose", dst=psum(64, 64, dtype=HALF), data=ones(64, 64)),
     ),
 )
 # the same, and the first target that allows it
@@ -550,9 +550,11 @@ def test_a_launch_has_one_core_or_two_and_trn1_has_one():
     assert inner[1]() == 1.0
 
 
-def test_a_kernel_takes_no_lists():
-    with pytest.raises(StrictError, match="argument x is a list"):
-        attempt(lambda x: write_output(), [1, 2])
+def test_a_kernel_takes_lists_of_integers_alone():
+    for given in ([1.0, 2.0], [], [True], [np.ones(1)]):
+        with pytest.raises(StrictError, match="argument x is a list"):
+            attempt(lambda x: write_output(), given)
+    assert attempt(lambda x: write_output(), [1, 2]) is not None
 
 
 def test_a_tile_outside_a_kernel_is_refused():

@@ -67,6 +67,11 @@ def a_private_output(x):
     return out
 
 
+def a_transposition_that_widens(x):
+    nisa.nc_transpose(dst=psum(8, 4), data=ones(4, 8, dtype="bfloat16"), engine=nisa.engine.tensor)
+    return write_output()
+
+
 VIEW, THIRD = "a view of a view", "a matmul operand of three dimensions"
 # each rule, the releases that refuse the kernel, and those that warn of it
 REFUSED = {
@@ -80,6 +85,7 @@ REFUSED = {
     a_none_argument: ("a None argument", RELEASES[:2], ()),
     a_sum_onto_zeros: ("accumulation onto zeros of another instruction", (), RELEASES),
     a_row_that_repeats: ("a destination that repeats", (), RELEASES),
+    a_transposition_that_widens: ("a transposition into a wider dtype", (), RELEASES),
     a_private_output: ("an output in private_hbm", (), RELEASES),
 }
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import partial
 
 import pytest
 
@@ -213,6 +214,24 @@ def a_starred_tuple(x):
     return (x, *x.shape)
 
 
+def a_power(x):
+    return x**2
+
+
+def a_partial_function(x):
+    return partial(a_power, x)()
+
+
+def a_function_in_a_loop(x):
+    for _ in range(2):
+
+        def twice(y):
+            return 2 * y
+
+        x = twice(x)
+    return x
+
+
 def an_inner_function(x):
     def twice(y):
         return 2 * y
@@ -258,6 +277,9 @@ SOME_REFUSE = {
     a_pair_as_target: ("a tuple as a loop's target is doubtful", RELEASES[:5]),
     a_starred_tuple: ("a starred value is doubtful", RELEASES[:5]),
     an_inner_function: ("a function inside a function is refused", RELEASES[:4]),
+    a_power: ("the power operator is refused", RELEASES[4:5]),
+    a_partial_function: ("functools.partial is refused", RELEASES[4:5]),
+    a_function_in_a_loop: ("a function defined in a loop is refused", RELEASES[4:5]),
     a_pair_of_elements: ("an element as one of several targets is refused", RELEASES[:5]),
     an_enumeration: ("enumerate, zip, map and their like is doubtful", RELEASES[:5]),
     a_select_without_offset: ("affine_select needs offset= before nki 0.3.0", RELEASES[:1]),

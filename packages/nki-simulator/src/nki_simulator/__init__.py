@@ -14,6 +14,7 @@ Every time is an estimate. Neither results nor times were ever compared with a c
 
     kernel     nki: jit, simulate, record          cost     an estimate of time, from a trace
     isa/       nisa: the instructions by kind      subset   the compiler's Python, checked
+    scan       what Trn1 refuses, counted
     language   nl: tensors and operators           aliases  `import nki` finds the simulator
     core/      one run: operands, memory, dtypes   calibration/     beside published measurements
     tile_functions   nl's functions on whole tiles
@@ -30,8 +31,9 @@ from nki_simulator.core.errors import (
 from nki_simulator.core.machine import Numerics
 from nki_simulator.core.targets import TARGETS, Target
 from nki_simulator.kernel import Run, record, simulate
+from nki_simulator.scan import Findings, scan
 
 __all__ = [
-    "TARGETS", "ConstraintError", "NkiValidationError", "Numerics", "Run", "StrictError", "Target",
-    "nisa", "nki", "nl", "record", "simulate",
+    "TARGETS", "ConstraintError", "Findings", "NkiValidationError", "Numerics", "Run", "StrictError",
+    "Target", "nisa", "nki", "nl", "record", "scan", "simulate",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ inputs, with the same checks, and prints how long each engine is busy, what bind
 and the instructions:
 
     nki-simulator report KERNEL SHAPE [SHAPE ...] [--target trn2]
+    nki-simulator check KERNEL SHAPE [SHAPE ...]    # forms that Trn1 refuses or gets wrong
     nki-simulator calibrate         # the model against published measurements
 
     KERNEL   MODULE:FUNCTION for any kernel, or a module whose function example(...) returns
@@ -32,7 +33,9 @@ from typing import Any
 
 import numpy as np
 
+from nki_simulator import subset
 from nki_simulator.calibration import compare
+from nki_simulator.core.chip import CHIP
 from nki_simulator.core.dtypes import BY_NAME
 from nki_simulator.core.memory import HBM
 from nki_simulator.core.releases import RELEASES
@@ -40,6 +43,7 @@ from nki_simulator.core.tables import LOAD_US
 from nki_simulator.core.targets import TARGETS
 from nki_simulator.cost import CALL_US, LAUNCH_US, Estimate, Layout, estimate, lay_out
 from nki_simulator.kernel import Run, record
+from nki_simulator.scan import scan
 
 LABEL = "ESTIMATE from the instruction trace, not a measurement"
 
@@ -69,6 +73,12 @@ def main(argv: list[str] | None = None) -> int:
         help="appends the numbers to this file, a line per shape; hbm_moved and hbm_least are the bytes that "
         "move and the fewest that could: each input and output once",
     )
+    check = commands.add_parser(
+        "check", help="counts forms that Trn1 refuses or gets wrong; ends with 1 if there are any"
+    )
+    check.add_argument("kernel", help="as of report")
+    check.add_argument("shape", nargs="+", help="as of report")
+    check.add_argument("--nki", choices=RELEASES, help="as of report")
     calibrate = commands.add_parser(
         "calibrate", help="compares the model with published measurements"
     )
@@ -83,6 +93,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.command == "calibrate":
         return compare.main(options.kernels)
     module = _module(options.kernel, options.package)
+    if options.command == "check":
+        return check_shapes(module, options.kernel, options.shape, options.nki)
     for shape in options.shape:
         kernel, arguments = load(module, options.kernel, shape)
         run = record(kernel, *arguments, target=options.target, nki=options.nki)
@@ -94,6 +106,20 @@ def main(argv: list[str] | None = None) -> int:
             with options.jsonl.open("a") as lines:
                 lines.write(json.dumps(title | numbers(run, layout, costs, arguments)) + "\n")
     return 0
+
+
+def check_shapes(module: ModuleType, name: str, shapes: Sequence[str], nki: str | None) -> int:
+    """Print what `scan` finds in a kernel at each shape on Trn1, and what its source has that some
+    release refuses. Return 1 if there is anything.
+    """
+    found = False
+    for shape in shapes:
+        kernel, arguments = load(module, name, shape)
+        run = record(kernel, *arguments, target="trn1", nki=nki, without=CHIP, check_source=False)
+        counted, refused = scan(run.trace), subset.findings(kernel, nki)
+        found |= bool(counted) or bool(refused)
+        print(f"{name} {shape}: {counted}", *refused, sep="\n  ")
+    return int(found)
 
 
 def _module(kernel: str, package: str = "") -> ModuleType:

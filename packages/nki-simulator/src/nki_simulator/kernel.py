@@ -12,13 +12,15 @@ import numpy as np
 from nki_simulator import isa, language, subset
 from nki_simulator.core.cores import Pair, run_both
 from nki_simulator.core.errors import NkiValidationError, StrictError
-from nki_simulator.core.machine import EXACT, Machine, Numerics, Record, running
+from nki_simulator.core.machine import Machine, Numerics, Record, running
 from nki_simulator.core.memory import UNWRITTEN, MemoryRegion, NkiTensor
 from nki_simulator.core.precedents import without_precedent
 from nki_simulator.core.targets import Target, resolve
 
 RELEASE = "DELTA_TRN_NKI"
 STRICT = "DELTA_TRN_NKI_STRICT"
+FUNCTIONS = "DELTA_TRN_NKI_FUNCTIONS"
+WITHOUT = "DELTA_TRN_NKI_WITHOUT"
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def record(
     target: str | None = None,
     strict: bool | None = None,
     check_source: bool = True,
-    numerics: Numerics = EXACT,
+    numerics: Numerics | None = None,
+    without: Iterable[str] | None = None,
     nki: str | None = None,
     trace: bool = True,
     **kwargs: Any,
@@ -106,7 +109,10 @@ def record(
                    0 in DELTA_TRN_NKI_STRICT, which reaches runs that a package starts itself, they
                    are made
     check_source   False drops only the check of the compiler's Python subset
-    numerics       makes the engines less exact
+    numerics       makes the engines less exact; without it, here or as exact or measured:SEED in
+                   DELTA_TRN_NKI_FUNCTIONS for the Scalar engine's functions, they are exact
+    without        names rules of the target (`core.chip`) that do not hold; without it, here or in
+                   DELTA_TRN_NKI_WITHOUT, with semicolons between them, all do
 
     >>> from nki_simulator import nl, record, simulate
     >>> def double(x):
@@ -125,19 +131,30 @@ def record(
     nki = nki or os.environ.get(RELEASE) or None
     if strict is None:
         strict = _is_strict()
+    if numerics is None:
+        numerics = Numerics(functions=os.environ.get(FUNCTIONS) or "exact")
+    if without is None:
+        without = [name for name in os.environ.get(WITHOUT, "").split(";") if name]
     if kernel.cores == 2 and chip.generation == 2:
         raise NkiValidationError(f"LNC 2 is not supported on {chip.name}, only LNC 1")
     if strict and check_source:
         subset.check(kernel, nki)
     options: Any = {"strict": strict, "trace": trace, "numerics": numerics, "nki": nki}
+    options["without"] = tuple(without)
     machines = [Machine(chip, **options) for _ in range(kernel.cores)]
     machine = machines[0]
+    bare = {name: MemoryRegion[name] for name in _bare_memories(kernel.function)}
     bound = inspect.signature(kernel.function).bind(*args, **kwargs)
     bound.arguments = {
         name: _argument(machine, name, value) for name, value in bound.arguments.items()
     }
     nan_in = any(_has_nan(array) for array in _arrays((*args, *kwargs.values())))
-    returned = _run(machines, kernel.function, bound)
+    kernel.function.__globals__.update(bare)
+    try:
+        returned = _run(machines, kernel.function, bound)
+    finally:
+        for name in bare:
+            del kernel.function.__globals__[name]
     if strict:
         for core in machines:
             core.check_capacity()
@@ -152,6 +169,14 @@ def record(
     sbuf, psum = machine.peaks()
     alone = tuple(without_precedent(machine.forms))
     return Run(outputs, chip, machine.count, sbuf, psum, tuple(machine.trace or ()), alone)
+
+
+def _bare_memories(function: Callable[..., Any]) -> set[str]:
+    """Return which memories a kernel names without importing them, as AWS's quickstart has
+    `sbuf.view(...)`: NKI's compiler knows them.
+    """
+    named = set(function.__code__.co_names) & set(MemoryRegion.__members__)
+    return {name for name in named if name not in function.__globals__}
 
 
 def _is_strict() -> bool:
@@ -200,12 +225,14 @@ def _argument(machine: Machine, name: str, value: Any) -> Any:
             f"argument {name} is a {type(value).__name__}; pass NumPy arrays (ml_dtypes for "
             "bfloat16)"
         )
+    if isinstance(value, list) and value and all(type(item) is int for item in value):
+        return value  # constants
     if isinstance(value, tuple):
         return tuple(_argument(machine, f"{name}[{i}]", item) for i, item in enumerate(value))
     if machine.strict and isinstance(value, (list, dict)):
         raise StrictError(
             f"kernel argument {name} is a {type(value).__name__}; pass one argument per tensor, "
-            "and tuples of numbers"
+            "tuples of numbers, or a list of integers"
         )
     return value
 

@@ -38,6 +38,18 @@ from nki_simulator.tile_functions import apply, issue, reduce, transpose
 globals().update(MemoryRegion.__members__)  # sbuf, psum, hbm, private_hbm, shared_hbm
 
 
+def _view(region: MemoryRegion, dtype: object, shape: Any = None, size: Any = None) -> NkiTensor:
+    """Return a new tensor in a memory, as `sbuf.view(dtype=..., shape=...)` of AWS's quickstart of
+    SDK 2.27 and 2.28 does; others write size= for shape=.
+    """
+    if (shape is None) == (size is None):
+        raise TypeError(f"{region.value}.view needs either shape= or size=")
+    return current().allocate(shape if size is None else size, dtype, region)
+
+
+MemoryRegion.view = _view  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class TileOperator(Operator):
     """An operator that is also a function of tiles, as in nl.add(x, y)."""
 
@@ -266,6 +278,13 @@ def negative(x: NkiTensor, dtype: Any = None) -> NkiTensor:
 
 
 # Control
+
+
+def par_dim(size: int) -> int:
+    """Return the size of the axis that a shape of NKI Beta 1 marks as the partition axis: it has to
+    be the first.
+    """
+    return size
 
 
 def affine_range(start: int, stop: int | None = None, step: int = 1) -> range:

@@ -207,6 +207,12 @@ def _forms(node: ast.AST, scope: dict[str, Any]) -> Iterator[str]:
         yield "a tuple as a loop's target"
     if isinstance(node, ast.FunctionDef):
         yield "a function inside a function"
+    if isinstance(node, (ast.For, ast.While)) and any(
+        isinstance(inner, ast.FunctionDef) for inner in ast.walk(node)
+    ):
+        yield "a function defined in a loop"
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        yield "the power operator"
     targets = node.targets[0] if isinstance(node, ast.Assign) else None
     if isinstance(targets, ast.Tuple) and any(isinstance(t, ast.Subscript) for t in targets.elts):
         yield "an element as one of several targets"
@@ -216,6 +222,8 @@ def _forms(node: ast.AST, scope: dict[str, Any]) -> Iterator[str]:
         yield "dynamic_range"
     if not isinstance(node, ast.Call):
         return
+    if ast.unparse(node.func) in ("partial", "functools.partial"):
+        yield "functools.partial"
     if isinstance(node.func, ast.Name) and node.func.id in ITERATIONS:
         yield "enumerate, zip, map and their like"
 

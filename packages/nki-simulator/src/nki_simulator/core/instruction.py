@@ -21,6 +21,7 @@ from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
+from nki_simulator.core.chip import DIMENSIONS, count_dimensions
 from nki_simulator.core.dtypes import store, to_float32
 from nki_simulator.core.errors import ConstraintError, StrictError
 from nki_simulator.core.machine import Engine, Operand, Record, Region, current
@@ -83,6 +84,8 @@ class Instruction:
         storage = t.storage
         storage.life.last = self.index
         self._reads.append((role, t))
+        if t.buffer is PSUM:
+            self.machine.sums[storage.number].last_read = self.index
         if storage.writer is UNWRITTEN or not isinstance(storage.writer, int):
             self._check_written(role, t)
         if t.indirection is not None:
@@ -155,11 +158,33 @@ class Instruction:
     def done(self, flags: dict[str, Any]) -> "Handle":
         """Append the instruction to the trace, with what the cost model needs as `flags`."""
         trace = self.machine.trace
+        wide = self._count_dimensions()
+        if wide > 3:
+            flags = {**flags, "dimensions": wide}
         if trace is not None:
             reads = tuple(_operand(role, t) for role, t in self._reads)
             writes = tuple(_operand(role, t) for role, t in self._writes)
             trace.append(Record(self.index, self.op, self.engine, reads, writes, flags))
         return HANDLE
+
+    def _count_dimensions(self) -> int:
+        """Return the most free dimensions of an operand; refuse too many of an instruction with
+        three.
+        """
+        if self.engine is Engine.dma:
+            return 0
+        operands = (*self._reads, *self._writes)
+        wide, role, tensor = 0, "", None
+        for name, t in operands:
+            if t.array.ndim > 4 and t.on_chip and (n := count_dimensions(t)) > wide:
+                wide, role, tensor = n, name, t
+        if wide > 3 and len(operands) > 2 and tensor is not None:
+            self.machine.refuse_on_chip(
+                DIMENSIONS,
+                f"{self.op} {role} `{tensor.name}` {tensor.shape} has {wide} free dimensions, "
+                f"beside two more operands,",
+            )
+        return wide
 
     def name_operands(self, newest: tuple[str, ...], operands: tuple[Any, ...]) -> dict[str, Any]:
         """Return positional operands under the names that their places have in the run's release.
@@ -384,13 +409,7 @@ class Instruction:
         )
 
     def _check_rank(self, role: str, tensor: NkiTensor) -> None:
-        free, axes = tensor.array, 0
-        previous = None
-        for count, stride in zip(free.shape[1:], free.strides[1:], strict=True):
-            if count == 1:
-                continue
-            axes += previous is None or previous != stride * count
-            previous = stride
+        axes = count_dimensions(tensor)
         self.forbid(axes > 4, f"{role} access pattern has {axes} free dimensions, the limit is 4")
 
     def _check_written(self, role: str, tensor: NkiTensor) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from nki_simulator.core.chip import CHIP, OPEN, SUMS, Sums, place_of, rules_on
 from nki_simulator.core.cores import Pair
 from nki_simulator.core.dtypes import DType, dtype_of
 from nki_simulator.core.errors import NkiWarning, StrictError, require
@@ -89,11 +91,29 @@ class Record:
 class Numerics:
     """How exact the engines are. Settings other than the default show how sensitive a kernel is.
 
-    matmul    "bfloat16" or "tfloat32" rounds float32 operands before they are multiplied. Public
-              measurements disagree on whether the Tensor engine's float32 products are exact.
+    matmul      "bfloat16" or "tfloat32" rounds float32 operands before they are multiplied. Public
+                measurements disagree on whether the Tensor engine's float32 products are exact.
+    functions   "measured:SEED" gives the Scalar engine's functions the errors that exp was measured
+                to have on Trn1 (`core.function_errors`); "exact" are those of float32.
+
+    >>> Numerics(functions="measured:3").seed, Numerics().seed
+    (3, None)
     """
 
     matmul: str = "float32"
+    functions: str = "exact"
+
+    def __post_init__(self) -> None:
+        kind, _, seed = self.functions.partition(":")
+        if self.functions != "exact" and not (kind == "measured" and seed.isdigit()):
+            raise ValueError(
+                f"functions={self.functions!r} is neither exact nor measured:SEED, such as measured:1"
+            )
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the functions' errors, None where there are none."""
+        return None if self.functions == "exact" else int(self.functions.partition(":")[2])
 
 
 EXACT = Numerics()
@@ -110,11 +130,15 @@ class Machine:
         trace: bool,
         numerics: Numerics,
         nki: str | None = None,
+        without: Iterable[str] = (),
     ) -> None:
         self.target = target
         self.strict = strict
         self.nki = nki
         self.rules = rules_of(nki) if strict else {}
+        own = rules_on(target.generation, without)  # names an unknown rule, strict or not
+        self.chip_rules = own if strict else frozenset()
+        self.sums: dict[int, Sums] = defaultdict(Sums)  # of each PSUM tensor
         self.numerics = numerics
         self.count = 0
         self.lives: list[Life] = []
@@ -187,6 +211,29 @@ class Machine:
         if not self.rules[rule].only_warns(self.nki):
             raise StrictError(message)
         warnings.warn(message, NkiWarning, stacklevel=2)
+
+    def refuse_on_chip(self, rule: str, where: str) -> None:
+        """Raise StrictError if the rule of the target holds; `where` is what breaks it."""
+        if rule in self.chip_rules:
+            found = CHIP[rule]
+            raise StrictError(
+                f"{where} on {self.target.name}: {found.instead} ({found.source}; rule {rule!r})"
+            )
+
+    def follow_product(self, tensor: NkiTensor, index: int, adds: bool, where: str) -> None:
+        """Follow what a product adds to, and refuse what loses terms on the chip."""
+        sums = self.sums[tensor.storage.number]
+        own = sums.add(place_of(tensor), index, adds)
+        if own[1] < sums.last_read < index and own[3] > 1:
+            self.refuse_on_chip(
+                OPEN,
+                f"{where} adds to a sum in `{tensor.name}` that instruction {sums.last_read} has read",
+            )
+        if own[3] == 2 and sums.long > 1:
+            self.refuse_on_chip(
+                SUMS,
+                f"{where} makes another sum of several products in the PSUM tensor `{tensor.name}`",
+            )
 
     def argument(self, array: np.ndarray, name: str) -> NkiTensor:
         """Return `array`, not copied, as a written tensor in shared HBM."""

@@ -44,6 +44,7 @@ class Rule:
         return f"{verb} {span}; {self.instead} ({self.source})"
 
 
+TRACER = "refused by the tracer of nki 0.6.0: docs/neuron-notes.md of foxl-ai/kiln"
 LIBRARY = "in no kernel of nki-library 2.28 and 2.29"
 RULES = {
     # seen while a kernel runs
@@ -94,6 +95,14 @@ RULES = {
         "its last value stays; qkv of nki-library 2.29 does it where only the sum counts",
         warns="0.2.0",
     ),
+    "a transposition into a wider dtype": Rule(
+        "0.2.0",
+        "0.7.0",
+        "transpose by nc_matmul with an identity",
+        "stubs of nc_transpose want one dtype; Trn1 takes bfloat16 into float32 PSUM alone, as "
+        "foxl-ai/kiln measured, and three kernels for trn2 do it",
+        warns="0.2.0",
+    ),
     "an output in private_hbm": Rule(
         "0.2.0",
         "0.7.0",
@@ -128,6 +137,11 @@ RULES = {
         "define it at the top (0.6.0 has it for fori_loop)",
         "CHANGELOG of trnrand 0.5.0",
     ),
+    "a function defined in a loop": Rule(
+        "0.6.0", "0.6.0", "define it at the top, or before the loop", TRACER
+    ),
+    "the power operator": Rule("0.6.0", "0.6.0", "multiply, or compute it outside", TRACER),
+    "functools.partial": Rule("0.6.0", "0.6.0", "write a function, or pass the arguments", TRACER),
     "an element as one of several targets": Rule(
         "0.2.0", "0.6.0", "assign the values one by one", "CHANGELOG of trnrand 0.5.0"
     ),

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from nki_simulator.core.chip import BIAS
 from nki_simulator.core.dtypes import to_float32
+from nki_simulator.core.function_errors import err
 from nki_simulator.core.instruction import Instruction, instruction
 from nki_simulator.core.memory import NkiTensor
-from nki_simulator.core.operators import Operator, add, combine
+from nki_simulator.core.operators import Operator, add, add_in_order, combine
 from nki_simulator.isa.enums import engine as engines
 from nki_simulator.isa.enums import reduce_cmd as commands
 from nki_simulator.isa.reduction import accumulate, open_registers, read_registers
@@ -64,6 +66,10 @@ def _activate(
     if isinstance(scale, NkiTensor) or scale != 1.0:
         values = values * run.scalar_operand("scale", scale, P)
     if bias is not None:
+        if function.name == "copy" and isinstance(bias, NkiTensor):
+            run.machine.refuse_on_chip(
+                BIAS, f"activation(copy) with the tile `{bias.name}` as bias"
+            )
         values = values + _bias(run, bias, P)
         no_bias = run.target.generation == 2 and function.name == "reciprocal"
         run.forbid(no_bias, "reciprocal takes no bias on gen2")
@@ -71,6 +77,8 @@ def _activate(
     assert function.activation is not None
     run.machine.tables.load_for(function.name)
     result = function.activation(values)
+    if run.machine.numerics.seed is not None:
+        result = err(function.name, values, result, run.machine.numerics.seed)
     run.write_like(dst, result, data)
     known = (commands.idle, commands.reset, commands.reduce, commands.reset_reduce)
     run.check_member("reduce_cmd", reduce_cmd, *known)
@@ -78,7 +86,7 @@ def _activate(
     open_registers(registers, reduce_cmd, 0)
     if reduce_cmd in (commands.reduce, commands.reset_reduce):
         run.one_of("reduce_op", reduce_op, ("add",))
-        registers[:P] += result.sum(axis=1, keepdims=True, dtype=np.float32)
+        registers[:P] += add_in_order(result)[:, None]
     return {**read_registers(run, reduce_res, registers[:P]), "function": function.name}
 
 

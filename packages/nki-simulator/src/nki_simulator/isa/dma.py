@@ -4,6 +4,7 @@ from functools import reduce
 
 import numpy as np
 
+from nki_simulator.core.chip import TRANSPOSE
 from nki_simulator.core.dtypes import store, to_float32
 from nki_simulator.core.instruction import Instruction, instruction
 from nki_simulator.core.memory import BY_OTHER, HBM, SBUF, UNWRITTEN, NkiTensor
@@ -103,6 +104,8 @@ def dma_transpose(
     out = run.dst("dst", dst, DMA_MEMORY)
     run.require(out.shape == moved.shape, f"dst shape must be {moved.shape}, got {out.shape}")
     run.has_dtype("dst", out, src.dtype)
+    if src.buffer is SBUF and out.buffer is SBUF:
+        run.machine.refuse_on_chip(TRANSPOSE, f"dma_transpose of `{src.name}` from SBUF to SBUF")
     run.write(out, moved)
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from nki_simulator.core.chip import GPSIMD
 from nki_simulator.core.dtypes import to_float32
 from nki_simulator.core.instruction import Instruction, instruction, list_starts
 from nki_simulator.core.memory import ON_CHIP, PSUM, NkiTensor
@@ -34,6 +35,9 @@ def tensor_tensor(
     if alu.name in ON_GPSIMD or (exact and not any(t.buffer is PSUM for t in tensors)):
         run.engine = engines.gpsimd
     run.pick(engine, engines.vector, engines.gpsimd)
+    if run.engine is engines.gpsimd and (engine is engines.gpsimd or not exact):
+        # where nobody names an engine, integers go to GpSimd, and kernels that do so ran on Trn1
+        run.machine.refuse_on_chip(GPSIMD, f"tensor_tensor of {tensors[0].dtype} on GpSimd")
     if alu.arity != 2:
         raise TypeError(f"tensor_tensor op must be a binary operator, got {alu!r}")
     a, b = run.read("data1", data1), run.read("data2", data2)

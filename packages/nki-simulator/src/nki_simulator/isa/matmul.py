@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from nki_simulator.core.chip import TILES
 from nki_simulator.core.dtypes import FLOAT8, MATMUL, round_to, to_float32
 from nki_simulator.core.errors import StrictError
 from nki_simulator.core.instruction import Instruction, instruction, lack
@@ -83,6 +84,11 @@ def nc_matmul(
         product = product.reshape(out.shape)
     _check_bank(run, out)
     adds = _accumulates(run, out, accumulate)
+    run.machine.follow_product(out, run.index, adds, "nc_matmul")
+    if K <= 64 and 16 < lhs.shape[1] <= 32:
+        run.machine.refuse_on_chip(
+            TILES, f"nc_matmul stationary of {K} rows and {lhs.shape[1]} columns"
+        )
     run.write(out, to_float32(out.array) + product if adds else product, BY_MATMUL)
     wide = stationary.dtype == "float32" or moving.dtype == "float32"
     return {
@@ -238,11 +244,18 @@ def nc_transpose(
         shape[0] <= limit and limit >= F,
         f"on the {run.engine.name} engine takes up to {limit} x {limit}, got {shape[0]} x {F}",
     )
-    run.has_dtype("dst", out, data.dtype)
+    widens = tensor and run.target.generation == 2 and str(data.dtype) == "bfloat16"
+    if widens and out.dtype == "float32":
+        run.machine.refuse("a transposition into a wider dtype", "nc_transpose of bfloat16")
+        values = to_float32(values)
+    else:
+        run.has_dtype("dst", out, data.dtype)
     flat = values.reshape(shape[0], F).T
     _check_output(out, flat)
     if tensor and run.strict:
         _check_tensor_transpose(run, out, data, values)
+    if tensor:
+        run.machine.follow_product(out, run.index, False, "nc_transpose")
     run.write(out, flat, BY_MATMUL if tensor else BY_OTHER)
     return {"P": shape[0], "F": F, "fp32": data.dtype == "float32"}
 
@@ -254,7 +267,7 @@ def _check_tensor_transpose(
     if run.target.generation > 2:
         return
     run.forbid(
-        data.dtype != "float32",
+        data.dtype != "float32" and out.dtype != "float32",
         f"of {data.dtype} on the Tensor engine would write {data.dtype} to psum, a matmul's output "
         "must be float32 on gen2; transpose float32, or use nc_matmul with an identity",
     )
