@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SAYS = "form: "  # begins the line with what a process has found
 FORM_SECONDS = 900
 SHAPE = (128, 3, 64)  # of the tile of three dimensions; the others have its first and last size
-POWERS = 6  # tiles x, 2 x, .. 32 x, whose products with x tell which terms a sum has
+# of tiles x, 2 x, .. 32 x, whose products with x tell which terms a sum has
+POWERS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 # nki 0.2.0 has no such argument: it decides by the tile whether a product overwrites or adds. The
 # simulator holds kernels to all releases unless one is named.
 SAYS_SUMS = "accumulate" in inspect.signature(nisa.nc_matmul).parameters and (
@@ -52,11 +53,11 @@ def _give(x_sb):
 
 
 def _load_powers(x):
-    """Loads x [128, N], and returns 2^i x, [128, POWERS, N] bfloat16."""
+    """Loads x [128, N], and returns 2^i x, [128, 6, N] bfloat16."""
     x_sb = load(x, nl.float32)
-    powers_sb = sbuf((x.shape[0], POWERS, x.shape[1]), nl.bfloat16)
-    for i in range(POWERS):
-        nisa.tensor_scalar(dst=powers_sb[:, i, :], data=x_sb, op0=nl.multiply, operand0=2.0**i)
+    powers_sb = sbuf((x.shape[0], len(POWERS), x.shape[1]), nl.bfloat16)
+    for i in range(len(POWERS)):
+        nisa.tensor_scalar(dst=powers_sb[:, i, :], data=x_sb, op0=nl.multiply, operand0=POWERS[i])
     return powers_sb
 
 

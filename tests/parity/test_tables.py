@@ -2,6 +2,7 @@
 not.
 """
 
+import json
 import zlib
 from contextlib import contextmanager
 from itertools import product
@@ -13,49 +14,47 @@ import torch
 from delta_trn.backends.parity import __main__ as parity
 from delta_trn.backends.parity import rule, rule_cases, tables
 from delta_trn.backends.parity.judge import error
-from nki_simulator import language
+from nki_simulator.isa import activation
 from tests.support import planted_bugs
 
 NAME = "nki-simulator"
-FUNCTIONS = ("exp", "silu", "silu_dx", "softplus", "sigmoid", "rsqrt", "sqrt", "log")
-# by what error the simulator's function is off, from a uniform number: none is that of the samples
+# by what error the simulator's functions are off, from a uniform number; None: the simulator's own
 SHAPES = {
+    "own": None,
     "power": lambda u: u ** np.log2(10.0),
     "logarithmic": lambda u: 10.0 ** (-2 * u),  # median and maximum are the same
 }
 
 
 @contextmanager
-def functions_off(monkeypatch, shape: str, piece: int, times: float = 1.0, seed: int = 1):
-    """Gives functions of the simulator's Scalar engine errors of tables, by NumPy alone.
+def functions_off(
+    monkeypatch, shape: str = "own", piece: int = 0, times: float = 1.0, seed: int = 1
+):
+    """Gives functions of the simulator's Scalar engine errors of tables.
 
     shape   of the distribution
     piece   low bits of an argument that do not matter
     times   what was measured
     """
 
-    def off(name, function):
-        def compute(x):
-            x = np.ascontiguousarray(x, np.float32)
-            bits = (x.view(np.uint32) >> np.uint32(piece)).astype(np.uint64)
-            mixed = (bits + np.uint64(zlib.crc32(f"{seed}{name}".encode()))) * np.uint64(
-                0x9E3779B97F4A7C15
-            )
-            mixed ^= mixed >> np.uint64(29)
-            mixed *= np.uint64(0xBF58476D1CE4E5B9)
-            mixed ^= mixed >> np.uint64(32)
-            u = (mixed & np.uint64(0xFFFFFF)).astype(float) / 2**24
-            sign = np.where(mixed >> np.uint64(40) & np.uint64(1), 1.0, -1.0)
-            relative = times * tables.MOST * sign * SHAPES[shape](u)
-            return (function(x) * (1 + relative)).astype(np.float32)
-
-        return compute
+    def err(name, inputs, results, seed):
+        if name in ("copy", "square"):
+            return results
+        x = np.ascontiguousarray(inputs, np.float32)
+        bits = (x.view(np.uint32) >> np.uint32(piece)).astype(np.uint64)
+        salt = np.uint64(zlib.crc32(f"{seed}{name}".encode()))
+        mixed = (bits + salt) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+        mixed *= np.uint64(0xBF58476D1CE4E5B9)
+        mixed ^= mixed >> np.uint64(32)
+        u = (mixed & np.uint64(0xFFFFFF)).astype(float) / 2**24
+        sign = np.where(mixed >> np.uint64(40) & np.uint64(1), 1.0, -1.0)
+        return (results * (1 + times * tables.MOST * sign * SHAPES[shape](u))).astype(np.float32)
 
     with monkeypatch.context() as patched:
-        patched.setenv(tables.SIMULATED, "measured:1")
-        for name in FUNCTIONS:
-            operator = getattr(language, name)
-            patched.setattr(operator, "activation", off(name, operator.activation))
+        patched.setenv(tables.SIMULATED, f"measured:{seed}")
+        if shape != "own":
+            patched.setattr(activation, "err", err)
         yield
 
 
@@ -79,8 +78,10 @@ SLOW = ("ragged", "mixer_groups", "kimi_gva", "residual_odd")
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_a_backend_with_the_errors_that_were_measured_passes(case, dtype, monkeypatch):
-    few = 1 if dtype == "bfloat16" else None  # there rounding decides, but for weights' gradients
-    for seed, (shape, piece) in list(enumerate(product(SHAPES, (0, 17))))[:few]:
+    ways = [("own", 0), *product(("power", "logarithmic"), (0, 17))]
+    if dtype == "bfloat16":  # there rounding decides, but for weights' gradients
+        ways = ways[:1]
+    for seed, (shape, piece) in enumerate(ways):
         with functions_off(monkeypatch, shape, piece, seed=seed):
             assert failed(case, dtype) == []
 
@@ -93,9 +94,9 @@ def test_errors_ten_times_as_large_do_not(case, monkeypatch):
 
 @pytest.mark.parametrize("case", ["packed", "norm_head", "loss_ignored"])
 def test_the_old_criterion_does_not_pass_the_errors_that_were_measured(case, monkeypatch):
-    with functions_off(monkeypatch, "power", 0):
-        monkeypatch.delenv(tables.SIMULATED)
-        assert failed(case, "float32")
+    monkeypatch.setattr(tables, "SIMULATED", "NOTHING")  # which judges_functions asks
+    monkeypatch.setenv("DELTA_TRN_NKI_FUNCTIONS", "measured:1")
+    assert failed(case, "float32")
 
 
 @pytest.mark.parametrize(
@@ -108,10 +109,25 @@ def test_the_old_criterion_does_not_pass_the_errors_that_were_measured(case, mon
 )
 def test_a_term_that_a_kernel_leaves_out_fails_with_errors_of_functions_too(bug, monkeypatch):
     with (
-        functions_off(monkeypatch, "power", 0),
+        functions_off(monkeypatch),
         planted_bugs.planted(planted_bugs.BY_NAME[bug]),
     ):
         assert failed("seam_129", "float32")
+
+
+def test_the_parity_command_says_that_functions_are_off(tmp_path, monkeypatch, capsys):
+    """`DELTA_TRN_NKI_FUNCTIONS=measured:1 delta-trn parity --backend nki-simulator`."""
+    lines = tmp_path / "lines"
+    words = ["--backend", NAME, "--case", "conv_one", "--dtype", "float32", "--json", str(lines)]
+    with functions_off(monkeypatch):
+        assert parity.main(words) == 0
+        assert "with functions off as measured:1" in " ".join(capsys.readouterr().out.split())
+        rows = [json.loads(line) for line in lines.read_text().splitlines()]
+        assert {row["functions"] for row in rows} == {"measured:1"}
+    assert parity.main(words) == 0
+    assert "functions off" not in " ".join(capsys.readouterr().out.split())
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert not any("functions" in row for row in rows)
 
 
 def test_the_chip_is_judged_with_errors_of_functions_and_nothing_else_is(monkeypatch):
