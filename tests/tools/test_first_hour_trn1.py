@@ -259,7 +259,7 @@ def test_beside_a_chip_the_model_is_asked_in_a_process_of_its_own(monkeypatch):
     here = hour.model_us(calls)
     monkeypatch.setattr(hour, "RUNTIME", "neuron")
     assert hour.model_us(calls) == here and here[0] > 1
-    with pytest.raises(RuntimeError, match="the cost model failed: .*nothing_of_this_name"):
+    with pytest.raises(RuntimeError, match=r"the cost model failed: .*nothing_of_this_name"):
         hour.model_us([("delta_trn.nothing_of_this_name", {})])
 
 
