@@ -53,7 +53,7 @@ float32. `tiles.choose_factors` keeps R, U and their products from underflow whe
 
 from delta_trn.nki_kernels.chunk_tiles import Chunk
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import PARTITIONS
+from delta_trn.nki_kernels.plan import PARTITIONS, split
 from delta_trn.nki_kernels.tiles import (
     add_product,
     add_selected,
@@ -63,10 +63,7 @@ from delta_trn.nki_kernels.tiles import (
     keep_triangle,
     load_padded,
     multiply,
-    multiply_elements,
-    multiply_on_gpsimd,
     psum,
-    repeat_over_lanes,
     sbuf,
     scale_and_add,
 )
@@ -248,11 +245,8 @@ def spread_decays(g_sb, table):
     tiles = []
     for part in range(2):
         out_sb = sbuf((rows, lanes, rows))
-        multiply_on_gpsimd(
-            out_sb,
-            repeat_over_lanes(table, "upper", lanes),
-            g_sb.ap(pattern=[[2 * lanes, rows], [2, lanes], [0, rows]], offset=part),
-        )
+        for lane in range(lanes):
+            copy_scaled(out_sb[:, lane, :], table["upper"], g_sb[:, lane, part : part + 1])
         tiles.append(out_sb)
     return tiles
 
@@ -261,11 +255,8 @@ def build_diagonals(columns_sb, table):
     """Builds diag(columns) of each lane, [rows, lanes, rows], from columns [rows, lanes]."""
     rows, lanes = columns_sb.shape
     out_sb = sbuf((rows, lanes, rows))
-    multiply_on_gpsimd(
-        out_sb,
-        repeat_over_lanes(table, "identity", lanes),
-        columns_sb.ap(pattern=[[lanes, rows], [1, lanes], [0, rows]], offset=0),
-    )
+    for lane in range(lanes):
+        copy_scaled(out_sb[:, lane, :], table["identity"], columns_sb[:, lane : lane + 1])
     return out_sb
 
 
@@ -276,7 +267,8 @@ def compute_decays(spread, table):
     rows, lanes, _ = spread[0].shape
     sums_ps = psum((rows, lanes * rows))
     for part in range(2):
-        add_selected(sums_ps, table["strict_lower"], spread[part].reshape((rows, lanes * rows)))
+        terms = spread[part].reshape((rows, lanes * rows))
+        add_selected(sums_ps, table["strict_lower"], terms, part > 0)
     out_sb = sbuf((rows, lanes, rows))
     nisa.activation(dst=out_sb, op=nl.exp, data=sums_ps.reshape((rows, lanes, rows)))
     keep_triangle(out_sb, 1, 0)
@@ -299,28 +291,49 @@ def weight_decays(D_t_sb, diagonals_sb, table):
     return out_sb
 
 
-def multiply_parts(dst_ps, stationary, moving, a, b):
-    """Adds stationary^T moving, summed over parts, to dst:
+def multiply_parts(dst_ps, stationary, moving, a, b, adds=False):
+    """Sets dst in PSUM to stationary^T moving, summed over parts, or adds it if `adds`:
     lane or key head a of the one, b of the other.
     """
     for part in range(len(moving)):
-        add_product(dst_ps, stationary[part][:, a, :], moving[part][:, b, :])
+        x, y = stationary[part][:, a, :], moving[part][:, b, :]
+        add_product(dst_ps, x, y, adds or part > 0)
+
+
+def cut_lanes(lanes, parts):
+    """Cuts lanes into those whose products share a PSUM tensor: all of them where these are
+    single products, else each lane, whose products of `parts` parts are a sum.
+    """
+    return split(lanes, lanes if len(parts) == 1 else 1)
 
 
 def multiply_pairs(stationary, moving, bundle):
-    """Computes products of all pairs of tokens, PSUM [rows, lanes, rows]: stationary^T moving of
-    each lane.
+    """Computes stationary^T moving of each lane in PSUM, as products of all pairs of tokens.
 
     stationary and moving are lists over the parts of what is summed, tiles [f, lanes or key heads,
-    rows].
+    rows], moving also [.., K]. Returns [(first lane, lane behind the last, tile [rows, those lanes,
+    rows or K])].
     """
-    rows, lanes = moving[0].shape[2], bundle["lanes"]
-    out_ps = psum((rows, lanes, rows))
-    for lane in range(lanes):
-        a = lane if stationary[0].shape[1] == lanes else find_key_head(bundle, lane)
-        b = lane if moving[0].shape[1] == lanes else find_key_head(bundle, lane)
-        multiply_parts(out_ps[:, lane, :], stationary, moving, a, b)
-    return out_ps
+    rows, columns, lanes = stationary[0].shape[2], moving[0].shape[2], bundle["lanes"]
+    pieces = []
+    for span in cut_lanes(lanes, moving):
+        first, stop = span
+        out_ps = psum((rows, stop - first, columns))
+        for lane in range(first, stop):
+            a = lane if stationary[0].shape[1] == lanes else find_key_head(bundle, lane)
+            b = lane if moving[0].shape[1] == lanes else find_key_head(bundle, lane)
+            multiply_parts(out_ps[:, lane - first, :], stationary, moving, a, b)
+        pieces.append((first, stop, out_ps))
+    return pieces
+
+
+def weigh_pairs(pieces, factors_sb, dtype=nl.float32):
+    """Multiplies what `multiply_pairs` returns by factors of its shape, in a new tile."""
+    out_sb = sbuf(factors_sb.shape, dtype)
+    for piece in pieces:
+        first, stop, products_ps = piece
+        multiply(out_sb[:, first:stop, :], products_ps, factors_sb[:, first:stop, :])
+    return out_sb
 
 
 def multiply_lanes(stationary, moving, factors, dtype=nl.float32):
@@ -401,9 +414,9 @@ def decay_and_add(S, carry_sb, factors, parts):
         out_sb = sbuf((stop - start, lanes, V))
         for lane in range(lanes):
             sum_ps = psum((stop - start, V))
-            for factor in factors:
-                x_sb, y_sb = factor
-                add_product(sum_ps, x_sb[:, lane, start:stop], y_sb[:, lane, :])
+            for i in range(len(factors)):
+                x_sb, y_sb = factors[i]
+                add_product(sum_ps, x_sb[:, lane, start:stop], y_sb[:, lane, :], i > 0)
             scale_and_add(
                 out_sb[:, lane, :],
                 S[part][:, lane, :],
@@ -440,8 +453,6 @@ def multiply_keys(chunk, bundle, blocks, table):
     products of keys, and blocks of L.
     """
     chunk.weighted_D_t = weight_decays(chunk.D_t, chunk.diagonals, table)
-    chunk.minus_L_t = multiply_elements(
-        multiply_pairs(chunk.k_t, chunk.k_t, bundle), chunk.weighted_D_t
-    )
-    chunk.P_t = multiply_elements(multiply_pairs(chunk.k_t, chunk.q_t, bundle), chunk.D_t)
+    chunk.minus_L_t = weigh_pairs(multiply_pairs(chunk.k_t, chunk.k_t, bundle), chunk.weighted_D_t)
+    chunk.P_t = weigh_pairs(multiply_pairs(chunk.k_t, chunk.q_t, bundle), chunk.D_t)
     chunk.block_columns = list_block_columns(chunk.minus_L_t, blocks)

@@ -48,10 +48,11 @@ from delta_trn.nki_kernels.chunk import (
     scale_lanes,
     store_keys,
     store_lanes,
+    weigh_pairs,
 )
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import BANK, split
 from delta_trn.nki_kernels.tiles import (
+    add,
     add_product,
     add_selected,
     add_transposed,
@@ -60,9 +61,7 @@ from delta_trn.nki_kernels.tiles import (
     keep_triangle,
     multiply,
     multiply_elements,
-    multiply_on_gpsimd,
     psum,
-    repeat_over_lanes,
     sbuf,
     scale_and_add,
     sum_rows,
@@ -161,15 +160,16 @@ def compute_writes(chunk, constants):
         U_ps = psum((rows, V))
         add_product(U_ps, T_t_sb[:, lane, :], rounded)
         if R_sb.dtype != products:
-            add_product(U_ps, constants["minus_identity"][0:rows, 0:rows], rounded)
-            add_selected(U_ps, constants["identity"][0:rows, 0:rows], R_sb[:, lane, :])
+            add_product(U_ps, constants["minus_identity"][0:rows, 0:rows], rounded, True)
+            add_selected(U_ps, constants["identity"][0:rows, 0:rows], R_sb[:, lane, :], True)
         copy_scaled(U_exact_sb[:, lane, :], U_ps, chunk.inverse_beta[:, lane : lane + 1])
         copy_scaled(U_sb[:, lane, :], U_ps, chunk.share[:, lane : lane + 1])
     chunk.U, chunk.U_exact = U_sb, U_exact_sb
 
 
 def compute_residual_gradient(chunk, dS, bundle):
-    """Computes dR [rows, lanes, V], in one step in bfloat16 and in two in float32.
+    """Computes dR [rows, lanes, V], in one step in bfloat16 and in two in float32; adds dbeta
+    [rows, lanes] to the chunk, <dR, U / beta> of each row.
 
         dR = (P T)^T dO + W dS'                  dU = P^T dO + diag(lambda) K dS',  dR = T^T dU
 
@@ -181,7 +181,14 @@ def compute_residual_gradient(chunk, dS, bundle):
     """
     do_sb = chunk.do
     rows, lanes, V = do_sb.shape
-    if dS[0].dtype == nl.float32:
+    in_two = dS[0].dtype == nl.float32
+    out_sb, terms_sb, chunk.dbeta = (
+        sbuf((rows, lanes, V)),
+        sbuf((rows, lanes, V)),
+        sbuf((rows, lanes)),
+    )
+    dU_sb = out_sb
+    if in_two:
         dU_sb = multiply_lanes(chunk.P, do_sb, ())
         for lane in range(lanes):
             KdS_ps = psum((rows, V))
@@ -189,36 +196,31 @@ def compute_residual_gradient(chunk, dS, bundle):
             scale_and_add(
                 dU_sb[:, lane, :], KdS_ps, chunk.lambda_[:, lane : lane + 1], dU_sb[:, lane, :]
             )
-        return multiply_lanes(chunk.T, dU_sb, ())
-    out_sb = sbuf((rows, lanes, V))
     for lane in range(lanes):
         dR_ps = psum((rows, V))
-        add_product(dR_ps, chunk.PT[:, lane, :], do_sb[:, lane, :])
-        multiply_parts(dR_ps, chunk.W_t, dS, lane, lane)
+        if in_two:
+            add_product(dR_ps, chunk.T[:, lane, :], dU_sb[:, lane, :])
+        else:
+            add_product(dR_ps, chunk.PT[:, lane, :], do_sb[:, lane, :])
+            multiply_parts(dR_ps, chunk.W_t, dS, lane, lane, True)
         copy_scaled(out_sb[:, lane, :], dR_ps)
+        multiply(terms_sb[:, lane, :], dR_ps, chunk.U_exact[:, lane, :])
+    nisa.tensor_reduce(dst=chunk.dbeta, op=nl.add, data=terms_sb, axis=2)
     return out_sb
 
 
-def multiply_pair_gradients(chunk, bundle):
-    """Adds U dO^T and U dR^T to the chunk, in SBUF: each is read twice,
-    and the Scalar engine has time.
+def compute_pair_gradients(chunk, bundle, table):
+    """Adds the gradients over pairs of tokens to the chunk: E, diag(beta) Z, and F^T's terms,
+    transposed; U dO^T and U dR^T, which they are products with, are read where they lie in PSUM.
     """
-    chunk.UdO = copy_tile(multiply_pairs(chunk.U_t, chunk.do_t, bundle))
-    chunk.UdR = copy_tile(multiply_pairs(chunk.U_t, chunk.dR_t, bundle))
-
-
-def compute_pair_gradients(chunk, table):
-    """Adds the gradients over pairs of tokens to the chunk: E, diag(beta)
-    Z, and F^T's terms, transposed.
-    """
-    products, UdO_sb, UdR_sb = table["products"], chunk.UdO, chunk.UdR
-    chunk.E_t, chunk.weighted_Z_t = sbuf(UdO_sb.shape, products), sbuf(UdO_sb.shape, products)
-    chunk.reads_t, chunk.erasures_t = sbuf(UdO_sb.shape), sbuf(UdO_sb.shape)
-    multiply_on_gpsimd(chunk.E_t, UdO_sb, chunk.D_t)
-    multiply_on_gpsimd(chunk.weighted_Z_t, UdR_sb, chunk.weighted_D_t)
+    products = table["products"]
+    reads = multiply_pairs(chunk.U_t, chunk.do_t, bundle)
+    chunk.E_t = weigh_pairs(reads, chunk.D_t, products)
+    chunk.reads_t = weigh_pairs(reads, chunk.P_t)
+    erasures = multiply_pairs(chunk.U_t, chunk.dR_t, bundle)
+    chunk.weighted_Z_t = weigh_pairs(erasures, chunk.weighted_D_t, products)
     keep_triangle(chunk.weighted_Z_t, 1, 1)
-    multiply_on_gpsimd(chunk.reads_t, UdO_sb, chunk.P_t)
-    multiply_on_gpsimd(chunk.erasures_t, UdR_sb, chunk.minus_L_t)
+    chunk.erasures_t = weigh_pairs(erasures, chunk.minus_L_t)
 
 
 def copy_tile(x_ps):
@@ -235,23 +237,6 @@ def transpose_pair_gradients(chunk, table):
     chunk.weighted_Z = transpose(chunk.weighted_Z_t, whole, table)[0]
 
 
-def allocate_key_gradients(rows, heads, K):
-    """Allocates dq and dk in PSUM: tiles [rows, 2, key heads, K] of
-    as many heads as a bank holds.
-    """
-    tiles = []
-    for span in split(heads, max(1, BANK // (2 * K))):
-        start, stop = span
-        tiles.append(psum((rows, 2, stop - start, K)))
-    return tiles
-
-
-def view_key_gradient(chunk, side, h):
-    """Views dq (side 0) or dk (side 1) of a key head in PSUM, [rows, K]."""
-    per_tile = chunk.dqk[0].shape[2]
-    return chunk.dqk[h // per_tile][:, side, h % per_tile, :]
-
-
 def read_states(chunk, bundle, table):
     """Adds, rounded, what states do to the gradients of the bundle's raw q and k, and dot products
     for dg.
@@ -262,71 +247,77 @@ def read_states(chunk, bundle, table):
     """
     qk_sb, lanes, products = chunk.qk, bundle["lanes"], table["products"]
     rows, _, _, K = qk_sb.shape
-    dots_sb = sbuf((rows, lanes, 2))
+    sums_sb, dots_sb = sbuf((rows, lanes, 2)), sbuf((rows, lanes, 2))
     chunk.read, chunk.written, chunk.dots = [], [], dots_sb
+    factors = (chunk.gamma, chunk.minus_strength_gamma)
     for lane in range(lanes):
-        state_ps, written_ps = psum((rows, 2, K)), psum((rows, K))
-        multiply_parts(state_ps[:, 0, :], chunk.do_t, chunk.S_t, lane, lane)
-        multiply_parts(state_ps[:, 1, :], chunk.dR_t, chunk.S_t, lane, lane)
-        multiply_parts(written_ps, chunk.U_t, chunk.dS_t, lane, lane)
+        h, written_ps = find_key_head(bundle, lane), psum((rows, K))
         read_sb, written_sb = sbuf((rows, 2, K), products), sbuf((rows, K), products)
-        copy_scaled(read_sb[:, 0, :], state_ps[:, 0, :], chunk.gamma[:, lane : lane + 1])
-        copy_scaled(
-            read_sb[:, 1, :], state_ps[:, 1, :], chunk.minus_strength_gamma[:, lane : lane + 1]
-        )
+        terms_sb = sbuf((rows, 2, K))
+        for side in range(2):
+            read_ps = psum((rows, K))
+            multiply_parts(read_ps, (chunk.do_t, chunk.dR_t)[side], chunk.S_t, lane, lane)
+            copy_scaled(read_sb[:, side, :], read_ps, factors[side][:, lane : lane + 1])
+            multiply(terms_sb[:, side, :], read_ps, qk_sb[:, side, h, :])
+        nisa.tensor_reduce(dst=sums_sb[:, lane, :], op=nl.add, data=terms_sb, axis=2)
+        multiply_parts(written_ps, chunk.U_t, chunk.dS_t, lane, lane)
         copy_scaled(written_sb, written_ps, chunk.lambda_[:, lane : lane + 1])
         chunk.read.append(read_sb)
         chunk.written.append(written_sb)
-        terms_sb = multiply_elements(qk_sb[:, :, find_key_head(bundle, lane), :], read_sb)
-        nisa.tensor_reduce(dst=dots_sb[:, lane, :], op=nl.add, data=terms_sb, axis=2)
+    for side in range(2):
+        multiply(dots_sb[:, :, side], sums_sb[:, :, side], factors[side])
 
 
 def compute_key_gradients(chunk, bundle, table):
-    """Computes the gradients of the bundle's raw q and k in PSUM.
+    """Adds the gradients of the bundle's raw q and k to the chunk: dqk [rows, 2, key heads, K],
+    sums over the lanes of a key head, float32; and <k, dk> of each row, `along`.
 
-    What goes through the norms comes after, by `differentiate_norm`. It leaves in the chunk's dict
-
-    dqk         what `allocate_key_gradients` returns, sums over the lanes of a key head
+    What goes through the norms comes after, by `differentiate_norm`. Each sum has a PSUM tensor of
+    its own, which it leaves as soon as it is complete.
     """
     qk_sb, lanes = chunk.qk, bundle["lanes"]
     rows, _, heads, K = qk_sb.shape
-    chunk.dqk = allocate_key_gradients(rows, heads, K)
-    for lane in range(lanes):
-        h = find_key_head(bundle, lane)
-        q_sb, k_sb, read_sb = qk_sb[:, 0, h, :], qk_sb[:, 1, h, :], chunk.read[lane]
-        dq_ps, dk_ps = view_key_gradient(chunk, 0, h), view_key_gradient(chunk, 1, h)
-        add_product(dq_ps, chunk.E_t[:, lane, :], k_sb)
-        add_product(dk_ps, chunk.E[:, lane, :], q_sb)
-        add_product(dk_ps, chunk.weighted_Z[:, lane, :], k_sb)
-        add_product(dk_ps, chunk.weighted_Z_t[:, lane, :], k_sb)
-        add_tile(dq_ps, read_sb[:, 0, :], table)
-        add_tile(dk_ps, read_sb[:, 1, :], table)
-        add_tile(dk_ps, chunk.written[lane], table)
+    group = lanes // heads
+    chunk.dqk, chunk.along = sbuf((rows, 2, heads, K)), sbuf((rows, 2, heads))
+    terms_sb = sbuf((rows, heads, K))
+    for h in range(heads):
+        q_sb, k_sb = qk_sb[:, 0, h, :], qk_sb[:, 1, h, :]
+        dq_ps, dk_ps = psum((rows, K)), psum((rows, K))
+        for lane in range(h * group, (h + 1) * group):
+            adds = lane > h * group
+            add_product(dq_ps, chunk.E_t[:, lane, :], k_sb, adds)
+            add_tile(dq_ps, chunk.read[lane][:, 0, :], table)
+        for lane in range(h * group, (h + 1) * group):
+            adds = lane > h * group
+            add_product(dk_ps, chunk.E[:, lane, :], q_sb, adds)
+            add_product(dk_ps, chunk.weighted_Z[:, lane, :], k_sb, True)
+            add_product(dk_ps, chunk.weighted_Z_t[:, lane, :], k_sb, True)
+            add_tile(dk_ps, chunk.read[lane][:, 1, :], table)
+            add_tile(dk_ps, chunk.written[lane], table)
+        copy_scaled(chunk.dqk[:, 0, h, :], dq_ps)
+        copy_scaled(chunk.dqk[:, 1, h, :], dk_ps)
+        multiply(terms_sb[:, h, :], dk_ps, k_sb)
+    nisa.tensor_reduce(dst=chunk.along[:, 1, :], op=nl.add, data=terms_sb, axis=2)
 
 
 def add_tile(dst_ps, x_sb, table):
-    """Adds x to a sum in PSUM, as a product with the identity. The Vector engine has more to do."""
-    add_selected(dst_ps, table["rounded_identity"], x_sb)
+    """Adds x to a sum in PSUM that a product began, as a product with the identity. The Vector
+    engine has more to do.
+    """
+    add_selected(dst_ps, table["rounded_identity"], x_sb, True)
 
 
 def sum_along(chunk, bundle):
-    """Adds what `differentiate_norm` takes to the chunk: along [rows, 2, key heads], -r^2 <x, dx>.
+    """Makes `along` what `differentiate_norm` takes, -r^2 <x, dx> [rows, 2, key heads].
 
     <q, dq> is <q, gamma dO S^T> and a row of the sums of dO U^T . P, which `sum_crossing_pairs`
     leaves.
     """
     qk_sb, inverse_norms_sb = chunk.qk, chunk.inverse_norms[0]
-    rows, _, heads, K = qk_sb.shape
+    rows, _, heads, _ = qk_sb.shape
     lanes = bundle["lanes"]
-    terms_sb, along_sb = sbuf((rows, heads, K)), sbuf((rows, 2, heads))
-    first = 0
-    for tile in chunk.dqk:
-        stop = first + tile.shape[2]
-        multiply(terms_sb[:, first:stop, :], tile[:, 1, :, :], qk_sb[:, 1, first:stop, :])
-        first = stop
-    nisa.tensor_reduce(dst=along_sb[:, 1, :], op=nl.add, data=terms_sb, axis=2)
-    reads_sb = sbuf((rows, lanes))
-    nisa.tensor_tensor(dst=reads_sb, data1=chunk.dots[:, :, 0], data2=chunk.read_sums, op=nl.add)
+    along_sb, reads_sb = chunk.along, sbuf((rows, lanes))
+    add(reads_sb, chunk.dots[:, :, 0], chunk.read_sums)
     nisa.tensor_reduce(
         dst=along_sb[:, 0, :],
         op=nl.add,
@@ -336,46 +327,38 @@ def sum_along(chunk, bundle):
     for _ in range(2):
         multiply(along_sb, along_sb, inverse_norms_sb)
     nisa.tensor_scalar(dst=along_sb, data=along_sb, op0=nl.multiply, operand0=-1.0)
-    chunk.along = along_sb
 
 
-def differentiate_norm(chunk, table):
+def differentiate_norm(chunk):
     """Adds what the norms' gradients are to those of q and k: dx - x r^2 <x,
     dx>, r the reciprocal norm.
     """
-    qk_sb, along_sb = chunk.qk, chunk.along
-    rows, _, heads, K = qk_sb.shape
     for side in range(2):
-        for h in range(heads):
-            x_sb = sbuf((rows, K), table["products"])
-            copy_scaled(x_sb, qk_sb[:, side, h, :], along_sb[:, side, h : h + 1])
-            add_tile(view_key_gradient(chunk, side, h), x_sb, table)
+        for h in range(chunk.qk.shape[2]):
+            dx, factor_sb = chunk.dqk[:, side, h, :], chunk.along[:, side, h : h + 1]
+            scale_and_add(dx, chunk.qk[:, side, h, :], factor_sb, dx)
 
 
 def multiply_terms(chunk, bundle, parts, table):
     """Adds to the chunk r, and products of elements per lane, whose rows `compute_sums` sums.
 
     reads           r [rows, lanes]
-    dR_X            dR . U / beta [rows, lanes, V]
     U_KdS           U . K dS', a list of tiles [rows, V] per lane
     dS_S            dS' . S, a list per part of K, [f, lanes, V]
 
-    What is in SBUF is GpSimd's to multiply, as it takes half the time that the Vector engine takes
-    for it.
     """
     rows, lanes, V = table["rows"], bundle["lanes"], chunk.do.shape[2]
     dots_sb, reads_sb = chunk.dots, sbuf((rows, lanes))
-    nisa.tensor_tensor(dst=reads_sb, data1=dots_sb[:, :, 0], data2=dots_sb[:, :, 1], op=nl.add)
+    add(reads_sb, dots_sb[:, :, 0], dots_sb[:, :, 1])
     chunk.reads = reads_sb
-    chunk.dR_X, chunk.U_KdS, chunk.dS_S = sbuf((rows, lanes, V)), [], []
-    multiply_on_gpsimd(chunk.dR_X, chunk.U_exact, chunk.dR)
+    chunk.U_KdS, chunk.dS_S = [], []
     for lane in range(lanes):
         KdS_ps = psum((rows, V))
         multiply_parts(KdS_ps, chunk.k_t, chunk.dS_rounded, find_key_head(bundle, lane), lane)
         chunk.U_KdS.append(multiply_elements(chunk.U[:, lane, :], KdS_ps))
     for part in range(len(parts)):
         product_sb = sbuf(chunk.S[part].shape)
-        multiply_on_gpsimd(product_sb, chunk.dS[part], chunk.S[part])
+        multiply(product_sb, chunk.dS[part], chunk.S[part])
         chunk.dS_S.append(product_sb)
 
 
@@ -383,14 +366,12 @@ def compute_sums(chunk):
     """Adds the sums of rows of what `multiply_terms` made, on the Scalar engine, which waits for
     all of it.
 
-    dbeta       [rows, lanes]
     writes      w [rows, lanes]
     carried     gamma_C <dS', S>, not summed over K yet: a tile [f, lanes] per part of K
     """
     rows, lanes, _ = chunk.dR.shape
-    chunk.dbeta, chunk.writes, chunk.carried = sbuf((rows, lanes)), sbuf((rows, lanes)), []
+    chunk.writes, chunk.carried = sbuf((rows, lanes)), []
     for lane in range(lanes):
-        sum_rows(chunk.dbeta[:, lane : lane + 1], chunk.dR_X[:, lane, :], nl.copy)
         sum_rows(chunk.writes[:, lane : lane + 1], chunk.U_KdS[lane], nl.copy)
     for product_sb in chunk.dS_S:
         carried_sb = sbuf((product_sb.shape[0], lanes))
@@ -424,11 +405,12 @@ def sum_crossing_pairs(chunk, table):
     It adds read_sums to the chunk, [rows, lanes], row sums of dO U^T . P, the first term of F.
     """
     rows, lanes = table["rows"], chunk.reads_t.shape[1]
-    sums_ps = psum((rows, lanes, rows))  # over j < t, for every i
+    crossing_sb = sbuf((rows, lanes, rows))
     for lane in range(lanes):
-        for F_t in (chunk.reads_t, chunk.erasures_t):
-            add_transposed(sums_ps[:, lane, :], F_t[:, lane, :], table["strict_upper"])
-    crossing_sb = multiply_elements(sums_ps, repeat_over_lanes(table, "lower", lanes))
+        sums_ps = psum((rows, rows))  # over j < t, for every i
+        add_transposed(sums_ps, chunk.reads_t[:, lane, :], table["strict_upper"])
+        add_transposed(sums_ps, chunk.erasures_t[:, lane, :], table["strict_upper"], True)
+        multiply(crossing_sb[:, lane, :], sums_ps, table["lower"])
     chunk.read_sums = copy_tile(sum_columns(chunk.reads_t, table))
     return crossing_sb
 
@@ -438,14 +420,14 @@ def sum_decay_gradient(chunk, bundle, parts, table):
     rows, lanes = table["rows"], bundle["lanes"]
     states_ps = psum((rows, lanes))  # what r, w and <dS', S> add
     add_selected(states_ps, table["lower"], chunk.reads)
-    add_selected(states_ps, table["strict_upper"], chunk.writes)
+    add_selected(states_ps, table["strict_upper"], chunk.writes, True)
     for part in range(len(parts)):
         size = parts[part][1] - parts[part][0]
-        add_selected(states_ps, table["ones"][0:size, 0:rows], chunk.carried[part])
+        add_selected(states_ps, table["ones"][0:size, 0:rows], chunk.carried[part], True)
     pairs_ps = sum_columns(chunk.crossing, table)
     out_sb = sbuf((rows, lanes))
     nisa.tensor_copy(dst=out_sb, src=pairs_ps)
-    nisa.tensor_tensor(dst=out_sb, data1=out_sb, data2=states_ps, op=nl.add)
+    add(out_sb, out_sb, states_ps)
     return out_sb
 
 
@@ -459,13 +441,9 @@ def store_key_gradients(chunk, bundle, gradients):
             for h in range(heads):
                 i = side * heads + h
                 factor_sb = chunk.shortening[0][:, i : i + 1]
-                copy_scaled(dqk_sb[:, side, h, :], view_key_gradient(chunk, side, h), factor_sb)
+                copy_scaled(dqk_sb[:, side, h, :], chunk.dqk[:, side, h, :], factor_sb)
     else:
-        first = 0
-        for tile in chunk.dqk:
-            last = first + tile.shape[2]
-            copy_scaled(dqk_sb[:, :, first:last, :], tile)
-            first = last
+        copy_scaled(dqk_sb, chunk.dqk)
     store_keys(dq, dk, dqk_sb, bundle["n"], chunk.start, chunk.tokens, bundle["slot"])
     dv_sb = scale_lanes(chunk.dR, chunk.dv_scale, dv.dtype)
     store_lanes(dv, dv_sb, bundle, chunk.start, chunk.tokens)

@@ -50,8 +50,9 @@ class Chunk(nl.NKIObject):
     minus_L_t: Any = None
     P_t: Any = None
     block_columns: Any = None  # of L, what `spread_blocks` takes
-    columns: Any = None
-    solution: Any = None  # of the substitution in L's blocks
+    columns: Any = None  # of L's blocks, of all chunks that are inverted at the same time
+    solution: Any = None  # of the substitution in these blocks, of all these chunks
+    first_lane: Any = 0  # of this chunk in `columns` and in `solution`
     T_t: Any = None  # [rows, lanes, rows], like T
     T: Any = None
     odd: Any = None  # of T_t, what `list_odd_columns` returns
@@ -65,7 +66,7 @@ class Chunk(nl.NKIObject):
     halves: Any = None  # what `round_pair_gradients` makes, and `mask_pair_gradients`
     masked: Any = None
     level_tiles: Any = None  # what `differentiate_levels` has made of levels up to now
-    dg_ps: Any = None  # dg [rows, lanes K], and dq and dk [rows, 2, lanes K], in PSUM
+    dg_ps: Any = None  # dg [rows, lanes K], and dq and dk [rows, 2 lanes K], in PSUM
     dqk_ps: Any = None
     # What T and the state make
     W: Any = None  # [rows, lanes, K]
@@ -94,8 +95,6 @@ class Chunk(nl.NKIObject):
     dR_t: Any = None
     S_t: Any = None  # a tile [f, lanes, K] per part of V
     dS_t: Any = None
-    UdO: Any = None  # U dO^T and U dR^T [rows, lanes, rows]
-    UdR: Any = None
     E: Any = None  # rounded [rows, lanes, rows]
     E_t: Any = None
     weighted_Z: Any = None  # diag(beta) Z, rounded [rows, lanes, rows]
@@ -107,10 +106,9 @@ class Chunk(nl.NKIObject):
     read: Any = None  # per lane gamma dO S^T and -diag(beta) gamma dR S^T, rounded [rows, 2, K]
     written: Any = None  # per lane diag(lambda) U dS'^T, rounded [rows, K]
     dots: Any = None  # of rows of q and k with those of `read` [rows, lanes, 2]
-    dqk: Any = None  # dq and dk in PSUM: what `allocate_key_gradients` returns
+    dqk: Any = None  # dq and dk [rows, 2, key heads, K], with a decay per channel of each lane
     along: Any = None  # -r^2 <x, dx> [rows, 2, key heads]
     reads: Any = None  # r, the reads of the state [rows, lanes]
-    dR_X: Any = None  # dR . U / beta [rows, lanes, V]
     U_KdS: Any = None  # U . K dS', a tile [rows, V] per lane
     dS_S: Any = None  # dS' . S, a tile [f, lanes, V] per part of K
     dbeta: Any = None  # [rows, lanes]

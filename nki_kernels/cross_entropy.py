@@ -18,6 +18,7 @@ x, which is that of the operation's products.
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
 from delta_trn.nki_kernels.tiles import (
+    add,
     add_product,
     add_transposed,
     build_identity,
@@ -28,6 +29,7 @@ from delta_trn.nki_kernels.tiles import (
     normals,
     psum,
     sbuf,
+    subtract,
     uniforms,
 )
 
@@ -150,7 +152,7 @@ def multiply_parts(x_t_sb, w_t_sb, span):
     z_ps = psum((stop - start, w_t_sb[0].shape[1]))
     for k in range(len(x_t_sb)):
         part_sb = x_t_sb[k]
-        add_product(z_ps, part_sb[:, start:stop], w_t_sb[k])
+        add_product(z_ps, part_sb[:, start:stop], w_t_sb[k], k > 0)
     return z_ps
 
 
@@ -200,7 +202,7 @@ def join_blocks(low_sb, sum_sb):
     multiply(share_sb, share_sb, sum_sb)
     nisa.tensor_reduce(dst=total_sb, op=nl.add, data=share_sb, axis=1)
     nisa.activation(dst=out_sb, op=nl.log, data=total_sb)
-    nisa.tensor_tensor(dst=out_sb, data1=least_sb, data2=out_sb, op=nl.subtract)
+    subtract(out_sb, least_sb, out_sb)
     return out_sb
 
 
@@ -219,7 +221,7 @@ def silence(low_sb, goal_sb):
     nisa.tensor_scalar(
         dst=mask_sb, data=goal_sb, op0=nl.less, operand0=0.0, op1=nl.multiply, operand1=NOTHING
     )
-    nisa.tensor_tensor(dst=low_sb, data1=low_sb, data2=mask_sb, op=nl.add)
+    add(low_sb, low_sb, mask_sb)
 
 
 def compute_dlogits(x_t_sb, w_t_sb, span, block, low_sb, goal_sb, places_sb, dtype):
@@ -233,7 +235,7 @@ def compute_dlogits(x_t_sb, w_t_sb, span, block, low_sb, goal_sb, places_sb, dty
     nisa.tensor_scalar(dst=place_sb, data=goal_sb, op0=nl.subtract, operand0=float(first))
     onehot_sb = sbuf((P, words), nl.bfloat16)
     nisa.tensor_scalar(dst=onehot_sb, data=places_sb[0:P, 0:words], op0=nl.equal, operand0=place_sb)
-    nisa.tensor_tensor(dst=dz_sb, data1=p_sb, data2=onehot_sb, op=nl.subtract)
+    subtract(dz_sb, p_sb, onehot_sb)
     return dz_sb
 
 
@@ -262,7 +264,8 @@ def add_dweight(dw_ps, dz_sb, x_sb, columns):
             left, right = columns[n]
             if fresh:
                 dw_ps.append(psum((high - low, right - left)))
-            add_product(dw_ps[j * len(columns) + n], dz_sb[:, low:high], x_sb[:, left:right])
+            dst = dw_ps[j * len(columns) + n]
+            add_product(dst, dz_sb[:, low:high], x_sb[:, left:right], not fresh)
 
 
 def add_dx(dx_sb, dz_t_sb, w_sb, columns, first):
@@ -272,13 +275,12 @@ def add_dx(dx_sb, dz_t_sb, w_sb, columns, first):
         sum_ps = psum((dx_sb.shape[0], right - left))
         for j in range(len(w_sb)):
             part_sb = w_sb[j]
-            add_product(sum_ps, dz_t_sb[0 : part_sb.shape[0], j, :], part_sb[:, left:right])
+            dz_t = dz_t_sb[0 : part_sb.shape[0], j, :]
+            add_product(sum_ps, dz_t, part_sb[:, left:right], j > 0)
         if first:
             nisa.tensor_copy(dst=dx_sb[:, left:right], src=sum_ps)
         else:
-            nisa.tensor_tensor(
-                dst=dx_sb[:, left:right], data1=sum_ps, data2=dx_sb[:, left:right], op=nl.add
-            )
+            add(dx_sb[:, left:right], sum_ps, dx_sb[:, left:right])
 
 
 def store_dweight(dw, dw_ps, start, words, columns, first):
@@ -297,12 +299,7 @@ def store_dweight(dw, dw_ps, start, words, columns, first):
             if first:
                 copy_scaled(out_sb[:, left:right], sum_ps)
             else:
-                nisa.tensor_tensor(
-                    dst=out_sb[:, left:right],
-                    data1=sum_ps,
-                    data2=before_sb[:, left:right],
-                    op=nl.add,
-                )
+                add(out_sb[:, left:right], sum_ps, before_sb[:, left:right])
         nisa.dma_copy(dst=dw[start + low : start + high, :], src=out_sb)
 
 

@@ -27,6 +27,7 @@ D DV fits; where not, it is read twice.
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
 from delta_trn.nki_kernels.tiles import (
+    add,
     add_product,
     build_identity,
     build_norm,
@@ -40,6 +41,7 @@ from delta_trn.nki_kernels.tiles import (
     sbuf,
     scale_and_add,
     scale_twice,
+    subtract,
     sum_rows,
     uniforms,
 )
@@ -130,12 +132,10 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
         nisa.tensor_scalar(dst=p_sb, data=p_sb, op0=nl.multiply, operand0=r_sb)
         nisa.tensor_scalar(dst=s_sb, data=s_sb, op0=nl.multiply, operand0=r_sb)
         multiply(beta_r_sb, beta_sb, r_sb)
-        nisa.tensor_tensor(dst=e_sb, data1=v_sb, data2=p_sb, op=nl.subtract)
+        subtract(e_sb, v_sb, p_sb)
         dbeta_sb = multiply_rows(s_sb, e_sb)
         along_sb = sbuf((count, 1))  # -r^2 beta (s . e - p . s): what dk has along k
-        nisa.tensor_tensor(
-            dst=along_sb, data1=multiply_rows(p_sb, s_sb), data2=dbeta_sb, op=nl.subtract
-        )
+        subtract(along_sb, multiply_rows(p_sb, s_sb), dbeta_sb)
         scale_twice(along_sb, along_sb, beta_r_sb, r_sb)
         if k_eps == 0:
             nisa.memset(dst=along_sb, value=0.0)
@@ -162,8 +162,8 @@ def delta_residual_bwd(dout, x, k, v, beta, k_eps):
                 s_diagonal_sb = build_diagonal(s_sb[:, j : j + 1], eye_sb, -1.0)
                 for entry in sums:
                     low, high, a_ps = entry
-                    add_product(a_ps, e_diagonal_sb, dout_sb[:, low:high, j])
-                    add_product(a_ps, s_diagonal_sb, x_sb[:, low:high, j])
+                    add_product(a_ps, e_diagonal_sb, dout_sb[:, low:high, j], j > 0)
+                    add_product(a_ps, s_diagonal_sb, x_sb[:, low:high, j], True)
             dx_sb = sbuf((count, d1 - d0, DV), x.dtype)
             add_outer(dx_sb, dout_sb, k_sb, w_sb, d0)  # meanwhile the Tensor engine sums
             nisa.dma_copy(dst=dx[start:stop, d0:d1, :], src=dx_sb)
@@ -217,7 +217,7 @@ def add_projection(p_sb, x_sb, k_sb, d0):
     for j in range(DV):
         sum_rows(part_sb[:, j : j + 1], product_sb[:, :, j], nl.copy)
     if d0 > 0:
-        nisa.tensor_tensor(dst=p_sb, data1=p_sb, data2=part_sb, op=nl.add)
+        add(p_sb, p_sb, part_sb)
 
 
 def add_outer(out_sb, x_sb, k_sb, w_sb, d0):

@@ -37,7 +37,6 @@ from delta_trn.nki_kernels.chunk_gradients import (
     compute_writes,
     differentiate_norm,
     divide_norms,
-    multiply_pair_gradients,
     multiply_terms,
     read_states,
     scale_sums,
@@ -122,12 +121,11 @@ STAGES = (
     Stage("R", needs=("kept", "k_t", "beta_v"), before=("S",), makes=("R",)),
     Stage("U", follows=("applied", "R"), makes=("U", "S")),
     # of a chunk, the last one first
-    Stage("dR", needs=("applied", "scaled do"), before=("dS",), makes=("dR",)),
+    Stage("dR", needs=("applied", "U", "scaled do"), before=("dS",), makes=("dR",)),
     Stage("dS", follows=("dR",), makes=("dS",)),
     Stage("transpose gradients", needs=("U",), follows=("dR",), makes=("transposes",)),
     Stage("transpose states", needs=("R",), follows=("dR",), makes=("transposed states",)),
-    Stage("multiply pairs", follows=("transposes",), makes=("pairs",)),
-    Stage("dP, dL", follows=("pairs",), makes=("E_t", "terms of F")),
+    Stage("dP, dL", follows=("transposes",), makes=("E_t", "terms of F")),
     Stage("transpose pairs", follows=("E_t",), makes=("E",)),
     Stage("read states", follows=("transposes", "transposed states"), makes=("read", "dots")),
     Stage("dq, dk", follows=("E", "read"), makes=("raw dqk",)),
@@ -277,10 +275,8 @@ def differentiate_chunk(stage, chunk, stream, call):
         transpose_gradients(chunk, value_parts, table)
     elif stage == "transpose states":
         transpose_states(chunk, parts, value_parts, table)
-    elif stage == "multiply pairs":
-        multiply_pair_gradients(chunk, bundle)
     elif stage == "dP, dL":
-        compute_pair_gradients(chunk, table)
+        compute_pair_gradients(chunk, bundle, table)
     elif stage == "transpose pairs":
         transpose_pair_gradients(chunk, table)
     elif stage == "read states":
@@ -294,7 +290,7 @@ def differentiate_chunk(stage, chunk, stream, call):
             sum_along(chunk, bundle)
     elif stage == "differentiate norms":
         if call["l2norm"]:
-            differentiate_norm(chunk, table)
+            differentiate_norm(chunk)
     elif stage == "store":
         store_key_gradients(chunk, bundle, gradients)
     elif stage == "multiply terms":
@@ -438,7 +434,9 @@ def run_backward(inputs, do, dstate, initial_state, states, options, work, chann
     q, v, g, beta = inputs[0], inputs[2], inputs[3], inputs[4]
     N, T, H, K = q.shape
     HV, V = v.shape[2], v.shape[3]
-    assert every <= MOST_EVERY, f"every={every} exceeds the {MOST_EVERY} chunks of a stretch"
+    assert every <= MOST_EVERY, (
+        f"every={every} exceeds the {MOST_EVERY} chunks of a stretch that the order has shares for"
+    )
     parts = split_evenly(K)
     chunks = (T + C - 1) // C
     heads = count_slots(H, HV, width)

@@ -29,6 +29,7 @@ from delta_trn.nki_kernels.chunk import (
     sum_decays,
     sum_key_squares,
     transpose_side,
+    weigh_pairs,
     weight_decays,
 )
 from delta_trn.nki_kernels.chunk_tiles import Stream
@@ -42,7 +43,6 @@ from delta_trn.nki_kernels.tiles import (
     build_constants,
     choose_factors,
     copy_scaled,
-    multiply_elements,
     psum,
     rule_inputs,
     sbuf,
@@ -126,7 +126,7 @@ def compute_output(chunk, dtype):
     for lane in range(lanes):
         O_ps = psum((rows, V))
         multiply_parts(O_ps, chunk.gamma_q_t, chunk.S_rounded, lane, lane)
-        add_product(O_ps, chunk.PT_t[:, lane, :], chunk.R_rounded[:, lane, :])
+        add_product(O_ps, chunk.PT_t[:, lane, :], chunk.R_rounded[:, lane, :], True)
         copy_scaled(out_sb[:, lane, :], O_ps, chunk.read_scale[:, lane : lane + 1])
     return out_sb
 
@@ -205,11 +205,11 @@ def prepare(stage, chunk, bundle, call):
     elif stage == "weight D":
         chunk.weighted_D_t = weight_decays(chunk.D_t, chunk.diagonals, table)
     elif stage == "L":
-        products_ps = multiply_pairs(chunk.k_t, chunk.k_t, bundle)
-        chunk.minus_L_t = multiply_elements(products_ps, chunk.weighted_D_t)
+        pairs = multiply_pairs(chunk.k_t, chunk.k_t, bundle)
+        chunk.minus_L_t = weigh_pairs(pairs, chunk.weighted_D_t)
     elif stage == "P":
-        products_ps = multiply_pairs(chunk.k_t, chunk.q_t, bundle)
-        chunk.P_t = multiply_elements(products_ps, chunk.D_t, table["products"])
+        pairs = multiply_pairs(chunk.k_t, chunk.q_t, bundle)
+        chunk.P_t = weigh_pairs(pairs, chunk.D_t, table["products"])
     elif stage == "list columns":
         chunk.block_columns = list_block_columns(chunk.minus_L_t, call["blocks"])
 

@@ -199,29 +199,31 @@ def multiply_states(states, columns, heads, eye_sb):
     r_ps, p_ps = psum((c, V)), psum((c, V))
     for span in split(V, PARTITIONS):
         v0, v1 = span
-        by_tile_ps = psum((v1 - v0, tiles, 2 * heads))  # of each tile, r of its heads and then p
-        for i in range(tiles):
-            active, count = columns[i].shape[0], columns[i].shape[3]
-            moving = columns[i].reshape((active, m, 2 * count))
-            for j in range(m):
-                add_product(
-                    by_tile_ps[:, i, 0 : 2 * count], states[i][:, j, v0:v1], moving[:, j, :]
-                )
         by_side_sb = sbuf((v1 - v0, 2, c))
-        whole = tiles if rest == heads else tiles - 1
-        if whole > 0:
-            copy_sides(by_side_sb, by_tile_ps, 0, whole, heads)
-        if rest < heads:
-            copy_sides(by_side_sb, by_tile_ps, whole, 1, rest)
+        for piece in split(tiles, tiles if m == 1 else 1):  # several lines of a partition are a sum
+            first, stop = piece
+            # of each tile, r of its heads and then p
+            by_tile_ps = psum((v1 - v0, stop - first, 2 * heads))
+            for i in range(first, stop):
+                active, count = columns[i].shape[0], columns[i].shape[3]
+                moving = columns[i].reshape((active, m, 2 * count))
+                for j in range(m):
+                    dst = by_tile_ps[:, i - first, 0 : 2 * count]
+                    add_product(dst, states[i][:, j, v0:v1], moving[:, j, :], j > 0)
+            whole = stop if rest == heads else min(stop, tiles - 1)
+            if whole > first:
+                copy_sides(by_side_sb, by_tile_ps, first, 0, whole - first, heads)
+            if whole < stop:
+                copy_sides(by_side_sb, by_tile_ps, whole, whole - first, 1, rest)
         eye = eye_sb[0 : v1 - v0, 0 : v1 - v0]
         add_transposed(r_ps[:, v0:v1], by_side_sb[:, 0, :], eye)
         add_transposed(p_ps[:, v0:v1], by_side_sb[:, 1, :], eye)
     return r_ps, p_ps
 
 
-def copy_sides(by_side_sb, by_tile_ps, first, tiles, count):
-    """Copies r and p of `count` heads per tile from [v, tile, (side, head)]
-    to [v, side, (tile, head)].
+def copy_sides(by_side_sb, by_tile_ps, first, own, tiles, count):
+    """Copies r and p of `count` heads per tile from [v, tile, (side, head)] to [v, side, (tile,
+    head)]: of tiles from number `first` on, which is number `own` in PSUM.
     """
     size, _, c = by_side_sb.shape
     all_tiles, width = by_tile_ps.shape[1], by_tile_ps.shape[2]
@@ -233,7 +235,7 @@ def copy_sides(by_side_sb, by_tile_ps, first, tiles, count):
         op=nl.copy,
         data=by_tile_ps.ap(
             pattern=[[all_tiles * width, size], [width, tiles], [count, 2], [1, count]],
-            offset=first * width,
+            offset=own * width,
         ),
     )  # fmt: skip
 

@@ -9,8 +9,8 @@ Layout: x, z, y and their gradients [..., V], M rows: tokens times heads; w [V].
 
 A partition takes several rows, side by side on its free axis, so that a descriptor of DMA moves
 kilobytes at V = 64 too. h and the gate never go to HBM: 3 M V numbers travel forward, 5 backward. A
-product of two tensors takes the Vector engine two cycles per element and the GpSimd engine one, so
-GpSimd has most of them; numbers per row are the Scalar engine's.
+product of two tensors takes the Vector engine two cycles per element, and one where an operand is
+in PSUM: so w lies there. Numbers per row are the Scalar engine's.
 """
 
 from delta_trn.nki_kernels.language import nisa, nki, nl
@@ -21,7 +21,7 @@ from delta_trn.nki_kernels.tiles import (
     copy_scaled,
     invert_sums,
     load,
-    multiply_on_gpsimd,
+    multiply,
     normals,
     psum,
     sbuf,
@@ -64,7 +64,7 @@ def gated_rms_norm_fwd(x, z, weight, eps, gated):
                 gate_sb, h_sb = sbuf((P, slots, V)), sbuf((P, slots, V))
                 nisa.activation(dst=gate_sb, op=nl.silu, data=load_rows(z, start, P, slots))
                 scale_rows(h_sb, tiles[i - 1], r[i - 1], w_sb)
-                multiply_on_gpsimd(y_sb, h_sb, gate_sb)
+                multiply(y_sb, h_sb, gate_sb)
             else:
                 scale_rows(y_sb, tiles[i - 1], r[i - 1], w_sb)
             store_rows(y, y_sb, start)
@@ -98,7 +98,7 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
         z = flatten(z)
     x, dy, dx, dz = flatten(x), flatten(dy), flatten(dx_out), flatten(dz_out)
     M = x.shape[0]
-    w_sb = load_everywhere(weight)
+    w_sb = copy_to_psum(load_everywhere(weight))
     norm = build_norm(eps)
     ones_sb = sbuf((PARTITIONS, 1))
     nisa.memset(dst=ones_sb, value=1.0)
@@ -122,18 +122,18 @@ def gated_rms_norm_bwd(dy, x, z, weight, eps, gated):
             normalize_rows(h[j], x_sb[j], r[j])
             if gated:
                 hw_sb, dz_sb = sbuf((P, slots, V)), sbuf((P, slots, V), z.dtype)
-                multiply_on_gpsimd(slope[j], dy_sb[j], slope[j])
-                multiply_on_gpsimd(m[j], dy_sb[j], m[j])
-                multiply_on_gpsimd(hw_sb, h[j], w)
-                multiply_on_gpsimd(dz_sb, slope[j], hw_sb)
+                multiply(slope[j], dy_sb[j], slope[j])
+                multiply(m[j], dy_sb[j], m[j])
+                multiply(hw_sb, h[j], w)
+                multiply(dz_sb, slope[j], hw_sb)
                 store_rows(dz, dz_sb, start)
             mh_sb = sbuf((P, slots, V))
-            multiply_on_gpsimd(mh_sb, m[j], h[j])
-            add_columns(sums, ones_sb, mh_sb)
+            multiply(mh_sb, m[j], h[j])
+            add_columns(sums, ones_sb, mh_sb, j > 0)
             nh.append(sbuf((P, slots, V)))
-            multiply_on_gpsimd(nh[j], mh_sb, w)
+            multiply(nh[j], mh_sb, w)
             n.append(sbuf((P, slots, V)))
-            multiply_on_gpsimd(n[j], m[j], w)
+            multiply(n[j], m[j], w)
         for j in list_due(i - 2 * lag, len(cuts)):  # SUMS
             rest.append(subtract_projection(n[j], h[j], project(nh[j])))
         if lag == 0:
@@ -232,6 +232,17 @@ def load_everywhere(weight):
     return out_sb
 
 
+def copy_to_psum(w_sb):
+    """Copies w [128, V] to PSUM, from where the Vector engine multiplies by it in half the time;
+    returns it as it is where it is longer than a bank.
+    """
+    if w_sb.shape[1] > BANK:
+        return w_sb
+    out_ps = psum(w_sb.shape)
+    copy_scaled(out_ps, w_sb)
+    return out_ps
+
+
 def sum_slots(x_sb, op):
     """Sums op(x) of every row, [P, slots]."""
     out_sb = sbuf((x_sb.shape[0], x_sb.shape[1]))
@@ -263,10 +274,11 @@ def scale_rows(out_sb, x_sb, r_sb, w_sb):
         )  # fmt: skip
 
 
-def normalize_rows(out_sb, x_sb, r_sb):
-    """Sets out = x r: r [P, slots] is a number per row."""
-    for i in range(r_sb.shape[1]):
-        copy_scaled(out_sb[:, i, :], x_sb[:, i, :], r_sb[:, i : i + 1])
+def normalize_rows(out_sb, x_sb, r_sb, first=0):
+    """Sets out = x r, of slots of x from `first` on: r [P, slots] is a number per row."""
+    for i in range(out_sb.shape[1]):
+        at = first + i
+        copy_scaled(out_sb[:, i, :], x_sb[:, at, :], r_sb[:, at : at + 1])
 
 
 def repeat_row(w_sb, P, slots):
@@ -275,12 +287,14 @@ def repeat_row(w_sb, P, slots):
     return w_sb.ap(pattern=[[V, P], [0, slots], [1, V]], offset=0)
 
 
-def add_columns(sums, ones_sb, x_sb):
-    """Adds the sums over rows of x [P, slots, V] to `sums`, in PSUM."""
+def add_columns(sums, ones_sb, x_sb, adds):
+    """Adds the sums over rows of x [P, slots, V] to `sums`, in PSUM, or begins these unless
+    `adds`.
+    """
     for i in range(x_sb.shape[1]):
         for entry in sums:
             low, high, sum_ps = entry
-            add_selected(sum_ps, ones_sb[0 : x_sb.shape[0], :], x_sb[:, i, low:high])
+            add_selected(sum_ps, ones_sb[0 : x_sb.shape[0], :], x_sb[:, i, low:high], adds or i > 0)
 
 
 def project(nh_sb):

@@ -4,12 +4,16 @@
               "simulator"   nki_simulator: NumPy, for hosts without Neuron packages, and where the
                             environment says DELTA_TRN_NKI_RUNTIME=simulator: estimates beside a
                             chip
+    SAYS_SUMS  whether nc_matmul takes accumulate=, which is new in nki 0.3.0: products say then
+               whether they begin a sum. The simulator takes it where DELTA_TRN_NKI names such a
+               release; else the rules of all releases hold, and 0.2.0 has none
 
 Raises ModuleNotFoundError, which names the command that installs the simulator, where neither is
 installed. It asks find_spec and does not import in a try: a package that is installed but broken
 must fail loudly.
 """
 
+import inspect
 import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -28,11 +32,13 @@ if (
     from nki_simulator import nisa, nki, nl
 
     RUNTIME = "simulator"
+    SAYS_SUMS = os.environ.get("DELTA_TRN_NKI", "") not in ("", "0.2.0")
 else:
     import nki
     import nki.isa as nisa
     import nki.language as nl
 
     RUNTIME = "neuron"
+    SAYS_SUMS = "accumulate" in inspect.signature(nisa.nc_matmul).parameters
 
-__all__ = ["RUNTIME", "nisa", "nki", "nl"]
+__all__ = ["RUNTIME", "SAYS_SUMS", "nisa", "nki", "nl"]

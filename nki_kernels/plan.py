@@ -39,9 +39,9 @@ LANE_CHUNKS = 64  # of a sequence per call of the rule: 9,000 instructions backw
 STEP_HEADS = 256  # value heads per decode step: 1,500 to 2,600 instructions
 # per call of the residual update: 1,200 instructions forward, 4,400 backward, at four columns
 TOKENS = 8192
-# The Scalar engine's rsqrt is right from here to 2^97. No range is published for GpSimd's, which
-# kernels use.
+# The Scalar engine's rsqrt, which kernels use, is right from here to 2^97.
 LEAST_RSQRT = 2.0**-87
+LEAST_SCALE = 2.0**-16  # of norms before they are squared
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def choose_square_scale(eps):
     With the least s, 2^-16, sums up to 2^124 are in rsqrt's range; a small eps needs a larger one.
     """
     s = 1.0
-    while s > 2.0**-16 and s * s * eps >= 4 * LEAST_RSQRT:
+    while s > LEAST_SCALE and s * s * eps >= 4 * LEAST_RSQRT:
         s = s / 2
     return s
 
@@ -106,6 +106,14 @@ def split_decays(g):
     """
     near = (g * 256.0).round() / 256.0
     return near, g - near
+
+
+def double(times):
+    """Returns 2 to the power of `times`, which NKI's tracer takes written so alone."""
+    power = 1
+    for _ in range(times):
+        power = 2 * power
+    return power
 
 
 def split(n, size):
@@ -148,26 +156,33 @@ def list_bundles(N, H, HV, width):
     slot                    the first head of the gradients of q and k that the bundle writes
 
     A bundle holds whole groups of value heads that share a key head or, where a group is larger
-    than `width`, an equal part of one. Gradients of q and k are sums over a bundle's lanes; `slot`
-    is `key_first` unless groups are divided.
+    than `width`, a part of one: a group has as few parts as `width` allows, and no two of them
+    differ by more than a head. Gradients of q and k are sums over a bundle's lanes; `slot` is
+    `key_first` unless groups are divided.
     """
     group = HV // H
+    spans = []
     if group <= width:
         count = (H + width // group - 1) // (width // group)
         heads = (H + count - 1) // count
-        size = heads * group
+        spans = split(HV, heads * group)
     else:
-        size = width
-        while group % size != 0:
-            size = size - 1
+        parts = (group + width - 1) // width
+        for h in range(H):
+            first = h * group
+            for part in range(parts):
+                stop = h * group + (group * (part + 1) + parts - 1) // parts
+                spans.append((first, stop))
+                first = stop
     every = []
     for n in range(N):
-        for span in split(HV, size):
-            first, stop = span
+        for i in range(len(spans)):
+            first, stop = spans[i]
             every.append(
                 {
                     "n": n, "first": first, "lanes": stop - first, "key_first": first // group,
-                    "key_heads": max(1, (stop - first) // group), "slot": first // min(group, size),
+                    "key_heads": max(1, (stop - first) // group),
+                    "slot": first // group if group <= width else i,
                 }
             )  # fmt: skip
     return every

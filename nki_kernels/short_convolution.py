@@ -25,6 +25,7 @@ sum of two such numbers, too, as terms of dx may cancel. dweight is as exact as 
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.plan import PARTITIONS, list_due
 from delta_trn.nki_kernels.tiles import (
+    add,
     add_product,
     add_transposed,
     allocate_tokens,
@@ -35,13 +36,13 @@ from delta_trn.nki_kernels.tiles import (
     load,
     load_tokens,
     multiply,
-    multiply_on_gpsimd,
     normals,
     psum,
     sbuf,
     scale_and_add,
     store_returns,
     store_tokens,
+    subtract,
     sum_rows,
     transpose_back,
     transpose_tokens,
@@ -241,7 +242,7 @@ def load_taps(weight, cell, parts, count, eye):
         for k in range(parts - 1):
             rounded_sb, rest_sb = sbuf((C, W), eye.dtype), sbuf((C, W))
             nisa.tensor_copy(dst=rounded_sb, src=factors[k])
-            nisa.tensor_tensor(dst=rest_sb, data1=factors[k], data2=rounded_sb, op=nl.subtract)
+            subtract(rest_sb, factors[k], rounded_sb)
             factors.append(rest_sb)
     diagonals = []
     for k in range(len(factors)):
@@ -311,9 +312,7 @@ def slice_window(window_sb, masks, W):
     for j in range(W):
         if j < len(masks):
             masked_sb = sbuf((window_sb.shape[0], count), window_sb.dtype)
-            multiply_on_gpsimd(
-                masked_sb, window_sb[:, j : j + count], masks[j][0 : window_sb.shape[0], :]
-            )
+            multiply(masked_sb, window_sb[:, j : j + count], masks[j][0 : window_sb.shape[0], :])
             slices.append(masked_sb)
         else:
             slices.append(window_sb[:, j : j + count])
@@ -334,7 +333,7 @@ def collect_returns(dz_sb, masks, cell, returns, W, dtype):
         seen_sb = dz_sb
         if j < len(masks):
             seen_sb = sbuf((C, count))
-            multiply_on_gpsimd(seen_sb, dz_sb, masks[j][0:C, :])
+            multiply(seen_sb, dz_sb, masks[j][0:C, :])
         for k in range(len(parts)):
             if j > len(masks):
                 parts[k].append(parts[k][j - 1])  # what no mask changes is the same for all of them
@@ -345,13 +344,7 @@ def collect_returns(dz_sb, masks, cell, returns, W, dtype):
                 copy_scaled(inside, seen_sb)
             else:
                 rounded = parts[0][j][:, W - 1 : W - 1 + count]
-                nisa.tensor_tensor(
-                    dst=inside,
-                    data1=seen_sb,
-                    data2=rounded,
-                    op=nl.subtract,
-                    engine=nisa.engine.gpsimd,
-                )
+                subtract(inside, seen_sb, rounded)
             if W > 1 and cell["t0"] == 0:
                 nisa.memset(dst=tap_sb[:, 0 : W - 1], value=0.0)
             elif W > 1:
@@ -389,11 +382,12 @@ def sum_taps(dst, slices, taps, on_vector, parts):
     """
     W = len(slices[0])
     on_tensor = max(1, W - on_vector)
-    total = psum(slices[0][0].shape)
+    total, adds = psum(slices[0][0].shape), False
     for j in range(on_tensor):
         for k in range(len(slices)):
             for m in range(min(parts - k, len(taps["diagonals"]))):
-                add_product(total, taps["diagonals"][m][:, j, :], slices[k][j])
+                add_product(total, taps["diagonals"][m][:, j, :], slices[k][j], adds)
+                adds = True
     for j in range(on_tensor, W):
         out_sb = dst if j == W - 1 else sbuf(dst.shape)
         scale_and_add(out_sb, slices[0][j], taps["w"][:, j : j + 1], total)
@@ -407,7 +401,7 @@ def multiply_slices(slices, dz_sb):
     products = []
     for j in range(len(slices)):
         product_sb = sbuf(dz_sb.shape)
-        multiply_on_gpsimd(product_sb, slices[j], dz_sb)
+        multiply(product_sb, slices[j], dz_sb)
         products.append(product_sb)
     return products
 
@@ -424,7 +418,7 @@ def add_total(dweight, total_sb, sum_sb, cell):
     """Adds a cell's dw [channels, W] to that of its channels,
     and stores that after their last cell.
     """
-    nisa.tensor_tensor(dst=total_sb, data1=total_sb, data2=sum_sb, op=nl.add)
+    add(total_sb, total_sb, sum_sb)
     if cell["latest"]:
         start = cell["c0"] + cell["a0"]
         dweight_sb = sbuf(total_sb.shape, dweight.dtype)

@@ -1,9 +1,20 @@
 """Holds what the kernels share on chip: tiles, loads, identities and triangles, transpositions,
 sums of rows.
 
-These are plain functions that a kernel inlines. Products that add up in PSUM always name the same
-view of it: whether a matmul adds or overwrites, NKI decides by the view. At the end stand seeded
-arguments, for the `example` of each kernel in `delta-trn simulator report`.
+These are plain functions that a kernel inlines. At the end stand seeded arguments, for the
+`example` of each kernel in `delta-trn simulator report`.
+
+Two decisions are made here for all kernels, by what others have measured on a Trn1 (neuronx-cc
+2.27, October 2026):
+
+    engines   What works element by element on two tensors is the Vector engine's, by `combine`:
+              none of it compiles on GpSimd. An operand that the Tensor engine made is read in PSUM,
+              where it lies: with one operand there an instruction takes half the time.
+    sums      A PSUM tensor holds one sum of two or more products and nothing else, or any number
+              of single products, each in a slice of its own. Where several sums lay in one tensor,
+              the chip lost the first products of all but the last, without an error. Nothing reads
+              a sum before its last product. Where NKI knows accumulate=, each product says whether
+              it adds; nki 0.2.0 decides by the view, so all products of a sum name the same one.
 """
 
 from typing import Any
@@ -11,7 +22,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from delta_trn.nki_kernels.language import nisa, nl
+from delta_trn.nki_kernels.language import SAYS_SUMS, nisa, nl
 from delta_trn.nki_kernels.plan import BANK, PARTITIONS, choose_square_scale, split, split_decays
 
 L2NORM_EPS = 1e-6
@@ -28,7 +39,9 @@ def sbuf(shape, dtype=nl.float32):
 
 
 def psum(shape):
-    """Allocates a float32 tile in PSUM; the first product overwrites it, later ones add."""
+    """Allocates a float32 tile in PSUM: for one sum of products, or for single products in
+    slices.
+    """
     return nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)
 
 
@@ -59,14 +72,26 @@ def copy_scaled(dst, src, factor: Any = 1.0):
     nisa.activation(dst=dst, op=nl.copy, data=src, scale=factor)
 
 
+def combine(dst, x, y, op):
+    """Sets dst = x op y, element by element, on the Vector engine; one of x and y may be in
+    PSUM.
+    """
+    nisa.tensor_tensor(dst=dst, data1=x, data2=y, op=op)
+
+
 def multiply(dst, x, y):
-    """Sets dst = x . y, element by element, on the Vector engine."""
-    nisa.tensor_tensor(dst=dst, data1=x, data2=y, op=nl.multiply)
+    """Sets dst = x . y, element by element."""
+    combine(dst, x, y, nl.multiply)
 
 
-def multiply_on_gpsimd(dst, x, y):
-    """Sets dst = x . y, element by element, all in SBUF, on the engine that is idle otherwise."""
-    nisa.tensor_tensor(dst=dst, data1=x, data2=y, op=nl.multiply, engine=nisa.engine.gpsimd)
+def add(dst, x, y):
+    """Sets dst = x + y, element by element."""
+    combine(dst, x, y, nl.add)
+
+
+def subtract(dst, x, y):
+    """Sets dst = x - y, element by element."""
+    combine(dst, x, y, nl.subtract)
 
 
 def scale_twice(dst, src, x, y):
@@ -81,23 +106,64 @@ def scale_and_add(dst, x, factor, y):
     )
 
 
-def add_product(dst, x, y):
-    """Adds x^T y to dst in PSUM; the first product overwrites what is there."""
-    nisa.nc_matmul(dst=dst, stationary=x, moving=y)
-
-
-def add_selected(dst, ones, y):
-    """Adds ones^T y, as `add_product`; ones holds only 0 and 1,
-    which halves the price in float32.
+def multiply_silently(dst, x, y, adds, ones):
+    """Sets dst = x^T y in PSUM, or adds it to dst after a product of the same view; `ones` names
+    what holds 0 and 1 alone: "x", "y" or "".
     """
-    nisa.nc_matmul(dst=dst, stationary=ones, moving=y, is_stationary_onezero=True)
+    nisa.nc_matmul(
+        dst=dst, stationary=x, moving=y, is_stationary_onezero=ones == "x",
+        is_moving_onezero=ones == "y",
+    )  # fmt: skip
 
 
-def add_transposed(dst, x, ones):
-    """Adds x^T ones, of 0 and 1: where that is an identity,
-    half the price of nc_transpose in float32.
+def multiply_and_say(dst, x, y, adds, ones):
+    """Sets dst = x^T y in PSUM, or adds it to dst if `adds`; `ones` as in `multiply_silently`."""
+    nisa.nc_matmul(
+        dst=dst, stationary=x, moving=y, is_stationary_onezero=ones == "x",
+        is_moving_onezero=ones == "y", accumulate=adds,
+    )  # fmt: skip
+
+
+multiply_tiles = multiply_and_say if SAYS_SUMS else multiply_silently
+
+
+def lengthen(x):
+    """Returns a copy of x [rows, free] with 128 rows: those behind its own are 0."""
+    out_sb = sbuf((PARTITIONS, x.shape[1]), x.dtype)
+    nisa.memset(dst=out_sb, value=0.0, engine=nisa.engine.gpsimd)
+    copy_scaled(out_sb[0 : x.shape[0], :], x)
+    return out_sb
+
+
+def multiply_any(dst, x, y, adds, ones):
+    """Does what `multiply_tiles` does, for x of any size.
+
+    A stationary operand of up to 64 rows and 17 to 32 columns does not compile on Trn1 (NCC_IBIR058:
+    its array has no tiles of 32 by 32): rows of zeros are added to both.
     """
-    nisa.nc_matmul(dst=dst, stationary=x, moving=ones, is_moving_onezero=True)
+    if x.shape[0] <= 64 and x.shape[1] > 16 and x.shape[1] <= 32:
+        multiply_tiles(dst, lengthen(x), lengthen(y), adds, ones)
+    else:
+        multiply_tiles(dst, x, y, adds, ones)
+
+
+def add_product(dst, x, y, adds=False):
+    """Sets dst = x^T y in PSUM, or adds it to the products before if `adds`."""
+    multiply_any(dst, x, y, adds, "")
+
+
+def add_selected(dst, ones, y, adds=False):
+    """Sets dst = ones^T y or adds it, as `add_product`; ones holds only 0 and 1, which halves the
+    price in float32.
+    """
+    multiply_any(dst, ones, y, adds, "x")
+
+
+def add_transposed(dst, x, ones, adds=False):
+    """Sets dst = x^T ones or adds it, of 0 and 1: where that is an identity, half the price of
+    nc_transpose in float32.
+    """
+    multiply_any(dst, x, ones, adds, "y")
 
 
 def select_affine(dst, src, step, pattern, compare, offset=0):
@@ -251,15 +317,15 @@ def build_norm(eps):
 def invert_sums(dst, sums_sb, norm, factor=1.0):
     """Sets dst = (factor sums + eps)^-1/2 / s, for any number of sums per partition.
 
-    The root is GpSimd's, which is more exact there. On the Scalar engine it would evict the table
-    of the function before it, and that one has to be loaded again afterwards.
+    The root is the Scalar engine's. Where that computed exp before, it loads the root's table, and
+    later the other one again: so roots of several tiles follow each other.
     """
     s = norm["scale"]
     nisa.tensor_scalar(
         dst=dst, data=sums_sb, op0=nl.multiply, operand0=s * s * factor, op1=nl.add,
         operand1=norm["epsilon"],
     )  # fmt: skip
-    nisa.tensor_scalar(dst=dst, data=dst, op0=nl.rsqrt, operand0=0.0, engine=nisa.engine.gpsimd)
+    nisa.activation(dst=dst, op=nl.rsqrt, data=dst)
 
 
 def choose_factors(inverse_norms):

@@ -1,13 +1,13 @@
-"""Inverts I + L for strictly lower L, for all lanes of a wave at once: blocks of 16, then pairs of
+"""Inverts I + L for strictly lower L, for all lanes of a wave at once: blocks of 8, then pairs of
 blocks.
 
-A block of 16 rows is solved by substitution, column by column of L, in all blocks and lanes at
-once. Each partition p holds a column of its block's inverse, x, as a row of 16 numbers, and
+A block of 8 rows is solved by substitution, column by column of L, in all blocks and lanes at
+once. Each partition p holds a column of its block's inverse, x, as a row of 8 numbers, and
 computes
 
-    x = e_p;   for a = 0 .. 14:   x_c -= L_ca x_a   for c > a
+    x = e_p;   for a = 0 .. 6:    x_c -= L_ca x_a   for c > a
 
-For that it needs its whole block of L, 15 columns of 16 numbers. One product spreads them: ones
+For that it needs its whole block of L, 7 columns of 8 numbers. One product spreads them: ones
 where two partitions share a block, times the columns, each on the partition of its own number.
 
 Then blocks of size s are merged to blocks of size 2 s, because
@@ -25,8 +25,8 @@ eighty times as much as by substitution of all rows. Where products are float32,
 away: it adds T (I - (I + L) T).
 
 Why both: a merge has three products of lanes that share nothing, and costs the Tensor engine the
-same at s = 1 as at s = 64. Substitution costs it a third of one merge, and the Vector engine 15
-short steps.
+same at s = 1 as at s = 64. Substitution costs it a third of one merge, and the Vector engine 14
+short instructions. Blocks of 16 would save a merge, but take 30 of these, one after the other.
 
 The transpose T_t is kept. A merge needs the even block columns of T, which are a product of T_t
 with columns of the identity, cheaper than to keep T up to date. Only the odd block columns of (T M
@@ -41,20 +41,20 @@ from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import BANK, split
 from delta_trn.nki_kernels.schedule import Stage, list_steps
 from delta_trn.nki_kernels.tiles import (
+    add,
     add_product,
     add_selected,
     add_transposed,
+    combine,
     copy_scaled,
     keep_triangle,
     multiply,
-    multiply_on_gpsimd,
     psum,
     sbuf,
-    scale_and_add,
     select_affine,
 )
 
-BLOCK = 16  # rows of a block that is solved by substitution
+BLOCK = 8  # rows of a block that is solved by substitution
 GROUP = 32  # rows of the partitions at which an instruction may start
 INVERTING = (
     Stage("spread columns", needs=("block_columns",), makes=("columns",)),
@@ -62,8 +62,8 @@ INVERTING = (
     Stage("merge", needs=("blocks",), makes=("T",), in_place=True),
 )
 INVERSE = ("spread columns", "substitute", "merge")
-SUBSTITUTIONS, COLUMNS = 3, 5  # steps, and columns of a step
-LEVELS = 3  # merges of blocks of 16 to 128 rows
+SUBSTITUTIONS, COLUMNS = 2, 4  # steps, and columns of a step
+LEVELS = 4  # merges of blocks of 8 to 128 rows
 
 
 def select_range(ones_sb, low, high, pattern):
@@ -83,9 +83,9 @@ def select_range(ones_sb, low, high, pattern):
 def build_block_constants(C):
     """Builds what inverting takes, once per call, all of 0 and 1, in a dict:
 
-    shared          [C, C], 1 where two tokens share a block of 16
-    place           [C, 16], 1 at each token's place in its block
-    even, odd       [C, 1], 1 for the tokens of even and of odd blocks
+    shared          [C, C], 1 where two tokens share a block of 8
+    place           [C, 8], 1 at each token's place in its block
+    own             [C, 4], 1 at the place of a token's block among the blocks of its 32 tokens
     corners         per level [C, C/2]: 1 where a row is in the odd block of the (even) column's
                     pair
     even_columns    per level [C, C/2]: the even block columns of the identity
@@ -97,7 +97,8 @@ def build_block_constants(C):
     nisa.memset(dst=half_ones_sb, value=1.0)
     shared_sb = select_range(ones_sb, 0, n, [[n, blocks], [0, n]])
     equal_sb = select_range(ones_sb, 0, 1, [[1, C]])
-    place_sb, even_sb, odd_sb = sbuf((C, n)), sbuf((C, 1)), sbuf((C, 1))
+    per = min(GROUP, C) // n
+    place_sb, own_sb = sbuf((C, n)), sbuf((C, per))
     nisa.tensor_reduce(
         dst=place_sb,
         op=nl.add,
@@ -105,13 +106,10 @@ def build_block_constants(C):
         axis=2,
     )
     nisa.tensor_reduce(
-        dst=even_sb,
+        dst=own_sb,
         op=nl.add,
-        data=shared_sb.ap(pattern=[[C, C], [2 * n, (blocks + 1) // 2]], offset=0),
-        axis=1,
-    )
-    nisa.tensor_scalar(
-        dst=odd_sb, data=even_sb, op0=nl.multiply, operand0=-1.0, op1=nl.add, operand1=1.0
+        data=shared_sb.ap(pattern=[[C, C], [n, per], [per * n, blocks // per]], offset=0),
+        axis=2,
     )
     corners, even_columns = [], []
     for s in list_sizes(C):
@@ -119,14 +117,14 @@ def build_block_constants(C):
         corners.append(select_range(half_ones_sb, s, 2 * s, [[2 * s, pairs], [0, s]]))
         even_columns.append(select_range(half_ones_sb, 0, 1, [[2 * s, pairs], [1, s]]))
     return {
-        "shared": shared_sb, "place": place_sb, "even": even_sb, "odd": odd_sb, "corners": corners,
+        "shared": shared_sb, "place": place_sb, "own": own_sb, "corners": corners,
         "even_columns": even_columns,
     }  # fmt: skip
 
 
 def list_sizes(C):
     """Lists the sizes of the blocks that merge to C rows, one per level:
-    16, 32 .. C / 2; none up to 16.
+    8, 16 .. C / 2; none up to 8.
     """
     sizes = []
     s = BLOCK
@@ -149,23 +147,29 @@ def allocate_workspace(C, lanes):
 
 
 def gather_blocks(minus_L_t, blocks):
-    """Returns the diagonal blocks of -L transposed [C, lanes, C] side by side, [C, lanes, 16].
+    """Returns the diagonal blocks of -L transposed [C, lanes, C] side by side, [C, lanes, 8].
 
-    Instructions start at every 32nd partition only. So pairs of blocks are copied, then one of each
-    is kept.
+    Instructions start at every 32nd partition only. So four blocks are copied, then one of each is
+    kept.
     """
     C, lanes = minus_L_t.shape[0], minus_L_t.shape[1]
     if C <= BLOCK:
         return minus_L_t
-    pairs_sb = sbuf((C, lanes, GROUP))
-    for start in range(0, C, GROUP):
-        stop = start + GROUP
-        nisa.tensor_copy(dst=pairs_sb[start:stop, :, :], src=minus_L_t[start:stop, :, start:stop])
-    even_sb, out_sb = sbuf((C, lanes, BLOCK)), sbuf((C, lanes, BLOCK))
-    nisa.tensor_scalar(
-        dst=even_sb, data=pairs_sb[:, :, 0:BLOCK], op0=nl.multiply, operand0=blocks["even"][0:C, :]
+    width = min(GROUP, C)
+    per, own_sb = width // BLOCK, blocks["own"]
+    groups_sb, kept_sb = sbuf((C, lanes, width)), sbuf((C, lanes, width))
+    for start in range(0, C, width):
+        stop = start + width
+        copy_scaled(groups_sb[start:stop, :, :], minus_L_t[start:stop, :, start:stop])
+    multiply(
+        kept_sb.reshape((C, lanes, per, BLOCK)),
+        groups_sb.reshape((C, lanes, per, BLOCK)),
+        own_sb.ap(pattern=[[own_sb.shape[1], C], [0, lanes], [1, per], [0, BLOCK]], offset=0),
     )
-    scale_and_add(out_sb, pairs_sb[:, :, BLOCK:GROUP], blocks["odd"][0:C, :], even_sb)
+    out_sb = sbuf((C, lanes, BLOCK))
+    by_place = [[lanes * width, C], [width, lanes], [1, BLOCK], [BLOCK, per]]
+    data = kept_sb.ap(pattern=by_place, offset=0)
+    nisa.tensor_reduce(dst=out_sb, op=nl.add, data=data, axis=3)
     return out_sb
 
 
@@ -173,14 +177,14 @@ def list_block_columns(minus_L_t, blocks):
     """Returns the columns of each block of -L, each number on its own partition, [C, n - 1, lanes,
     n].
 
-    n is 16, or C where that is less. At [p, a, lane, c] stands number c of row p if p is column a,
+    n is 8, or C where that is less. At [p, a, lane, c] stands number c of row p if p is column a,
     else 0.
     """
     blocks_sb = gather_blocks(minus_L_t, blocks)
     C, lanes, n = blocks_sb.shape
     width, place_sb = lanes * n, blocks["place"]
     columns_sb = sbuf((C, n - 1, lanes, n))
-    multiply_on_gpsimd(
+    multiply(
         columns_sb.reshape((C, n - 1, width)),
         blocks_sb.ap(pattern=[[width, C], [0, n - 1], [1, width]], offset=0),
         place_sb.ap(pattern=[[place_sb.shape[1], C], [1, n - 1], [0, width]], offset=0),
@@ -188,59 +192,67 @@ def list_block_columns(minus_L_t, blocks):
     return columns_sb
 
 
-def spread_blocks(chunk, blocks):
-    """Puts each partition's whole block on it, column a of -L at [C, a, lanes, n].
+def spread_blocks(chunks, blocks):
+    """Puts each partition's whole block on it, column a of -L at [C, a, lanes, n]: the lanes of
+    all chunks side by side, so that one instruction of the substitution serves them all.
 
     The columns leave PSUM at once: Vector and Scalar engine take turns there, and substitution is
     long. `columns` are tiles [C, columns, lanes, n], all but the last with as many columns.
     """
-    C, columns, lanes, n = chunk.block_columns.shape
-    width = lanes * n
-    flat_sb = chunk.block_columns.reshape((C, columns * width))
-    chunk.columns = []
-    for span in split(columns, BANK // width):
+    C, columns, _, n = chunks[0].block_columns.shape
+    total = 0
+    for chunk in chunks:
+        chunk.first_lane = total
+        total = total + chunk.block_columns.shape[2]
+    tiles = []
+    for span in split(columns, BANK // (total * n)):
         start, stop = span
-        out_ps = psum((C, stop - start, lanes, n))
-        flat_ps = out_ps.reshape((C, (stop - start) * width))
-        add_selected(flat_ps, blocks["shared"][0:C, 0:C], flat_sb[:, start * width : stop * width])
-        out_sb = sbuf((C, stop - start, lanes, n))
-        copy_scaled(out_sb, out_ps)
-        chunk.columns.append(out_sb)
-
-
-def substitute(chunks, start, stop):
-    """Subtracts columns start .. stop of each block of L."""
-    for a in range(start, stop):
-        terms = []
+        out_ps, out_sb = psum((C, stop - start, total, n)), sbuf((C, stop - start, total, n))
         for chunk in chunks:
-            x_sb, count = chunk.solution, chunk.columns[0].shape[1]
-            C, lanes, n = x_sb.shape
-            terms_sb = sbuf((C, lanes, n - 1 - a))
-            multiply(
-                terms_sb,
-                chunk.columns[a // count][:, a % count, :, a + 1 : n],
-                x_sb.ap(pattern=[[lanes * n, C], [n, lanes], [0, n - 1 - a]], offset=a),
-            )
-            terms.append(terms_sb)
-        for b in range(len(chunks)):
-            later = chunks[b].solution[:, :, a + 1 : chunks[b].solution.shape[2]]
-            nisa.tensor_tensor(dst=later, data1=later, data2=terms[b], op=nl.add)
+            first, lanes = chunk.first_lane, chunk.block_columns.shape[2]
+            moving = chunk.block_columns.reshape((C, columns * lanes * n))
+            add_selected(
+                out_ps[:, :, first : first + lanes, :], blocks["shared"][0:C, 0:C],
+                moving[:, start * lanes * n : stop * lanes * n],
+            )  # fmt: skip
+        copy_scaled(out_sb, out_ps)
+        tiles.append(out_sb)
+    for chunk in chunks:
+        chunk.columns = tiles
+
+
+def substitute(chunk, start, stop):
+    """Subtracts columns start .. stop of each block of L, of all chunks that share this one's
+    solution.
+    """
+    x_sb, count = chunk.solution, chunk.columns[0].shape[1]
+    C, total, n = x_sb.shape
+    for a in range(start, stop):
+        terms_sb = sbuf((C, total, n - 1 - a))
+        multiply(
+            terms_sb,
+            chunk.columns[a // count][:, a % count, :, a + 1 : n],
+            x_sb.ap(pattern=[[total * n, C], [n, total], [0, n - 1 - a]], offset=a),
+        )
+        later = x_sb[:, :, a + 1 : n]
+        add(later, later, terms_sb)
 
 
 def place_blocks(chunk, blocks):
     """Puts the inverted blocks on the diagonal of T_t; makes T where C <= 16,
     else the last merge does.
     """
-    shared_sb, x_sb = blocks["shared"], chunk.solution
-    C, lanes, n = x_sb.shape
-    chunk.T_t = x_sb
+    shared_sb, x_sb, first = blocks["shared"], chunk.solution, chunk.first_lane
+    C, total, n = x_sb.shape
+    lanes = chunk.minus_L_t.shape[1]
+    chunk.T_t = sbuf((C, lanes, C))
     if C <= BLOCK:
-        chunk.T = transpose_columns(x_sb, chunk.table["identity"])
+        copy_scaled(chunk.T_t, x_sb[:, first : first + lanes, :])
+        chunk.T = transpose_columns(chunk.T_t, chunk.table["identity"])
     else:
-        chunk.T_t = sbuf((C, lanes, C))
-        multiply_on_gpsimd(
+        multiply(
             chunk.T_t.reshape((C, lanes, C // n, n)),
-            x_sb.ap(pattern=[[lanes * n, C], [n, lanes], [0, C // n], [1, n]], offset=0),
+            x_sb.ap(pattern=[[total * n, C], [n, lanes], [0, C // n], [1, n]], offset=first * n),
             shared_sb.ap(
                 pattern=[[shared_sb.shape[1], C], [0, lanes], [n, C // n], [0, n]], offset=0
             ),
@@ -337,15 +349,13 @@ def update_blocks(chunk, space_sb, level, both):
         for lane in range(lanes):
             add_product(update_ps[:, lane, :], chunk.T_t[:, lane, :], space_sb[0:C, lane, 0:half])
         even = chunk.T[:, :, 0:half]
-        nisa.tensor_tensor(dst=even, data1=update_ps, data2=even, op=nl.add)
+        add(even, update_ps, even)
     if keeps_transpose(last, chunk.table, both):
         update_t_ps = psum((C, lanes, half))
         for lane in range(lanes):
             add_product(update_t_ps[:, lane, :], space_sb[0:C, lane, 0:C], chunk.odd[lane])
         columns = chunk.T_t.reshape((C, lanes, pairs, 2, s))[:, :, :, 1, :]
-        nisa.tensor_tensor(
-            dst=columns, data1=update_t_ps.reshape((C, lanes, pairs, s)), data2=columns, op=nl.add
-        )
+        add(columns, update_t_ps.reshape((C, lanes, pairs, s)), columns)
 
 
 def refine(chunks, both):
@@ -377,9 +387,7 @@ def multiply_and_add(dst, x, y, z, op):
         out_ps = psum((C, lanes, half))
         for lane in range(lanes):
             add_product(out_ps[:, lane, :], x[:, lane, :], y[:, lane, low : low + half])
-        nisa.tensor_tensor(
-            dst=dst[:, :, low : low + half], data1=out_ps, data2=z[:, :, low : low + half], op=op
-        )
+        combine(dst[:, :, low : low + half], out_ps, z[:, :, low : low + half], op)
 
 
 def invert_chunks(stage, share, shares, chunks, spaces, both, blocks):
@@ -388,8 +396,7 @@ def invert_chunks(stage, share, shares, chunks, spaces, both, blocks):
     Unless `both`, nobody needs the transpose of T afterwards.
     """
     if stage == "spread columns":
-        for chunk in chunks:
-            spread_blocks(chunk, blocks)
+        spread_blocks(chunks, blocks)
     elif stage == "substitute":
         first, stop = list_steps(SUBSTITUTIONS, share, shares)
         for step in range(first, stop):
@@ -401,19 +408,22 @@ def invert_chunks(stage, share, shares, chunks, spaces, both, blocks):
 
 
 def substitute_columns(step, chunks, blocks):
-    """Solves a third of the columns of all blocks;
-    the last third puts the inverted blocks on a diagonal.
+    """Solves half of the columns of all blocks; the last half puts the inverted blocks on a
+    diagonal.
     """
     C, place_sb = chunks[0].table["rows"], blocks["place"]
     n = min(BLOCK, C)
-    if step == 0:  # x = e_p on every partition, a tile [C, lanes, n]
+    if step == 0:  # x = e_p on every partition, a tile [C, lanes of all chunks, n]
+        total = chunks[0].columns[0].shape[2]
+        x_sb = sbuf((C, total, n))
+        copy_scaled(
+            x_sb,
+            place_sb.ap(pattern=[[place_sb.shape[1], C], [0, total], [1, n]], offset=0),
+        )
         for chunk in chunks:
-            lanes = chunk.minus_L_t.shape[1]
-            chunk.solution = sbuf((C, lanes, n))
-            at_p = place_sb.ap(pattern=[[place_sb.shape[1], C], [0, lanes], [1, n]], offset=0)
-            multiply_on_gpsimd(chunk.solution, at_p, at_p)  # copies zeros and ones
+            chunk.solution = x_sb
     last = n - 1
-    substitute(chunks, min(step * COLUMNS, last), min((step + 1) * COLUMNS, last))
+    substitute(chunks[0], min(step * COLUMNS, last), min((step + 1) * COLUMNS, last))
     if step == SUBSTITUTIONS - 1:
         for chunk in chunks:
             place_blocks(chunk, blocks)

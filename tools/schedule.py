@@ -44,7 +44,7 @@ CHANNEL_SIZES = (  # with a decay per channel
 RUNS = 0.3  # of all proposals
 SIDE_BY_SIDE = ("spread columns", "substitute", "merge", *cells.CONVOLUTION)  # forward: ALL bundles
 SHARES = {
-    "substitute": 3, "merge": 9, "window": 16, "taps": 16, "silu": 16,
+    "substitute": 2, "merge": 12, "window": 16, "taps": 16, "silu": 16,
     "load taps": 8, "multiply taps": 8, "sum taps": 8, "store dx": 4,
 }  # fmt: skip
 
@@ -74,18 +74,22 @@ class Search:
 RULE = {"T": 512, "dtype": "float32", "every": 2}
 WIDE = Bound(RULE | {"H": 6, "K": 128, "V": 256, "lanes": 6, "width": 3})
 NARROW = Bound(RULE | {"H": 8, "K": 64, "V": 128, "lanes": 8, "width": 4})
-CHANNEL_BOUNDS = (Bound(CHANNEL_SIZES[0]), Bound(CHANNEL_SIZES[0] | RULE | {"V": 256}))
+CHANNEL_BOUNDS = (
+    Bound(CHANNEL_SIZES[0]),
+    Bound(CHANNEL_SIZES[0] | RULE | {"V": 256}),
+    Bound(CHANNEL_SIZES[0] | {"V": 256}),
+    Bound({"T": 1000, "H": 1, "HV": 3, "K": 64, "V": 128, "lanes": 4, "width": 2}),
+)
 LONG = {"T": 1536, "K": 128, "V": 256, "lanes": 6, "width": 3}
 SEARCHES = {
     "RULE_FORWARD": Search(
         gated_delta_rule_fwd,
         {"every": 0},
         5.0,
-        100_000,
+        30_000,
         (
             WIDE,
             NARROW,
-            Bound(SIZES[2] | {"every": 0, "target": "trn2"}, time=158.0),
             Bound({"T": 1024, "H": 1, "K": 128, "V": 128, "width": 1, "every": 0}, time=95.0),
         ),
     ),
@@ -103,21 +107,19 @@ SEARCHES = {
         fwd,
         {"save": 1},
         4.0,
-        100_000,
+        30_000,
         (
             Bound(LONG | {"H": 5, "save": 1}),
             Bound(LONG | {"H": 5, "K": 64, "V": 128, "dtype": "float32", "save": 1}),
             Bound(SIZES[1] | {"packed": True, "save": 1}),
         ),
     ),
-    "LAYER_BACKWARD": Search(
-        bwd, {}, 2.5, 100_000, (Bound(SIZES[0], psum=7), Bound(LONG | {"H": 5}, psum=7))
-    ),
+    "LAYER_BACKWARD": Search(bwd, {}, 2.5, 100_000, (Bound(SIZES[0]), Bound(LONG | {"H": 5}))),
     "CHANNELS_FORWARD": Search(
         channels_fwd, {"every": 2}, 3.0, 20_000, CHANNEL_BOUNDS, CHANNEL_SIZES
     ),
     "CHANNELS_BACKWARD": Search(
-        channels_bwd, {"every": 2}, 1.25, 60_000, CHANNEL_BOUNDS, CHANNEL_SIZES
+        channels_bwd, {"every": 2}, 1.25, 30_000, CHANNEL_BOUNDS, CHANNEL_SIZES
     ),
 }
 

@@ -50,7 +50,7 @@ def backward(dy: Tensor, dstate: Tensor | None, call: Layer, saved: list[Tensor]
     )
     inputs = (dy, call.x, weight_t, *kept, g, call.beta, call.gate, call.gain)
     states = saved[6] if len(saved) > 6 else None
-    dx, dweight, dg, dbeta, dgate, dgain, dstate0, _, *dprefix = run(
+    dx, dweight, dg, dbeta, dgate, dgain, dstate0, *dprefix = run(
         gated_delta_layer_bwd,
         *inputs,
         *options[:4],

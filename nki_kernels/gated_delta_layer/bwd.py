@@ -16,10 +16,9 @@ from delta_trn.nki_kernels.chunk_tiles import Chunk
 from delta_trn.nki_kernels.gated_delta_layer.bwd_chunk import differentiate_rows
 from delta_trn.nki_kernels.gated_delta_layer.convolution import (
     AT_ONCE,
+    allocate_leaving,
     build_counts,
     build_shifts,
-    clear_leaving,
-    count_columns,
     load_masks,
     load_taps,
     load_weights,
@@ -43,7 +42,7 @@ from delta_trn.nki_kernels.gated_delta_rule_bwd import (
     solve_residual,
 )
 from delta_trn.nki_kernels.gated_delta_rule_fwd import load_state, store_state
-from delta_trn.nki_kernels.gated_rms_norm import check_eps, load_everywhere
+from delta_trn.nki_kernels.gated_rms_norm import check_eps, copy_to_psum, load_everywhere
 from delta_trn.nki_kernels.language import nki, nl
 from delta_trn.nki_kernels.orders import ORDERS
 from delta_trn.nki_kernels.plan import (
@@ -78,14 +77,14 @@ OWN_STAGES = (
     Stage("R", needs=("kept", "k_t", "beta_v"), makes=("R",)),
     Stage("load rows", makes=("o", "z", "dy")),
     *NORM_STAGES,
-    Stage("gate", needs=("z",), makes=("gate",)),
-    Stage("slope of z", needs=("z",), makes=("slope of z",)),
-    Stage("multiply rows", needs=("dy", "gate", "slope of z", "h"), makes=("dy slope", "n", "nh")),
+    Stage("h", needs=("o", "r"), makes=("h",)),
+    Stage("gate", needs=("dy", "z"), makes=("m",)),
+    Stage("slope of z", needs=("dy", "z"), makes=("dy slope",)),
+    Stage("multiply rows", needs=("m", "h"), makes=("n", "nh")),
     Stage("dz", needs=("h", "dy slope")),
     Stage("do", needs=("h", "n", "nh"), makes=("do",)),
     Stage("load u", makes=("u",)),
-    Stage("slope of u", needs=("u",), makes=("slope of u",)),
-    Stage("du", needs=("slope of u", "dqk", "dR", "gates"), makes=("du",)),
+    Stage("du", needs=("u", "dqk", "dR", "gates"), makes=("du",)),
     Stage("load taps", makes=("taps",)),
     Stage("multiply taps", needs=("du",), follows=("taps",), makes=("products of taps",)),
     Stage("sum taps", follows=("products of taps",), makes=("sums of taps",)),
@@ -154,10 +153,10 @@ def run_convolution(stage, share, shares, stream, own, call):
             own.taps.append(load_taps(own, stream, cells[c], taps, call))
         elif stage == "multiply taps":
             if step == 0:
-                clear_leaving(own, stream, call)
+                allocate_leaving(own, stream, call)
                 if call["packed"]:
                     load_masks(own, stream, call)
-            own.products.append(multiply_taps(own, stream, cells[c], taps, own.taps[step], call))
+            own.products.append(multiply_taps(own, stream, c, taps, own.taps[step], call))
         elif stage == "sum taps":
             sum_taps(own, stream, c, taps, own.products[step], call)
         else:
@@ -175,7 +174,6 @@ def open_stream(bundle, largest, call):
         stream.own.append(own)
         stream.chunks.append(Chunk())
     stream.plan = outline(bundle, call["H"], call["K"], call["V"], call["W"])
-    stream.first_column = count_columns(bundle["first"], call["sizes"])
     stream.dS = load_state(call["dstate"], bundle, call["parts"], call["V"], call["has_dstate"])
     stream.spaces = allocate_workspace(largest, bundle["lanes"])
     stream.weights = load_weights(call["weight_t"], stream.plan, largest)
@@ -228,7 +226,6 @@ def gated_delta_layer_bwd(
         dweight             [N, W, channels] float32, of each sequence
         dgain               [N, HV V] float32, of each sequence and head
         dinitial_state      [N, HV, K, V] float32
-        leaving             what chunks leave for the ones before: of no use to the caller
         dprefix             like prefix, only if `continued`
 
     Pseudocode, chunk by chunk:
@@ -256,9 +253,6 @@ def gated_delta_layer_bwd(
     dz = nl.ndarray((N, T, HV, V), dtype=z.dtype, buffer=nl.shared_hbm)
     dgain = nl.ndarray((N, HV * V), dtype=nl.float32, buffer=nl.shared_hbm)
     dinitial_state = nl.ndarray((N, HV, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
-    sizes = (H, HV, K, V, W, width)
-    rows, columns = W * (W - 1) // 2, count_columns(HV, sizes)
-    leaving = nl.ndarray((N, chunks, rows, columns), dtype=nl.float32, buffer=nl.shared_hbm)
     dprefix = dx
     if continued:
         dprefix = nl.ndarray((N, W - 1, channels), dtype=x.dtype, buffer=nl.shared_hbm)
@@ -292,9 +286,7 @@ def gated_delta_layer_bwd(
         "dx": dx,
         "dz": dz,
         "gradients": (dx, dx, dx, dg, dbeta),
-        "leaving": leaving,
-        "sizes": sizes,
-        "gain": load_everywhere(gain),
+        "gain": copy_to_psum(load_everywhere(gain)),
         "norm": build_norm(eps),
         "eye": build_identity(PARTITIONS, nl.float32),
         "constants": constants,
@@ -317,8 +309,8 @@ def gated_delta_layer_bwd(
             if continued:
                 store_prefix(dprefix, stream, call)
     if continued:
-        return dx, dweight, dg, dbeta, dz, dgain, dinitial_state, leaving, dprefix
-    return dx, dweight, dg, dbeta, dz, dgain, dinitial_state, leaving
+        return dx, dweight, dg, dbeta, dz, dgain, dinitial_state, dprefix
+    return dx, dweight, dg, dbeta, dz, dgain, dinitial_state
 
 
 def example(

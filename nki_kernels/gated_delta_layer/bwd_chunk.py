@@ -1,13 +1,12 @@
 """Runs the stages of `gated_delta_layer_bwd` that belong to the norm, and those that make du."""
 
 from delta_trn.nki_kernels.chunk import load_lanes, store_lanes
-from delta_trn.nki_kernels.chunk_gradients import view_key_gradient
 from delta_trn.nki_kernels.gated_delta_layer.convolution import sum_gain
-from delta_trn.nki_kernels.gated_delta_layer.fwd import collect_rows, normalize
+from delta_trn.nki_kernels.gated_delta_layer.fwd import normalize, transpose_views
 from delta_trn.nki_kernels.gated_rms_norm import normalize_rows, project, repeat_row
 from delta_trn.nki_kernels.language import nisa, nl
 from delta_trn.nki_kernels.plan import PARTITIONS
-from delta_trn.nki_kernels.tiles import copy_scaled, multiply_on_gpsimd, sbuf, split_blocks
+from delta_trn.nki_kernels.tiles import add, multiply, sbuf, split_blocks
 
 
 def load_channels(u, n, first, width, start, tokens):
@@ -40,24 +39,20 @@ def differentiate_rows(stage, chunk, own, stream, call):
         own.z = load_lanes(call["z"], bundle, start, tokens, rows, call["z"].dtype)
         own.dy = load_lanes(call["dy"], bundle, start, tokens, rows, call["dy"].dtype)
     elif stage == "gate":
-        own.gate = sbuf(own.z.shape)
-        nisa.activation(dst=own.gate, op=nl.silu, data=own.z)
+        own.gate = multiply_by_function(own.dy, own.z, nl.silu)
     elif stage == "slope of z":
-        own.slope = sbuf(own.z.shape)
-        nisa.activation(dst=own.slope, op=nl.silu_dx, data=own.z)
+        own.slope = multiply_by_function(own.dy, own.z, nl.silu_dx)
     elif stage == "multiply rows":
         multiply_rows_of_norm(own, stream, call)
     elif stage == "dz":
         hw_sb, dz_sb = sbuf(own.h.shape), sbuf(own.h.shape, call["dz"].dtype)
-        multiply_on_gpsimd(hw_sb, own.h, repeat_row(call["gain"], rows, bundle["lanes"]))
-        multiply_on_gpsimd(dz_sb, own.slope, hw_sb)
+        multiply(hw_sb, own.h, repeat_row(call["gain"], rows, bundle["lanes"]))
+        multiply(dz_sb, own.slope, hw_sb)
         store_lanes(call["dz"], dz_sb, bundle, start, tokens)
     elif stage == "do":
         own.do = sbuf(own.h.shape)
         normalize_rows(own.do, own.h, project(own.nh))
-        nisa.tensor_tensor(
-            dst=own.do, data1=own.do, data2=own.n, op=nl.add, engine=nisa.engine.gpsimd
-        )
+        add(own.do, own.do, own.n)
     elif stage == "load u":
         own.u = []
         for segment in stream.plan["segments"]:
@@ -65,51 +60,67 @@ def differentiate_rows(stage, chunk, own, stream, call):
             own.u = own.u + load_channels(
                 call["u"], bundle["n"], channel, high - low, start, tokens
             )
-    elif stage == "slope of u":
-        plan = stream.plan
-        own.du = sbuf((rows, plan["columns"]))
-        if tokens < rows or plan["columns"] > plan["channels"]:
-            nisa.memset(dst=own.du, value=0.0)
-        collect_rows(own.du, own.u, call["eye"], nl.silu_dx)
     elif stage == "du":
         multiply_slopes(chunk, own, stream, call)
 
 
+def multiply_by_function(x_sb, z_sb, op):
+    """Computes x . op(z) [rows, lanes, V] in a new tile."""
+    out_sb = sbuf(z_sb.shape)
+    nisa.activation(dst=out_sb, op=op, data=z_sb)
+    multiply(out_sb, x_sb, out_sb)
+    return out_sb
+
+
 def multiply_rows_of_norm(own, stream, call):
-    """Makes dy SiLU'(z), n and n h, and adds m h to the gradient of the gain."""
-    dy_sb, m_sb, lanes, V = own.dy, own.gate, stream.bundle["lanes"], call["V"]
+    """Makes n and n h of m = dy SiLU(z), and adds m h to the gradient of the gain."""
+    m_sb, lanes, V = own.gate, stream.bundle["lanes"], call["V"]
     gain = repeat_row(call["gain"], own.rows, lanes)
-    multiply_on_gpsimd(own.slope, dy_sb, own.slope)
-    multiply_on_gpsimd(m_sb, dy_sb, m_sb)
     slots = max(lanes, (stream.sums.shape[1] + V - 1) // V)  # that fill a view of sums
     mh_sb = sbuf((own.rows, slots, V))
     own.nh = mh_sb
     if slots > lanes:
         nisa.memset(dst=mh_sb[:, lanes:slots, :], value=0.0)
-        own.nh = sbuf(dy_sb.shape)
-    multiply_on_gpsimd(mh_sb[:, 0:lanes, :], m_sb, own.h)
+        own.nh = sbuf(m_sb.shape)
+    multiply(mh_sb[:, 0:lanes, :], m_sb, own.h)
     sum_gain(mh_sb, stream)
-    multiply_on_gpsimd(own.nh, mh_sb[:, 0:lanes, :], gain)
-    multiply_on_gpsimd(m_sb, m_sb, gain)
+    multiply(own.nh, mh_sb[:, 0:lanes, :], gain)
+    multiply(m_sb, m_sb, gain)
     own.n = m_sb
 
 
 def multiply_slopes(chunk, own, stream, call):
-    """Multiplies SiLU'(u) by the gradients of q, k and v."""
-    du_sb, heads = own.du, stream.bundle["key_heads"]
-    K, lanes, V, plan = call["K"], stream.bundle["lanes"], call["V"], stream.plan
-    gradient_sb = sbuf((du_sb.shape[0], plan["channels"]))
-    for side in range(2):
-        for h in range(heads):
-            i = side * heads + h
-            copy_scaled(
-                gradient_sb[:, i * K : (i + 1) * K], view_key_gradient(chunk, side, h),
-                chunk.shortening[0][:, i : i + 1],
-            )  # fmt: skip
-    for lane in range(lanes):
-        low = 2 * heads * K + lane * V
-        copy_scaled(
-            gradient_sb[:, low : low + V], chunk.dR[:, lane, :], chunk.dv_scale[:, lane : lane + 1]
-        )
-    channels = du_sb[:, 0 : plan["channels"]]
-    multiply_on_gpsimd(channels, channels, gradient_sb)
+    """Makes du [rows, columns]: SiLU'(u), transposed in PSUM, times the gradients of q, k and v."""
+    plan, tokens, eye = stream.plan, own.tokens, call["eye"]
+    own.du = sbuf((own.rows, plan["columns"]))
+    if tokens < own.rows or plan["columns"] > plan["channels"]:
+        nisa.memset(dst=own.du, value=0.0)
+    pieces = list_gradients(chunk, stream.bundle, call["K"], call["V"])
+    low, first = 0, 0
+    while first < len(own.u):
+        stop, slopes_ps = transpose_views(own.u, first, eye)
+        nisa.activation(dst=slopes_ps, op=nl.silu_dx, data=slopes_ps)
+        high = low + slopes_ps.shape[1]
+        for piece in pieces:
+            start, gradients_sb, factors_sb, i = piece
+            begin, end = max(start, low), min(start + gradients_sb.shape[2], high)
+            if begin < end:
+                nisa.scalar_tensor_tensor(
+                    dst=own.du[0:tokens, begin:end], data=slopes_ps[:, begin - low : end - low],
+                    op0=nl.multiply, operand0=factors_sb[0:tokens, i : i + 1], op1=nl.multiply,
+                    operand1=gradients_sb[0:tokens, i, begin - start : end - start],
+                )  # fmt: skip
+        low, first = high, stop
+
+
+def list_gradients(chunk, bundle, K, V):
+    """Lists the gradients of q, k and v as columns of du: [(first column, gradients [rows, heads,
+    K or V], factors [rows, heads], head)].
+    """
+    heads, pieces = bundle["key_heads"], []
+    dqk = chunk.dqk.reshape((chunk.dqk.shape[0], 2 * heads, K))
+    for i in range(2 * heads):
+        pieces.append((i * K, dqk, chunk.shortening[0], i))
+    for lane in range(bundle["lanes"]):
+        pieces.append((2 * heads * K + lane * V, chunk.dR, chunk.dv_scale, lane))
+    return pieces

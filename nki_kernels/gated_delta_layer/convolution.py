@@ -25,12 +25,11 @@ makes a dict of
 """
 
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import BANK, list_bundles, list_sides, split
+from delta_trn.nki_kernels.plan import BANK, PARTITIONS, list_sides, split
 from delta_trn.nki_kernels.tiles import (
     add_selected,
     copy_scaled,
-    load,
-    multiply_on_gpsimd,
+    multiply,
     psum,
     sbuf,
     select_affine,
@@ -183,81 +182,76 @@ def load_taps(own, stream, cell, taps, call):
     return out_sb
 
 
-def multiply_taps(own, stream, cell, taps, x_sb, call):
-    """Makes du times what taps read of a cell, and w_j du, of which it keeps what leaves the chunk.
+def multiply_taps(own, stream, c, taps, x_sb, call):
+    """Makes du times what taps read of cell c, and w_j du, of which it keeps what leaves the chunk.
 
     Returns both, and behind the last tap what arrives from the chunk behind.
     """
     W, plan, tokens = call["W"], stream.plan, own.tokens
-    low, high = cell
+    low, high = plan["cells"][c]
     first, stop = taps
     read_sb, given_sb = sbuf(x_sb.shape), sbuf(x_sb.shape)
-    du = own.du.ap(
-        pattern=[[plan["columns"], tokens], [0, stop - first], [1, high - low]], offset=low
-    )
-    multiply_on_gpsimd(read_sb, du, x_sb)
+    du_ps = psum((tokens, high - low))  # where the Vector engine takes it at full speed
+    copy_scaled(du_ps, own.du[0:tokens, low:high])
+    du = du_ps.ap(pattern=[[high - low, tokens], [0, stop - first], [1, high - low]], offset=0)
+    multiply(read_sb, du, x_sb)
     if call["packed"]:
         for j in range(first, stop):
             nisa.scalar_tensor_tensor(
-                dst=given_sb[:, j - first, :], data=own.du[0:tokens, low:high], op0=nl.multiply,
+                dst=given_sb[:, j - first, :], data=du_ps, op0=nl.multiply,
                 operand0=own.keep[:, j : j + 1], op1=nl.multiply,
                 operand1=stream.weights[0:tokens, j, low:high],
             )  # fmt: skip
     else:
-        multiply_on_gpsimd(given_sb, du, stream.weights[0:tokens, first:stop, low:high])
-    flat_sb = given_sb.reshape((tokens, (stop - first) * (high - low)))
-    for j in range(first, stop):
-        leaving, row, column = min(W - 1 - j, tokens), find_row(j, W), (j - first) * (high - low)
-        if leaving > 0:
-            nisa.dma_copy(
-                dst=view_leaving(call["leaving"], stream, own.index, row, row + leaving, low, high),
-                src=flat_sb[0:leaving, column : column + high - low],
-            )
+        multiply(given_sb, du, stream.weights[0:tokens, first:stop, low:high])
+    if own.index > 0 or call["continued"]:
+        for j in range(first, stop):
+            leaving, row = min(W - 1 - j, tokens), find_row(j, W)
+            if leaving > 0:
+                nisa.dma_copy(
+                    dst=view_leaving(own, c, row, row + leaving, W),
+                    src=given_sb[0:leaving, j - first : j - first + 1, :],
+                )
     arriving = []
     if stop == W and own.index + 1 < len(stream.own):
-        arriving.append(load_leaving(call["leaving"], stream, own.index + 1, low, high))
+        arriving.append(load_leaving(stream.own[own.index + 1], c, W))
     return read_sb, given_sb, arriving
 
 
-def count_columns(heads, sizes):
-    """Counts the columns of those bundles of a sequence that begin before value head `heads`."""
-    H, HV, K, V, W, width = sizes
-    columns = 0
-    for bundle in list_bundles(1, H, HV, width):
-        if bundle["first"] < heads:
-            columns = columns + outline(bundle, H, K, V, W)["columns"]
-    return columns
+def allocate_leaving(own, stream, call):
+    """Allocates what a chunk leaves for the one before: rows of w_j du, as `find_row` counts them,
+    and a cell's columns; those of several cells lie in one tile, on other partitions.
 
-
-def view_leaving(leaving, stream, index, first, stop, low, high):
-    """Views what chunk `index` leaves for the one before: rows and columns of the bundle, in HBM.
-
-    It lies there, since in SBUF six rows take as much as 128. Two kernels with HBM of their own in
-    one graph have failed on Trn1, so it is an output of the kernel, which its caller drops.
+    It is 0 where a chunk has fewer tokens than can leave one.
     """
-    n, column = stream.bundle["n"], stream.first_column
-    return leaving[n, index, first:stop, column + low : column + high]
+    W, cells = call["W"], stream.plan["cells"]
+    rows, width = W * (W - 1) // 2, cells[0][1]
+    own.leaving = []
+    if W == 1 or (own.index == 0 and not call["continued"]):
+        return
+    for span in split(len(cells), PARTITIONS // rows):
+        first, stop = span
+        tile_sb = sbuf(((stop - first) * rows, 1, width))
+        if own.tokens < W - 1:
+            nisa.memset(dst=tile_sb, value=0.0)
+        own.leaving.append(tile_sb)
 
 
-def load_leaving(leaving, stream, index, low, high):
-    """Loads columns of what chunk `index` leaves for the one before, [W (W - 1) / 2, columns]."""
-    return load(view_leaving(leaving, stream, index, 0, leaving.shape[2], low, high), nl.float32)
+def view_leaving(own, c, first, stop, W):
+    """Views rows first .. stop of what a chunk leaves of cell c, [rows, 1, width]."""
+    rows = W * (W - 1) // 2
+    per_tile = PARTITIONS // rows
+    tile_sb, base = own.leaving[c // per_tile], c % per_tile * rows
+    return tile_sb[base + first : base + stop, :, :]
 
 
-def clear_leaving(own, stream, call):
-    """Sets what leaves a chunk to 0 where the chunk has fewer tokens than can leave one."""
-    W, columns, tokens = call["W"], stream.plan["columns"], own.tokens
-    if tokens < W - 1:
-        zero_sb = sbuf((W - 1, columns))
-        nisa.memset(dst=zero_sb, value=0.0)
-        for j in range(W - 1 - tokens):
-            stop, missing = find_row(j, W) + W - 1 - j, W - 1 - j - tokens
-            nisa.dma_copy(
-                dst=view_leaving(
-                    call["leaving"], stream, own.index, stop - missing, stop, 0, columns
-                ),
-                src=zero_sb[0:missing, :],
-            )
+def load_leaving(own, c, W):
+    """Brings what a chunk leaves of cell c to where a product takes it, [W (W - 1) / 2, width]."""
+    rows = W * (W - 1) // 2
+    width = own.leaving[0].shape[2]
+    out_sb = sbuf((rows, 1, width))
+    nisa.dma_copy(dst=out_sb, src=view_leaving(own, c, 0, rows, W))
+    return out_sb.reshape((rows, width))
 
 
 def sum_taps(own, stream, c, taps, products, call):
@@ -272,14 +266,15 @@ def sum_taps(own, stream, c, taps, products, call):
     for j in range(first, stop):
         i, shift = n - c * W - j, C + W - 1 - j
         counts_sb = own.counts[j] if call["packed"] else stream.counts
-        add_selected(stream.sums, counts_sb[0:tokens, i : i + n], read_sb[:, j - first, :])
+        add_to_sums(stream, counts_sb[0:tokens, i : i + n], read_sb[:, j - first, :])
         add_selected(
             own.dx_sums[c],
             call["shifts"]["identity"][0:tokens, shift : shift + tokens],
             given_sb[:, j - first, :],
+            j > 0,
         )
     if stop == W and len(arriving) > 0:
-        add_selected(own.dx_sums[c], call["shifts"]["crossing"], arriving[0])
+        add_selected(own.dx_sums[c], call["shifts"]["crossing"], arriving[0], True)
 
 
 def store_channels(dst, x_ps, stream, c, start):
@@ -302,13 +297,16 @@ def store_prefix(dprefix, stream, call):
     C = crossing_sb.shape[1]
     cells = stream.plan["cells"]
     for c in range(len(cells)):
-        low, high = cells[c]
-        out_ps, leaving_sb = (
-            psum((rows, high - low)),
-            load_leaving(call["leaving"], stream, 0, low, high),
-        )
+        out_ps = psum((rows, cells[c][1] - cells[c][0]))
+        leaving_sb = load_leaving(stream.own[0], c, rows + 1)
         add_selected(out_ps, crossing_sb[:, C - rows : C], leaving_sb)
         store_channels(dprefix, out_ps, stream, c, 0)
+
+
+def add_to_sums(stream, counts, x_sb):
+    """Adds counts^T x to the sums of a bundle, one sum in PSUM over all chunks."""
+    add_selected(stream.sums, counts, x_sb, stream.begun)
+    stream.begun = True
 
 
 def sum_gain(mh_sb, stream):
@@ -317,11 +315,8 @@ def sum_gain(mh_sb, stream):
     columns_sb = mh_sb.reshape((tokens, mh_sb.shape[1] * mh_sb.shape[2]))
     for p in range(len(plan["gain"])):
         start, i = plan["gain"][p][0], len(plan["gain"]) - p
-        add_selected(
-            stream.sums,
-            stream.counts[0:tokens, i : i + n],
-            columns_sb[:, start : start + stream.sums.shape[1]],
-        )
+        counts, columns = stream.counts[0:tokens, i : i + n], stream.sums.shape[1]
+        add_to_sums(stream, counts, columns_sb[:, start : start + columns])
 
 
 def store_sums(dweight, dgain, stream, W, V):

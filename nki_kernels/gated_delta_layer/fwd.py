@@ -26,6 +26,7 @@ from delta_trn.nki_kernels.gated_delta_rule_fwd import (
 )
 from delta_trn.nki_kernels.gated_rms_norm import (
     check_eps,
+    copy_to_psum,
     invert_squares,
     load_everywhere,
     normalize_rows,
@@ -34,7 +35,14 @@ from delta_trn.nki_kernels.gated_rms_norm import (
 )
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.orders import ORDERS
-from delta_trn.nki_kernels.plan import BANK, PARTITIONS, list_waves, pad_to_rows, split_evenly
+from delta_trn.nki_kernels.plan import (
+    BANK,
+    PARTITIONS,
+    list_waves,
+    pad_to_rows,
+    split,
+    split_evenly,
+)
 from delta_trn.nki_kernels.schedule import ALL, Stage, rank
 from delta_trn.nki_kernels.short_convolution import (
     ON_VECTOR,
@@ -50,8 +58,9 @@ from delta_trn.nki_kernels.tiles import (
     add_transposed,
     build_constants,
     build_norm,
+    copy_scaled,
     load_tokens,
-    multiply_on_gpsimd,
+    multiply,
     normals,
     psum,
     rule_inputs,
@@ -63,13 +72,12 @@ from delta_trn.nki_kernels.triangular import allocate_workspace, build_block_con
 NORM_STAGES = (
     Stage("square o", needs=("o",), makes=("o_squares",)),
     Stage("invert norm of o", needs=("o_squares",), makes=("r",)),
-    Stage("h", needs=("o", "r"), makes=("h",)),
 )
 STAGES = (
     *RULE_STAGES,
     *NORM_STAGES,
     Stage("gate", needs=("v",), makes=("gate",)),
-    Stage("y", needs=("h", "gate")),
+    Stage("y", needs=("o", "r", "gate")),
     # What these need, and that what "load" needs of them is there, `list_layer_work` sees to
     Stage("window"),
     Stage("taps"),
@@ -171,24 +179,31 @@ def list_transposed(sides, stream, index, tokens, call):
     return views
 
 
-def collect_rows(out_sb, views, eye, op=nl.copy):
-    """Sets out [rows, channels] to op(x) of views x [channels, tokens];
-    a bank of PSUM is read at once.
+def transpose_views(views, first, eye):
+    """Transposes views x [channels, tokens] from number `first` on, as many as fill a bank of PSUM;
+    returns the number behind the last and a tile [tokens, channels].
     """
+    stop, width, tokens = first, 0, views[first].shape[1]
+    while stop < len(views) and width + views[stop].shape[0] <= BANK:
+        width = width + views[stop].shape[0]
+        stop = stop + 1
+    out_ps = psum((tokens, width))
+    at = 0
+    for i in range(first, stop):
+        C = views[i].shape[0]
+        add_transposed(out_ps[:, at : at + C], views[i], eye[0:C, 0:C])
+        at = at + C
+    return stop, out_ps
+
+
+def collect_rows(out_sb, views, eye):
+    """Sets out [rows, channels] to views x [channels, tokens]; a bank of PSUM is read at once."""
     low, first = 0, 0
     while first < len(views):
-        stop, width, tokens = first, 0, views[first].shape[1]
-        while stop < len(views) and width + views[stop].shape[0] <= BANK:
-            width = width + views[stop].shape[0]
-            stop = stop + 1
-        out_ps = psum((tokens, width))
-        at = 0
-        for i in range(first, stop):
-            C = views[i].shape[0]
-            add_transposed(out_ps[:, at : at + C], views[i], eye[0:C, 0:C])
-            at = at + C
-        nisa.activation(dst=out_sb[0:tokens, low : low + width], op=op, data=out_ps)
-        low, first = low + width, stop
+        first, out_ps = transpose_views(views, first, eye)
+        tokens, width = out_ps.shape
+        copy_scaled(out_sb[0:tokens, low : low + width], out_ps)
+        low = low + width
 
 
 def load_layer(stream, index, call):
@@ -251,16 +266,20 @@ def finish(stage, chunk, own, bundle, call):
         z_sb = load_lanes(call["z"], bundle, start, tokens, own.rows, call["z"].dtype)
         own.gate = sbuf(z_sb.shape)
         nisa.activation(dst=own.gate, op=nl.silu, data=z_sb)
-        multiply_on_gpsimd(own.gate, own.gate, repeat_row(call["gain"], own.rows, bundle["lanes"]))
+        multiply(own.gate, own.gate, repeat_row(call["gain"], own.rows, bundle["lanes"]))
     elif stage == "y":
         y_sb = sbuf(own.o.shape, call["y"].dtype)
-        multiply_on_gpsimd(y_sb, own.h, own.gate)
+        for span in split(bundle["lanes"], max(1, BANK // call["V"])):
+            first, last = span
+            h_ps = psum((own.rows, last - first, call["V"]))
+            normalize_rows(h_ps, own.o, own.r, first)
+            multiply(y_sb[:, first:last, :], h_ps, own.gate[:, first:last, :])
         store_lanes(call["y"], y_sb, bundle, start, tokens)
 
 
 def run_layer_stage(stage, share, shares, streams, index, call):
     """Runs a share of a stage of chunk number `index`: one of the rule's, or the layer's own."""
-    if stage in ("O", "square o", "invert norm of o", "h", "gate", "y"):
+    if stage in ("O", "square o", "invert norm of o", "gate", "y"):
         for stream in streams:
             finish(stage, stream.chunks[index], stream.own[index], stream.bundle, call)
     elif stage == "load":
@@ -357,7 +376,7 @@ def gated_delta_layer_fwd(
         "H": H,
         "K": K,
         "V": V,
-        "gain": load_everywhere(gain),
+        "gain": copy_to_psum(load_everywhere(gain)),
         "norm": build_norm(eps),
         "save": save,
         "saved": saved,

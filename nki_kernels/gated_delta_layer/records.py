@@ -21,11 +21,11 @@ class LayerTiles(nl.NKIObject):
     o_squares: Any = None  # their sums [rows, lanes]
     r: Any = None  # [rows, lanes]
     h: Any = None
-    gate: Any = None  # SiLU(z), in forward times the gain
+    gate: Any = None  # forward: SiLU(z) times the gain; backward: m = dy SiLU(z)
     z: Any = None
     dy: Any = None
-    slope: Any = None  # SiLU'(z), then dy SiLU'(z)
-    n: Any = None  # m = dy SiLU(z), then n = m w
+    slope: Any = None  # dy SiLU'(z)
+    n: Any = None  # m w, in the place of m
     nh: Any = None
     do: Any = None
     # The convolution, backward
@@ -34,6 +34,7 @@ class LayerTiles(nl.NKIObject):
     du: Any = None  # SiLU'(u), then du [rows, columns]
     taps: Any = None  # per step what taps read of x
     products: Any = None  # per step what `multiply_taps` returns
+    leaving: Any = None  # what `allocate_leaving` makes, for the chunk before
     dx_sums: Any = None  # per cell dx, in PSUM
     keep: Any = None  # of packed sequences, what `load_masks` returns
     counts: Any = None
@@ -58,4 +59,4 @@ class LayerStream(nl.NKIObject):
     weights: Any = None  # what `load_weights` returns
     counts: Any = None  # what `build_counts` returns
     sums: Any = None  # of taps and of the gain, in PSUM
-    first_column: Any = 0  # of what leaves chunks, among the columns of all bundles of the sequence
+    begun: Any = False  # whether `sums` has a product yet

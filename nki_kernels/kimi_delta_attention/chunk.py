@@ -27,6 +27,7 @@ them.
 """
 
 from delta_trn.nki_kernels.chunk import (
+    build_diagonals,
     find_key_head,
     invert_key_squares,
     scale_lanes,
@@ -34,16 +35,16 @@ from delta_trn.nki_kernels.chunk import (
     weight_decays,
 )
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import BANK, split
+from delta_trn.nki_kernels.plan import BANK, double, split
 from delta_trn.nki_kernels.tiles import (
     add_product,
     add_selected,
     add_transposed,
     copy_scaled,
     multiply,
-    multiply_on_gpsimd,
     psum,
     sbuf,
+    subtract,
     sum_rows,
     transpose,
 )
@@ -63,17 +64,17 @@ def build_levels(table, both):
     right       if `both`: 1 for the tokens of right halves, [C, count]
     """
     C, count = table["rows"], 0
-    while 2**count < C:
+    while double(count) < C:
         count = count + 1
     sums_sb, masks_sb = sbuf((C, count, C)), sbuf((C, count, C), nl.uint8)
     sums_t_sb, right_sb = sbuf((C, count, C), table["products"]), sbuf((C, count))
     ones_sb = table["ones"][0:C, 0:C]
     for level in range(count):
-        s = 2**level
+        s = double(level)
         halves = (C, C // (2 * s), 2, s)
         own_sb = select_range(ones_sb, 0, s, [[s, C // s], [0, s]])
         pair_sb = select_range(ones_sb, 0, 2 * s, [[2 * s, C // (2 * s)], [0, 2 * s]])
-        nisa.tensor_tensor(dst=masks_sb[:, level, :], data1=pair_sb, data2=own_sb, op=nl.subtract)
+        subtract(masks_sb[:, level, :], pair_sb, own_sb)
         for side in range(2):
             triangle_sb = (table["strict_lower"], table["upper"])[side]
             multiply(
@@ -97,9 +98,9 @@ def build_levels(table, both):
 
 
 def scale_channels(x_sb, factors_sb, dtype=nl.float32):
-    """Computes x . factors in a new tile of factors' shape, on the GpSimd engine."""
+    """Computes x . factors in a new tile of factors' shape."""
     out_sb = sbuf(factors_sb.shape, dtype)
-    multiply_on_gpsimd(out_sb, x_sb, factors_sb)
+    multiply(out_sb, x_sb, factors_sb)
     return out_sb
 
 
@@ -139,12 +140,14 @@ def decay_rows(parts, ones):
     """
     rows, lanes, K = parts[0].shape
     tiles = []
-    for part_sb in parts:
-        sum_ps, out_sb = psum((rows, lanes * K)), sbuf((rows, lanes, K))
-        add_selected(sum_ps, ones, part_sb.reshape((rows, lanes * K)))
-        nisa.activation(dst=out_sb, op=nl.exp, data=sum_ps.reshape((rows, lanes, K)))
-        tiles.append(out_sb)
-    multiply_on_gpsimd(tiles[0], tiles[0], tiles[1])
+    for i in range(2):
+        sum_ps = psum((rows, lanes, K))
+        sum_view = sum_ps.reshape((rows, lanes * K))
+        add_selected(sum_view, ones, parts[i].reshape((rows, lanes * K)))
+        # one of the factors stays in PSUM, from where the Vector engine takes it at full speed
+        tiles.append(sbuf((rows, lanes, K)) if i == 0 else sum_ps)
+        nisa.activation(dst=tiles[i], op=nl.exp, data=sum_ps)
+    multiply(tiles[0], tiles[1], tiles[0])
     return tiles[0]
 
 
@@ -158,9 +161,7 @@ def sum_channel_decays(chunk, table):
     nisa.tensor_scalar(
         dst=near_sb, data=chunk.g, op0=nl.add, operand0=ROUNDING, op1=nl.add, operand1=-ROUNDING
     )
-    nisa.tensor_tensor(
-        dst=rest_sb, data1=chunk.g, data2=near_sb, op=nl.subtract, engine=nisa.engine.gpsimd
-    )
+    subtract(rest_sb, chunk.g, near_sb)
     chunk.gamma = decay_rows((near_sb, rest_sb), table["upper"])
     chunk.channel_lambda = decay_rows((near_sb, rest_sb), table["strict_lower"])
     chunk.carry, carry_ps = sbuf((K, lanes)), psum((K, lanes))
@@ -190,28 +191,29 @@ def multiply_factors(chunk, levels, table):
     rows, lanes, K = chunk.g.shape
     count = levels["count"]
     flat_sums = levels["sums"].reshape((rows, count * rows))
-    f_sb = sbuf((K, count, lanes, rows))
+    chunk.scaled = sbuf((K, count, lanes, 2, rows), table["products"])
     for lane in range(lanes):
         for span in split(count, BANK // rows):
             start, stop = span
-            sums_ps = psum((K, (stop - start) * rows))
-            add_transposed(sums_ps, chunk.g[:, lane, :], flat_sums[:, start * rows : stop * rows])
-            nisa.activation(
-                dst=f_sb[:, start:stop, lane, :],
-                op=nl.exp,
-                data=sums_ps.reshape((K, stop - start, rows)),
-            )
-    chunk.scaled = sbuf((K, count, lanes, 2, rows), table["products"])
-    size = lanes * rows
-    multiply_on_gpsimd(
-        chunk.scaled,
-        f_sb.ap(
-            pattern=[[count * size, K], [size, count], [rows, lanes], [0, 2], [1, rows]], offset=0
-        ),
-        chunk.qk_t.ap(
-            pattern=[[2 * size, K], [0, count], [rows, lanes], [size, 2], [1, rows]], offset=0
-        ),
-    )
+            f_ps = psum((K, stop - start, rows))  # where the Vector engine takes it at full speed
+            add_transposed(
+                f_ps.reshape((K, (stop - start) * rows)), chunk.g[:, lane, :],
+                flat_sums[:, start * rows : stop * rows],
+            )  # fmt: skip
+            nisa.activation(dst=f_ps, op=nl.exp, data=f_ps)
+            multiply(
+                chunk.scaled[:, start:stop, lane, :, :],
+                f_ps.ap(
+                    pattern=[[(stop - start) * rows, K], [rows, stop - start], [0, 2], [1, rows]],
+                    offset=0,
+                ),
+                chunk.qk_t.ap(
+                    pattern=[
+                        [2 * lanes * rows, K], [0, stop - start], [lanes * rows, 2], [1, rows]
+                    ],
+                    offset=lane * rows,
+                ),
+            )  # fmt: skip
 
 
 def multiply_levels(chunk, levels, table):
@@ -227,7 +229,7 @@ def multiply_levels(chunk, levels, table):
         count
     ):  # large blocks first: the Scalar engine does not wait for the Vector engine then
         level = count - 1 - turn
-        s, pairs_ps = 2**level, psum((rows, lanes, 2 * rows))
+        s, pairs_ps = double(level), psum((rows, lanes, 2 * rows))
         for lane in range(lanes):
             add_product(
                 pairs_ps[:, lane, :], chunk.scaled[:, level, lane, 1, :], flat[:, level, lane, :]
@@ -270,10 +272,7 @@ def prepare_channels(stage, chunk, bundle, call):
         copy_scaled(chunk.minus_strength, chunk.beta, -1.0)
         chunk.value_scale, chunk.minus_strength_gamma = chunk.beta, chunk.minus_strength
         chunk.beta_v = scale_lanes(chunk.v, chunk.beta)
-        chunk.diagonals = sbuf((table["rows"], bundle["lanes"], table["rows"]))
-        for lane in range(bundle["lanes"]):
-            column = chunk.minus_strength[:, lane : lane + 1]
-            copy_scaled(chunk.diagonals[:, lane, :], table["identity"], column)
+        chunk.diagonals = build_diagonals(chunk.minus_strength, table)
     elif stage == "factors":
         multiply_factors(chunk, levels, table)
     elif stage == "pairs":

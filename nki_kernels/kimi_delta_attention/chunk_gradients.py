@@ -21,9 +21,8 @@ counts at the tokens that its decay crosses, and nothing is added and taken away
 
 from delta_trn.nki_kernels.chunk import (
     find_key_head,
-    multiply_parts,
+    multiply_pairs,
     round_state,
-    round_tile,
     scale_lanes,
     store_keys,
     store_lanes,
@@ -41,15 +40,19 @@ from delta_trn.nki_kernels.tiles import (
     keep_triangle,
     multiply,
     multiply_elements,
-    multiply_on_gpsimd,
     psum,
     repeat_over_lanes,
     sbuf,
+    scale_and_add,
     sum_rows,
     transpose,
 )
 
-LEVELS = ("levels 1", "levels 2", "levels 3", "levels 4")  # stages
+# stages, a turn of `differentiate_levels` each at 128 tokens, so that bundles take turns
+LEVELS = (
+    "levels 1", "levels 2", "levels 3", "levels 4", "levels 5", "levels 6", "levels 7", "levels 8",
+    "levels 9",
+)  # fmt: skip
 
 
 def differentiate_writes(chunk, dS, bundle, table):
@@ -67,90 +70,88 @@ def differentiate_writes(chunk, dS, bundle, table):
     )
 
 
-def round_pair_gradients(chunk, table):
+def round_pair_gradients(chunk, bundle, table):
     """Adds own [rows, lanes], and dP^T and dkk^T, `halves`, rounded [rows, lanes, rows]."""
-    rows, lanes, _ = chunk.UdO.shape
-    diagonals_sb = scale_channels(chunk.UdO, repeat_over_lanes(table, "identity", lanes))
+    rows, lanes = table["rows"], bundle["lanes"]
     chunk.own, chunk.halves = sbuf((rows, lanes)), []
+    reads = multiply_pairs(chunk.U_t, chunk.do_t, bundle)
+    diagonals_sb = sbuf((rows, lanes, rows))
+    for piece in reads:
+        first, stop, UdO_ps = piece
+        eye = repeat_over_lanes(table, "identity", stop - first)
+        multiply(diagonals_sb[:, first:stop, :], UdO_ps, eye)
     for lane in range(lanes):
         sum_rows(chunk.own[:, lane : lane + 1], diagonals_sb[:, lane, :], nl.copy)
-    for x_sb in (chunk.UdO, chunk.UdR):
-        keep_triangle(x_sb, 1, 1)
-        chunk.halves.append(round_tile(x_sb, table["products"]))
+    for pieces in (reads, multiply_pairs(chunk.U_t, chunk.dR_t, bundle)):
+        half_sb = sbuf((rows, lanes, rows), table["products"])
+        for piece in pieces:
+            first, stop, products_ps = piece
+            copy_scaled(half_sb[:, first:stop, :], products_ps)
+        keep_triangle(half_sb, 1, 1)
+        chunk.halves.append(half_sb)
 
 
 def mask_pair_gradients(chunk, levels, table):
     """Adds G and H of all levels: `masked`, two tiles [rows, levels, lanes, rows], rounded."""
-    rows, lanes, _ = chunk.UdO.shape
+    rows, lanes, _ = chunk.halves[0].shape
     identity, products, count = table["rounded_identity"], table["products"], levels["count"]
-    mask = levels["masks"].ap(
-        pattern=[[count * rows, rows], [rows, count], [0, lanes], [1, rows]], offset=0
-    )
     chunk.masked = []
     for half_sb in chunk.halves:
-        both_ps, both_sb = psum((rows, lanes, rows)), sbuf((rows, lanes, rows), products)
-        for lane in range(lanes):
-            add_transposed(both_ps[:, lane, :], half_sb[:, lane, :], identity)
-            add_selected(both_ps[:, lane, :], identity, half_sb[:, lane, :])
-        copy_scaled(both_sb, both_ps)
-        every = both_sb.ap(
-            pattern=[[lanes * rows, rows], [0, count], [rows, lanes], [1, rows]], offset=0
-        )
         out_sb = sbuf((rows, count, lanes, rows), products)
-        multiply_on_gpsimd(out_sb, every, mask)
+        for lane in range(lanes):
+            both_ps = psum((rows, rows))
+            add_transposed(both_ps, half_sb[:, lane, :], identity)
+            add_selected(both_ps, identity, half_sb[:, lane, :], True)
+            every = both_ps.ap(pattern=[[rows, rows], [0, count], [1, rows]], offset=0)
+            multiply(out_sb[:, :, lane, :], every, levels["masks"])
         chunk.masked.append(out_sb)
 
 
-def add_to_keys(chunk, x_sb, first):
-    """Adds x [rows, sides, lanes, K] to dq and dk; the first side is q's (0) or k's (1)."""
-    rows, sides, lanes, K = x_sb.shape
-    identity = chunk.table["rounded_identity"]
-    for side in range(sides):
-        flat = x_sb.reshape((rows, sides, lanes * K))[:, side, :]
-        add_selected(chunk.dqk_ps[:, first + side, :], identity, flat)
-
-
-def weigh_sums(chunk, raw_sb, factors, first, dtype=nl.float32):
-    """Returns factors . raw sums, rounded, and the exponents' gradients,
-    [rows, sides, lanes, K] of dtype.
+def add_to_keys(chunk, x_sb, adds=True):
+    """Adds x [rows, 2, lanes, K], rounded, to dq and dk: one sum in PSUM, which x begins unless
+    `adds`.
     """
-    x_sb, terms_sb = sbuf(raw_sb.shape, chunk.table["products"]), sbuf(raw_sb.shape, dtype)
-    multiply_on_gpsimd(x_sb, raw_sb, factors)
-    multiply_on_gpsimd(terms_sb, x_sb, chunk.keys[:, first:2, :, :])
-    return x_sb, terms_sb
+    identity, flat = chunk.table["rounded_identity"], chunk.dqk_ps.shape
+    add_selected(chunk.dqk_ps, identity, x_sb.reshape(flat), adds)
 
 
-def add_sums(chunk, weighed, weights, first):
-    """Adds what `weigh_sums` returns to dq and dk, and to dg,
-    there as sums over tokens by weights^T.
+def add_to_decays(chunk, terms_sb, weights, adds=True):
+    """Adds sums over tokens, weights^T terms, of terms [rows, sides, lanes, K] to dg, one sum in
+    PSUM, which they begin unless `adds`.
     """
-    x_sb, terms_sb = weighed
-    rows, sides, lanes, K = x_sb.shape
-    add_to_keys(chunk, x_sb, first)
+    rows, sides, lanes, K = terms_sb.shape
+    flat = terms_sb.reshape((rows, sides, lanes * K))
     for side in range(sides):
-        add_selected(chunk.dg_ps, weights, terms_sb.reshape((rows, sides, lanes * K))[:, side, :])
+        add_selected(chunk.dg_ps, weights, flat[:, side, :], adds or side > 0)
 
 
-def read_channel_states(chunk):
-    """Adds what states and `own` make of dq and dk, a tile each: `reads`,
-    two for q and k, and one for k.
+def read_channel_states(chunk, bundle):
+    """Adds what states and `own` make of dq and dk, and of dg: `reads`.
+
+    These are tiles [rows, 2, lanes, K], rounded: own K and own Q, what states are read by, and what
+    is written, which q has no part in; of the last two also the exponents' gradients.
     """
     rows, lanes, K = chunk.g.shape
-    reads_ps, written_ps = psum((rows, 2, lanes, K)), psum((rows, 1, lanes, K))
-    reads_sb, written_sb = sbuf(reads_ps.shape), sbuf(written_ps.shape)
-    own_sb = sbuf(reads_ps.shape, chunk.table["products"])
-    for lane in range(lanes):
-        multiply_parts(reads_ps[:, 0, lane, :], chunk.do_t, chunk.S_t, lane, lane)
-        multiply_parts(reads_ps[:, 1, lane, :], chunk.dR_t, chunk.S_t, lane, lane)
-        multiply_parts(written_ps[:, 0, lane, :], chunk.U_t, chunk.dS_t, lane, lane)
-        for side in range(2):
+    products = chunk.table["products"]
+    own_sb, read_sb = sbuf((rows, 2, lanes, K), products), sbuf((rows, 2, lanes, K), products)
+    written_sb = sbuf((rows, 2, lanes, K), products)
+    nisa.memset(dst=written_sb[:, 0, :, :], value=0.0, engine=nisa.engine.gpsimd)
+    gradients = (chunk.do_t, chunk.dR_t)
+    for side in range(2):
+        for lane in range(lanes):
             own = chunk.own[:, lane : lane + 1]
             copy_scaled(own_sb[:, side, lane, :], chunk.keys[:, 1 - side, lane, :], own)
-    copy_scaled(reads_sb, reads_ps)
-    copy_scaled(written_sb, written_ps)
-    gamma = chunk.gamma.ap(pattern=[[lanes * K, rows], [0, 2], [K, lanes], [1, K]], offset=0)
-    written = weigh_sums(chunk, written_sb, chunk.channel_lambda.reshape((rows, 1, lanes, K)), 1)
-    chunk.reads = (own_sb, weigh_sums(chunk, reads_sb, gamma, 0), written)
+        for piece in multiply_pairs(gradients[side], chunk.S_t, bundle):
+            first, stop, reads_ps = piece
+            multiply(read_sb[:, side, first:stop, :], reads_ps, chunk.gamma[:, first:stop, :])
+    for piece in multiply_pairs(chunk.U_t, chunk.dS_t, bundle):
+        first, stop, writes_ps = piece
+        lambda_sb = chunk.channel_lambda[:, first:stop, :]
+        multiply(written_sb[:, 1, first:stop, :], writes_ps, lambda_sb)
+    read_terms_sb = scale_channels(read_sb, chunk.keys)
+    written_terms_sb = sbuf((rows, 1, lanes, K))
+    multiply(written_terms_sb[:, 0, :, :], written_sb[:, 1, :, :], chunk.keys[:, 1, :, :])
+    chunk.reads = (own_sb, read_sb, written_sb, read_terms_sb, written_terms_sb)
 
 
 def begin_gradients(chunk, table):
@@ -165,89 +166,132 @@ def begin_gradients(chunk, table):
         copy_scaled(
             diagonals_sb[:, lane, :], table["eye"][0:K, 0:K], carried_sb[:, lane : lane + 1]
         )
-    chunk.dg_ps, chunk.dqk_ps = psum((rows, lanes * K)), psum((rows, 2, lanes * K))
-    own_sb, reads, written = chunk.reads
-    add_to_keys(chunk, own_sb, 0)
-    add_sums(chunk, reads, table["lower"], 0)
-    add_sums(chunk, written, table["strict_upper"], 1)
-    add_selected(chunk.dg_ps, table["ones"][0:K, 0:rows], diagonals_sb.reshape((K, lanes * K)))
+    chunk.dg_ps, chunk.dqk_ps = psum((rows, lanes * K)), psum((rows, 2 * lanes * K))
+    own_sb, read_sb, written_sb, read_terms_sb, written_terms_sb = chunk.reads
+    add_to_keys(chunk, own_sb, False)
+    add_to_keys(chunk, read_sb)
+    add_to_keys(chunk, written_sb)
+    add_to_decays(chunk, read_terms_sb, table["lower"], False)
+    add_to_decays(chunk, written_terms_sb, table["strict_upper"])
+    ones = table["ones"][0:K, 0:rows]
+    add_selected(chunk.dg_ps, ones, diagonals_sb.reshape((K, lanes * K)), True)
 
 
 def compute_factors(chunk, levels, level):
-    """Returns e and f of a level, [rows, 2, lanes, K]."""
+    """Returns f of a level in PSUM, [rows, lanes, K], and e and f, [rows, 2, lanes, K]."""
     rows, lanes, K = chunk.g.shape
-    sums_ps, out_sb = psum((rows, lanes * K)), sbuf((rows, 2, lanes, K))
-    add_selected(sums_ps, levels["sums"][:, level, :], chunk.g.reshape((rows, lanes * K)))
-    nisa.activation(dst=out_sb[:, 1, :, :], op=nl.exp, data=sums_ps.reshape((rows, lanes, K)))
+    f_ps, out_sb = psum((rows, lanes, K)), sbuf((rows, 2, lanes, K))
+    flat_g = chunk.g.reshape((rows, lanes * K))
+    add_selected(f_ps.reshape((rows, lanes * K)), levels["sums"][:, level, :], flat_g)
+    nisa.activation(dst=f_ps, op=nl.exp, data=f_ps)
+    copy_scaled(out_sb[:, 1, :, :], f_ps)
     copy_scaled(out_sb[:, 0, :, :], out_sb[:, 1, :, :], levels["right"][:, level : level + 1])
+    return f_ps, out_sb
+
+
+def scale_level(chunk, f_ps, right):
+    """Returns 0, f . K, e . Q and f . K again of a level side by side, rounded [rows, lanes, 4, K];
+    right [rows, 1] is 1 for the tokens of right halves.
+    """
+    rows, lanes, K = chunk.g.shape
+    out_sb = sbuf((rows, lanes, 4, K), chunk.table["products"])
+    nisa.memset(dst=out_sb[:, :, 0, :], value=0.0, engine=nisa.engine.gpsimd)
+    multiply(out_sb[:, :, 1, :], f_ps, chunk.keys[:, 1, :, :])
+    nisa.scalar_tensor_tensor(
+        dst=out_sb[:, :, 2, :], data=f_ps, op0=nl.multiply, operand0=right, op1=nl.multiply,
+        operand1=chunk.keys[:, 0, :, :],
+    )  # fmt: skip
+    copy_scaled(out_sb[:, :, 3, :], out_sb[:, :, 1, :])
     return out_sb
 
 
 def multiply_level(chunk, level, scaled_sb):
-    """Returns G (f . K), and G (e . Q) + H (f . K), [rows, 2, lanes, K];
-    scaled are e . Q and f . K.
+    """Returns G (f . K), and G (e . Q) + H (f . K), in PSUM: per lane a sum [rows, 2, K] of G times
+    (f . K, e . Q) and H times (0, f . K).
     """
-    out_ps, out_sb = psum(scaled_sb.shape), sbuf(scaled_sb.shape)
+    rows, lanes, sides, K = scaled_sb.shape
+    flat = scaled_sb.reshape((rows, lanes, sides * K))
     G_sb, H_sb = chunk.masked
-    for lane in range(scaled_sb.shape[2]):
-        add_product(out_ps[:, 0, lane, :], G_sb[:, level, lane, :], scaled_sb[:, 1, lane, :])
-        add_product(out_ps[:, 1, lane, :], G_sb[:, level, lane, :], scaled_sb[:, 0, lane, :])
-        add_product(out_ps[:, 1, lane, :], H_sb[:, level, lane, :], scaled_sb[:, 1, lane, :])
-    copy_scaled(out_sb, out_ps)
-    return out_sb
+    tiles = []
+    for lane in range(lanes):
+        out_ps = psum((rows, 2, K))
+        whole = out_ps.reshape((rows, 2 * K))
+        add_product(whole, G_sb[:, level, lane, :], flat[:, lane, K : 3 * K])
+        add_product(whole, H_sb[:, level, lane, :], flat[:, lane, 0 : 2 * K], True)
+        tiles.append(out_ps)
+    return tiles
+
+
+def weigh_level(chunk, raw, factors_sb, scaled_sb):
+    """Returns x and y of a level, and the exponents' gradients Q . x and K . y, rounded [rows, 2,
+    lanes, K]; both are products with what `multiply_level` left in PSUM.
+    """
+    products = chunk.table["products"]
+    x_sb, terms_sb = sbuf(factors_sb.shape, products), sbuf(factors_sb.shape, products)
+    for lane in range(len(raw)):
+        multiply(x_sb[:, :, lane, :], raw[lane], factors_sb[:, :, lane, :])
+        multiply(terms_sb[:, :, lane, :], raw[lane], scaled_sb[:, lane, 2:4, :])
+    return x_sb, terms_sb
 
 
 def differentiate_levels(chunk, levels, table, part):
-    """Adds a part of what levels add to dq, dk and dg; engines work on five levels at a time."""
-    count, products = levels["count"], table["products"]
+    """Adds a part of what levels add to dq, dk and dg; engines work on three levels at a time."""
+    count = levels["count"]
     if part == 0:
-        chunk.level_tiles = ([], [], [], [])
-    factors, scaled, raw, weighed = chunk.level_tiles
-    first, stop = list_steps(count + 4, part + 1, len(LEVELS))
+        chunk.level_tiles = ([], [], [])
+    factors, scaled, weighed = chunk.level_tiles
+    first, stop = list_steps(count + 2, part + 1, len(LEVELS))
     for turn in range(first, stop):
+        made = []
         for level in list_due(turn, count):
-            factors.append(compute_factors(chunk, levels, level))
+            made.append(compute_factors(chunk, levels, level))
         for level in list_due(turn - 1, count):
-            scaled.append(scale_channels(chunk.keys, factors[level], products))
+            raw = multiply_level(chunk, level, scaled[level])
+            weighed.append(weigh_level(chunk, raw, factors[level], scaled[level]))
+        for level in list_due(turn, count):
+            f_ps, factors_sb = made[0]
+            factors.append(factors_sb)
+            scaled.append(scale_level(chunk, f_ps, levels["right"][:, level : level + 1]))
         for level in list_due(turn - 2, count):
-            raw.append(multiply_level(chunk, level, scaled[level]))
-        for level in list_due(turn - 3, count):
-            weighed.append(weigh_sums(chunk, raw[level], factors[level], 0, products))
-        for level in list_due(turn - 4, count):
-            add_sums(chunk, weighed[level], levels["sums_t"][:, level, :], 0)
+            x_sb, terms_sb = weighed[level]
+            add_to_keys(chunk, x_sb)
+            add_to_decays(chunk, terms_sb, levels["sums_t"][:, level, :])
+    if part == len(LEVELS) - 1:
+        chunk.dqk = chunk.dqk_ps.reshape(chunk.keys.shape)
 
 
 def sum_along_keys(chunk):
     """Adds what the norms' gradients take, `along` [rows, 2, lanes], -<x, dx>."""
-    raw_sb, chunk.along = sbuf(chunk.keys.shape), sbuf(chunk.keys.shape[0:3])
-    copy_scaled(raw_sb, chunk.dqk_ps.reshape(chunk.keys.shape), -1.0)
-    multiply_on_gpsimd(raw_sb, raw_sb, chunk.keys)
+    rows, _, lanes, _ = chunk.keys.shape
+    terms_sb, along_sb = scale_channels(chunk.dqk, chunk.keys), sbuf((rows, 2, lanes))
     for side in range(2):
-        for lane in range(chunk.keys.shape[2]):
-            sum_rows(chunk.along[:, side, lane : lane + 1], raw_sb[:, side, lane, :], nl.copy)
+        for lane in range(lanes):
+            sum_rows(along_sb[:, side, lane : lane + 1], terms_sb[:, side, lane, :], nl.copy)
+    chunk.along = sbuf((rows, 2, lanes))
+    copy_scaled(chunk.along, along_sb, -1.0)
 
 
 def differentiate_norms(chunk):
-    """Adds the norms' gradients to dq and dk in PSUM."""
-    x_sb = sbuf(chunk.keys.shape, chunk.table["products"])
+    """Adds the norms' gradients to dq and dk, where these leave PSUM."""
+    out_sb = sbuf(chunk.keys.shape)
     for side in range(2):
         for lane in range(chunk.keys.shape[2]):
-            factor = chunk.along[:, side, lane : lane + 1]
-            copy_scaled(x_sb[:, side, lane, :], chunk.keys[:, side, lane, :], factor)
-    add_to_keys(chunk, x_sb, 0)
+            keys, factor_sb = chunk.keys[:, side, lane, :], chunk.along[:, side, lane : lane + 1]
+            scale_and_add(out_sb[:, side, lane, :], keys, factor_sb, chunk.dqk[:, side, lane, :])
+    chunk.dqk = out_sb
 
 
 def store_key_gradients(chunk, bundle, gradients):
     """Sums dq and dk over the lanes of a key head, and stores them."""
     rows, _, lanes, K = chunk.keys.shape
     heads, norms, dtype = bundle["key_heads"], chunk.inverse_norms, gradients[0].dtype
-    group, dqk = lanes // heads, chunk.dqk_ps.reshape(chunk.keys.shape)
+    group = lanes // heads
     lanes_sb = sbuf(chunk.keys.shape, dtype if group == 1 else nl.float32)
     for side in range(2):
         for lane in range(lanes):
             h = find_key_head(bundle, lane)
             factor = norms[0][:, side, h : h + 1] if len(norms) > 0 else 1.0
-            copy_scaled(lanes_sb[:, side, lane, :], dqk[:, side, lane, :], factor)
+            copy_scaled(lanes_sb[:, side, lane, :], chunk.dqk[:, side, lane, :], factor)
     out_sb = lanes_sb
     if group > 1:
         out_sb = sbuf((rows, 2, heads, K), dtype)
@@ -273,11 +317,11 @@ def differentiate_channels(stage, chunk, stream, call):
     elif stage == "dR by channel":
         differentiate_writes(chunk, stream.dS, bundle, table)
     elif stage == "round pairs":
-        round_pair_gradients(chunk, table)
+        round_pair_gradients(chunk, bundle, table)
     elif stage == "mask pairs":
         mask_pair_gradients(chunk, levels, table)
     elif stage == "read channels":
-        read_channel_states(chunk)
+        read_channel_states(chunk, bundle)
     elif stage == "begin dg":
         begin_gradients(chunk, table)
     elif stage == "sum along" and call["l2norm"]:
@@ -289,10 +333,7 @@ def differentiate_channels(stage, chunk, stream, call):
         dv_sb = scale_lanes(chunk.dR, chunk.dv_scale, gradients[2].dtype)
         store_lanes(gradients[2], dv_sb, bundle, chunk.start, chunk.tokens)
     elif stage == "sum rows":
-        dg_sb, terms_sb = sbuf(chunk.g.shape), scale_channels(chunk.U_exact, chunk.dR)
-        dbeta_sb = sbuf(chunk.beta.shape)
+        dg_sb = sbuf(chunk.g.shape)
         copy_scaled(dg_sb, chunk.dg_ps.reshape(chunk.g.shape))
-        for lane in range(bundle["lanes"]):
-            sum_rows(dbeta_sb[:, lane : lane + 1], terms_sb[:, lane, :], nl.copy)
         store_lanes(gradients[3], dg_sb, bundle, chunk.start, chunk.tokens)
-        store_lanes(gradients[4], dbeta_sb, bundle, chunk.start, chunk.tokens)
+        store_lanes(gradients[4], chunk.dbeta, bundle, chunk.start, chunk.tokens)

@@ -24,7 +24,10 @@ importlib.util.find_spec = lambda name, package=None: None if name in {names!r} 
 
 
 def run_import_site(path):
-    code = "from delta_trn.nki_kernels.language import RUNTIME, nki; print(RUNTIME, nki.__name__)"
+    code = (
+        "from delta_trn.nki_kernels.language import RUNTIME, SAYS_SUMS, nki\n"
+        "print(RUNTIME, nki.__name__, SAYS_SUMS)"
+    )
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -42,6 +45,7 @@ def test_without_nki_the_import_site_takes_the_simulator(tmp_path):
     assert run_import_site(tmp_path).stdout.split() == [
         "simulator",
         "nki_simulator.kernel",
+        "False",
     ]
 
 
@@ -50,7 +54,9 @@ def test_with_nki_the_import_site_takes_it(tmp_path):
     package.mkdir()
     for name in ("__init__", "isa", "language"):
         (package / f"{name}.py").touch()
-    assert run_import_site(tmp_path).stdout.split() == ["neuron", "nki"]
+    for options, says in (("", "False"), (", accumulate=None", "True")):
+        (package / "isa.py").write_text(f"def nc_matmul(dst, stationary, moving{options}): ...")
+        assert run_import_site(tmp_path).stdout.split() == ["neuron", "nki", says]
 
 
 def test_a_broken_nki_fails_loudly(tmp_path):

@@ -28,8 +28,8 @@ BUGS = (
     Bug(
         "a level keeps the pairs inside of its halves",
         f"{CHUNK}:build_levels",
-        "data2=own_sb",
-        "data2=table['identity']",
+        "pair_sb, own_sb)",
+        "pair_sb, table['identity'])",
         "groups",
     ),
     Bug(
@@ -56,8 +56,8 @@ BUGS = (
     Bug(
         "g is rounded to 2^-8",
         f"{CHUNK}:sum_channel_decays",
-        "data1=chunk.g, data2=near_sb",
-        "data1=near_sb, data2=near_sb",
+        "rest_sb, chunk.g, near_sb",
+        "rest_sb, near_sb, near_sb",
         "groups",
     ),
     Bug(
@@ -125,9 +125,9 @@ BUGS = (
     ),
     Bug(
         "x and y are not decayed",
-        f"{GRADIENTS}:weigh_sums",
-        "multiply_on_gpsimd(x_sb, raw_sb, factors)",
-        "copy_scaled(x_sb, raw_sb)",
+        f"{GRADIENTS}:weigh_level",
+        "multiply(x_sb[:, :, lane, :], raw[lane], factors_sb[:, :, lane, :])",
+        "copy_scaled(x_sb[:, :, lane, :], raw[lane])",
         "groups",
     ),
     Bug(
@@ -140,21 +140,21 @@ BUGS = (
     Bug(
         "pairs count for the token that reads alone",
         f"{GRADIENTS}:mask_pair_gradients",
-        "add_selected(both_ps[:, lane, :], identity, half_sb[:, lane, :])",
+        "add_selected(both_ps, identity, half_sb[:, lane, :], True)",
         "pass",
         "groups",
     ),
     Bug(
         "gradients of later pairs are kept",
         f"{GRADIENTS}:round_pair_gradients",
-        "keep_triangle(x_sb, 1, 1)",
+        "keep_triangle(half_sb, 1, 1)",
         "pass",
         "groups",
     ),
     Bug(
         "dq and dk lack what a token wrote itself",
         f"{GRADIENTS}:begin_gradients",
-        "add_to_keys(chunk, own_sb, 0)",
+        "add_to_keys(chunk, own_sb, False)",
         "pass",
         "groups",
     ),
@@ -168,8 +168,8 @@ BUGS = (
     Bug(
         "the norms' gradients are added",
         f"{GRADIENTS}:sum_along_keys",
-        "chunk.keys.shape), -1.0)",
-        "chunk.keys.shape), 1.0)",
+        "along_sb, -1.0)",
+        "along_sb, 1.0)",
         "groups",
     ),
     Bug(
