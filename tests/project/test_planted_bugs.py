@@ -12,6 +12,8 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import test_chip
+import test_cost
 import test_movement
 import test_releases
 import torch
@@ -178,6 +180,33 @@ def releases_differ():
         test_releases.test_positional_operands_have_the_order_of_the_release(patched)
     test_releases.test_a_place_that_repeats_is_written_alone()
     test_movement.test_a_matrix_of_any_number_of_rows_is_loaded_transposed(300)
+    return True
+
+
+def chip_is_followed():
+    """Returns whether the simulator refuses on Trn1 what fails there, and takes what works."""
+    for body in test_chip.BROKEN:
+        with pytest.MonkeyPatch.context() as patched:
+            test_chip.test_trn1_refuses_it_unless_the_rule_is_switched_off(body, patched)
+    for body in test_chip.ALLOWED:
+        test_chip.test_what_works_on_trn1_is_allowed(body)
+    return True
+
+
+def numbers_are_the_chips():
+    """Returns whether sums are sequential, and functions err as measured where that is asked for."""
+    test_chip.test_sums_add_one_element_after_the_other_in_float32("tensor_reduce")
+    with pytest.MonkeyPatch.context() as patched:
+        test_chip.test_functions_have_the_measured_errors_where_that_is_asked_for(patched)
+    return True
+
+
+def costs_are_the_measured():
+    """Returns whether waits, whole tensors, PSUM and few rows are priced."""
+    test_cost.test_an_instruction_is_busy_longer_where_it_waits_for_another_engine()
+    test_cost.test_engines_wait_for_whole_tensors()
+    test_cost.test_a_second_input_costs_nothing_where_one_is_in_psum("tensor_tensor")
+    test_cost.test_fewer_rows_or_stationary_columns_are_never_cheaper()
     return True
 
 
@@ -461,6 +490,9 @@ CHECKS = {
     ),
     "simulator's products": products_are_checked,
     "simulator's releases": releases_differ,
+    "simulator's chip": chip_is_followed,
+    "simulator's numbers": numbers_are_the_chips,
+    "simulator's costs": costs_are_the_measured,
     "values first": values_come_first,
     "nki, K = 256": lambda: judged("nki-simulator", BY_NAME["k256_short"]),
     "nki, layer": mixer_passes,

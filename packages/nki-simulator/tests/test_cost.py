@@ -150,6 +150,17 @@ def test_engines_wait_for_whole_tensors():
     waits = [[j for j, _ in place.needs] for place in lay_out(trace, TRN1).places]
     assert waits[4] == [0, 2, 3]
 
+    def halves():
+        whole = nl.ndarray((128, 128), F32, nl.sbuf)
+        nisa.memset(dst=whole, value=1.0)
+        for _ in range(2):
+            nisa.memset(dst=whole[:, 0:64], value=1.0)
+            nisa.activation(dst=nl.ndarray((128, 64), F32, nl.sbuf), op=nl.copy, data=whole[:, 64:])
+
+    trace = traced(halves)[0]
+    waits = [[j for j, _ in place.needs] for place in lay_out(trace, TRN1).places]
+    assert waits == [[], [0], [1], [0, 1, 2], [3]]  # reads wait for writes, and writes for reads
+
 
 @pytest.mark.parametrize("target", ["trn2", "trn3"])
 def test_no_time_is_estimated_where_the_model_is_not_calibrated(target, capsys, tmp_path):

@@ -99,3 +99,10 @@ def test_torch_tensors_are_refused_with_the_way_out():
 
 def identity(x):
     return x
+
+
+def test_who_looks_for_nki_or_removes_it_inside_gets_no_other_error():
+    with as_nki():
+        assert importlib.util.find_spec("nki").name == "nki"  # pyright: ignore[reportOptionalMemberAccess]
+        del sys.modules["nki"]  # as Python does at its end
+    assert "nki" not in sys.modules

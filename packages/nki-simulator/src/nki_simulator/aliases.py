@@ -10,6 +10,7 @@ with as_nki():
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -50,6 +51,7 @@ def as_nki() -> Iterator[None]:
     typing: Any = ModuleType("nki.typing")
     typing.tensor = typing.mutable_tensor = _Anything()
     nki.__path__ = []
+    nki.__spec__ = ModuleSpec("nki", None, is_package=True)  # who asks for a spec gets one
     nki.dtype = DType
     nki.jit, nki.simulate = kernel.jit, kernel.simulate
     nki.isa, nki.language, nki.typing = isa, language, typing
@@ -67,6 +69,6 @@ def as_nki() -> Iterator[None]:
     finally:
         for name, module in before.items():
             if module is None:
-                del sys.modules[name]
+                sys.modules.pop(name, None)  # at the end of Python the table may be empty already
             else:
                 sys.modules[name] = module

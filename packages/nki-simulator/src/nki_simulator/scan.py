@@ -46,6 +46,10 @@ def scan(trace: Sequence[Record]) -> Findings:
             out = record.writes[0].region
             adds = bool(record.flags.get("accumulate"))
             sums[out.storage].add((out.partitions, out.span), i, adds)
+        else:
+            for o in record.writes:
+                if o.buffer is PSUM:
+                    sums[o.region.storage].begin_again((o.region.partitions, o.region.span))
     risk = sum(max(0, own.long - 1) for own in sums.values())
     opened = {
         i

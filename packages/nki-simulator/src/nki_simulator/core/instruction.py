@@ -21,11 +21,12 @@ from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
-from nki_simulator.core.chip import DIMENSIONS, count_dimensions
+from nki_simulator.core.chip import DIMENSIONS, count_dimensions, place_of
 from nki_simulator.core.dtypes import store, to_float32
 from nki_simulator.core.errors import ConstraintError, StrictError
 from nki_simulator.core.machine import Engine, Operand, Record, Region, current
 from nki_simulator.core.memory import (
+    BY_MATMUL,
     BY_OTHER,
     ON_CHIP,
     PSUM,
@@ -126,6 +127,8 @@ class Instruction:
         if life.first is None:
             life.first = self.index
         life.last = self.index
+        if dst.buffer is PSUM and code != BY_MATMUL:
+            self.machine.sums[storage.number].begin_again(place_of(dst))
         storage.mark(dst.array, code)
 
     def write_like(
