@@ -79,6 +79,7 @@ CHANNEL_BOUNDS = (
     Bound(CHANNEL_SIZES[0] | RULE | {"V": 256}),
     Bound(CHANNEL_SIZES[0] | {"V": 256}),
     Bound({"T": 1000, "H": 1, "HV": 3, "K": 64, "V": 128, "lanes": 4, "width": 2}),
+    Bound({"T": 300, "H": 2, "HV": 4, "K": 32, "V": 32, "lanes": 4, "width": 2}),
 )
 LONG = {"T": 1536, "K": 128, "V": 256, "lanes": 6, "width": 3}
 SEARCHES = {
@@ -86,7 +87,7 @@ SEARCHES = {
         gated_delta_rule_fwd,
         {"every": 0},
         5.0,
-        30_000,
+        100_000,
         (
             WIDE,
             NARROW,
@@ -119,7 +120,7 @@ SEARCHES = {
         channels_fwd, {"every": 2}, 3.0, 20_000, CHANNEL_BOUNDS, CHANNEL_SIZES
     ),
     "CHANNELS_BACKWARD": Search(
-        channels_bwd, {"every": 2}, 1.25, 30_000, CHANNEL_BOUNDS, CHANNEL_SIZES
+        channels_bwd, {"every": 2}, 1.25, 20_000, CHANNEL_BOUNDS, CHANNEL_SIZES
     ),
 }
 

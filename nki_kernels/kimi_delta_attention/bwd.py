@@ -29,7 +29,8 @@ STAGES = (
     Stage("round pairs", follows=("transposes",), makes=("own",)),
     Stage("mask pairs", follows=("own",), makes=("masked",)),
     Stage("read channels", follows=("transposed states", "own"), makes=("reads",)),
-    Stage("begin dg", follows=("reads",), makes=("begun",)),
+    # dq, dk and dg of one chunk of a bundle lie in PSUM at a time
+    Stage("begin dg", follows=("reads",), before=("stored", "dg"), makes=("begun",)),
     Stage("levels 1", follows=("begun", "masked"), makes=("one",)),
     Stage("levels 2", follows=("one",), makes=("two",)),
     Stage("levels 3", follows=("two",), makes=("three",)),
@@ -41,8 +42,8 @@ STAGES = (
     Stage("levels 9", follows=("eight",), makes=("raw dqk",)),
     Stage("sum along", follows=("raw dqk",), makes=("along",)),
     Stage("norms", follows=("along",), makes=("dqk",)),
-    Stage("store keys", follows=("dqk",)),
-    Stage("sum rows", follows=("raw dqk",)),
+    Stage("store keys", follows=("dqk",), makes=("stored",)),
+    Stage("sum rows", follows=("raw dqk",), makes=("dg",)),
 )
 ORDER = rank("kimi_delta_attention_bwd", STAGES, ORDERS["CHANNELS_BACKWARD"])
 
