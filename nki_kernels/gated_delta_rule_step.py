@@ -140,14 +140,18 @@ def load_vectors(q, k, v, g, beta, first, last, shared, scale, l2norm, norm):
     k_sb = load_key_rows(k, first, last - first, shared)
     q_sb = load_key_rows(q, first, last - first, shared)
     v_sb = load(v[first:last, :], nl.float32)
-    decay_sb = load(g[first:last, 0:1], nl.float32)
+    decay_sb = sbuf((last - first, 1))
+    if g.shape[1] == 1:
+        nisa.dma_copy(dst=decay_sb, src=g[first:last, :])
+        nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb)
+    else:  # channels decay line by line; exp(0) may not be exactly 1
+        nisa.memset(dst=decay_sb, value=1.0)
     beta_sb = load(beta[first:last, :], nl.float32)
     if l2norm:
         normalize(k_sb, 1.0, norm)
         normalize(q_sb, scale, norm)
     else:
         nisa.tensor_scalar(dst=q_sb, data=q_sb, op0=nl.multiply, operand0=scale)
-    nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb, scale=1.0 if g.shape[1] == 1 else 0.0)
     kq_sb = multiply_rows(k_sb, q_sb)
     return {"k": k_sb, "q": q_sb, "v": v_sb, "decay": decay_sb, "beta": beta_sb, "kq": kq_sb}
 
@@ -379,13 +383,14 @@ def spread_decays(g, first, last, owners_sb):
     P, heads, c = owners_sb.shape[0], owners_sb.shape[2], last - first
     tiles = (c + heads - 1) // heads
     decay_sb = sbuf((P, tiles * heads))
-    if tiles * heads > c:
-        nisa.memset(dst=decay_sb, value=0.0)
-    # g [rows, 1], its c rows to each of P partitions; of decays per channel the first ones, which
-    # become 1
-    K = g.shape[1]
-    nisa.dma_copy(dst=decay_sb[:, 0:c], src=g.ap(pattern=[[0, P], [K, c]], offset=first * K))
-    nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb, scale=1.0 if K == 1 else 0.0)
+    if g.shape[1] > 1:  # channels decay line by line; exp(0) may not be exactly 1
+        nisa.memset(dst=decay_sb, value=1.0)
+    else:
+        if tiles * heads > c:
+            nisa.memset(dst=decay_sb, value=0.0)
+        # g [rows, 1], its c rows to each of P partitions
+        nisa.dma_copy(dst=decay_sb[:, 0:c], src=g.ap(pattern=[[0, P], [1, c]], offset=first))
+        nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb)
     # head i of tile t is row t heads + i
     own_sb = multiply_elements(decay_sb.reshape((P, tiles, heads)), owners_sb[:, 0:tiles, :])
     out_sb = sbuf((P, tiles))

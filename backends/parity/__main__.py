@@ -7,7 +7,9 @@
     python -m backends.parity check FILE                       judges what another machine computed
 
 DELTA_TRN_NKI=0.2.0 in the environment holds `nki-simulator` to the rules of that release of NKI;
-without it those of all releases hold. The exit status is 1 on a failure. `judge.py` says what is
+without it those of all releases hold. DELTA_TRN_NKI_FUNCTIONS=measured:1 gives its functions the
+errors that trn1's tables have; a backend with such errors is judged by samples with such errors, of
+other seeds (`tables.py`). The exit status is 1 on a failure. `judge.py` says what is
 measured and what is allowed.
 """
 
@@ -43,6 +45,7 @@ from delta_trn.backends.parity import (
 )
 from delta_trn.backends.parity.judge import DTYPES, FACTOR, Verdict
 from delta_trn.backends.parity.rule_cases import SMALL, find, select
+from delta_trn.backends.parity.tables import SIMULATED
 
 SHOWN = 20
 RELEASE = "DELTA_TRN_NKI"  # the environment variable that the simulator reads
@@ -103,6 +106,11 @@ class Subject:
         None on another backend than the simulator.
         """
         return os.environ.get(RELEASE, "all") if self.backend == "nki-simulator" else None
+
+    @property
+    def functions(self) -> str | None:
+        """What errors the simulator's functions have; None: none, or another backend."""
+        return (os.environ.get(SIMULATED) or None) if self.backend == "nki-simulator" else None
 
     def cases(
         self, names: Sequence[str] | None, *, slow: bool, whole: bool = False
@@ -214,8 +222,9 @@ def report(
         summary = f"{failed} of {len(group)} failed" if failed else f"all {len(group)} passed"
         worst = max(group, key=lambda v: v.ratio if math.isfinite(v.ratio) else math.inf)
         summary += f", at most {worst.ratio:.2f} of what is allowed ({worst.case}, {worst.tensor})"
-        release = Subject(backend, "cpu").nki
-        rules = f" by the rules of NKI {release}" * bool(release)
+        subject = Subject(backend, "cpu")
+        rules = f" by the rules of NKI {subject.nki}" * bool(subject.nki)
+        rules += f" with functions off as {subject.functions}" * bool(subject.functions)
         console.print(
             f"{backend} {dtype_name(dtype)}{rules}: {cases} cases, {summary}", highlight=False
         )
@@ -275,6 +284,8 @@ def _run(options: argparse.Namespace, console: Console) -> list[Verdict]:
             machine_facts = facts(torch.device(subject.device))
             if subject.nki is not None:
                 machine_facts["nki"] = subject.nki
+            if subject.functions is not None:
+                machine_facts["functions"] = subject.functions
             for key, cases in subject.cases(named, slow=options.slow, whole=options.whole).items():
                 cases = [case for case in cases if not options.op or case.op in options.op]
                 progress = track(
@@ -295,8 +306,10 @@ def _run(options: argparse.Namespace, console: Console) -> list[Verdict]:
 def _record(options: argparse.Namespace, console: Console) -> list[Verdict]:
     subject = subjects(options.backend)[0]
     cases = select(options.case, tags=frozenset() if options.case else SMALL)
-    verdicts = goldens.record(_single(options.files), subject.backend, cases, subject.device)
-    report(console, verdicts, {})
+    refused: dict[tuple[str, torch.dtype], str] = {}
+    path = _single(options.files)
+    verdicts = goldens.record(path, subject.backend, cases, subject.device, refused)
+    report(console, verdicts, refused)
     return verdicts
 
 

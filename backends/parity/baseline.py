@@ -40,6 +40,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from delta_trn.backends.parity.tables import Tables
+
 CHUNK = 64
 AT_ONCE = 1 << 18  # terms of channels that are computed together, where channels decay
 # Random samples of a short dtype scale v and states by this. Without it, beta = 1 and a single
@@ -50,11 +52,16 @@ UNIT = 1.1
 class Noise:
     """Draws random numbers as slices of one pool, at random places:
     drawing took longer than the products.
+
+    tables      the errors of functions, where they have some
     """
 
     POOL = 1 << 21
 
-    def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, seed: int, device: torch.device | str = "cpu", tables: Tables | None = None
+    ) -> None:
+        self.tables = tables
         self.generator = torch.Generator().manual_seed(seed)
         pool = torch.randint(1 << 31, (self.POOL,), generator=self.generator, dtype=torch.int32)
         self.bits = pool.to(device)
@@ -112,6 +119,11 @@ class Rounding:
     def disturb(self, x: Tensor) -> Tensor:
         """Returns x with an element in eight moved by an ulp."""
         return x if self.noise is None else x * self.noise.factors(x)
+
+    def function(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Returns function(x), with the error of a table where the noise has tables."""
+        tables = self.noise and self.noise.tables
+        return tables(function, x) if tables else function(x)
 
     def short(self, x: Tensor) -> Tensor:
         """Returns a result rounded to `dtype`; its gradient is rounded, too."""
@@ -234,18 +246,22 @@ def make_gates(
         channels = g.dim() - beta.dim()  # their axis, if there is one, is the last
         head = (..., None, None, slice(None), *[slice(None)] * channels)
         x = g if dt_bias is None else g + dt_bias.to(g.dtype)[head]
-        r = (0.5 * A_log.to(g.dtype)).exp()
+        r = rounding.function(torch.exp, 0.5 * A_log.to(g.dtype))
         r = rounding(r[..., None] if channels else r)[head]
         if lower_bound is None:
-            near = r * (r * rounding(torch.logaddexp(x.clamp(min=-40.0), torch.zeros_like(x))))
-            far = (r * rounding((0.5 * x.clamp(max=-40.0)).exp())).square()
+            near = r * (r * rounding(rounding.function(_softplus, x.clamp(min=-40.0))))
+            far = (r * rounding(rounding.function(torch.exp, 0.5 * x.clamp(max=-40.0)))).square()
             g = rounding(-torch.where(x < -40.0, far, near))
         else:
             y = rounding(r * (r * x)).clamp(-800.0, 800.0)
-            g = rounding(lower_bound * torch.special.expit(y))
+            g = rounding(lower_bound * rounding.function(torch.sigmoid, y))
     if beta_max:
-        beta = rounding(beta_max * torch.special.expit(beta))
+        beta = rounding(beta_max * rounding.function(torch.sigmoid, beta))
     return g, beta
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return torch.logaddexp(x, torch.zeros_like(x))
 
 
 def gated_delta_rule(
@@ -282,7 +298,8 @@ def gated_delta_rule(
     unit = 1.0 if noise is None or dtype == full else UNIT
     v = v * unit
     if l2norm:
-        norms = (rounding((x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()) for x in (q, k))
+        squares = (x.square().sum(-1, keepdim=True) + 1e-6 for x in (q, k))
+        norms = (rounding(rounding.function(torch.rsqrt, x)) for x in squares)
         q, k = (rounding(x * r) for x, r in zip((q, k), norms, strict=True))
     q, k = (x.repeat_interleave(group, dim=-2) for x in (q, k))
     q, k, v = (x.movedim(-3, -2) for x in (q, k, v))  # [.., B, HV, T, K or V]
@@ -342,9 +359,10 @@ def _chunk(
     # a sum of -170 is rounded by 3e-14. In float64 the judge is no better, and samples whose sums
     # were alike had no such error
     sums = r if g.dtype == torch.float64 else lambda x: x
-    D = r(sums(_segment_sums(g)).exp())
-    gam = r(sums(g.cumsum(-1)).exp())
-    lam = r(sums(pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)).exp())  # exp(b_C - b)
+    D = r(r.function(torch.exp, sums(_segment_sums(g))))
+    gam = r(r.function(torch.exp, sums(g.cumsum(-1))))
+    after = pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)  # b_C - b
+    lam = r(r.function(torch.exp, sums(after)))
     L = r((beta[..., None] * product(k, k.mT, r) * D).tril(-1))
     T = r(invert(L, r))
     written = product(T, r(beta[..., None] * v), r)
@@ -373,13 +391,14 @@ def _channel_chunk(
     kk and P add up channel after channel.
     """
     r = rounding
-    gam = r(r(g.cumsum(-2)).exp())
-    lam = r(r(pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)).exp())
+    gam = r(r.function(torch.exp, r(g.cumsum(-2))))
+    after = pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+    lam = r(r.function(torch.exp, r(after)))
     both = torch.stack((k, q)).mT  # [2, .., K, C]
     sums = torch.zeros_like(both[..., :1, :].mT * both[..., :1, :])
     few = max(1, AT_ONCE // max(1, sums[0].numel()))
     for x, g_c in zip(both.split(few, -2), g.mT.split(few, -2), strict=True):
-        decayed = r.short(r(x[0, ..., None, :] * r(r(_segment_sums(g_c)).exp())))
+        decayed = r.short(r(x[0, ..., None, :] * r(r.function(torch.exp, r(_segment_sums(g_c))))))
         for term in (r.short(x)[..., None] * decayed).unbind(-3):
             sums = sums + term
     kk, P = sums

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from delta_trn.backends.parity.baseline import CHUNK, Noise, Rounding
 from delta_trn.backends.parity.judge import Reference, Spread, Verdict, absolute
+from delta_trn.backends.parity.tables import Tables, judges_functions
 
 # roundings in a row of a gradient: through SiLU, the norm and its gain, or through a residual
 STEPS = 24
@@ -84,11 +85,18 @@ class Operation:
         exact = Rounding(torch.float64)
         return self.differentiate(x.double(), partial(self.formula, rounding=exact, chunk=None))
 
-    def samples(self, x: Inputs) -> Iterator[dict[str, Tensor]]:
-        """Yields the same by the formula at the precision of x."""
+    def samples(self, x: Inputs, *, inexact: bool = False) -> Iterator[dict[str, Tensor]]:
+        """Yields the same by the formula at the precision of x.
+
+        inexact     functions have the errors of tables, see `tables`
+        """
         first = next(iter(x.tensors.values()))
-        noise = Noise(self.seed, first.device)
+        noise = Noise(
+            self.seed, first.device, Tables(self.seed, len(self.chunks)) if inexact else None
+        )
         for chunk, random in ((CHUNK, None), *((chunk, noise) for chunk in self.chunks)):
+            if noise.tables is not None:
+                noise.tables.begin(1)
             rounding = Rounding(first.dtype, random)
             yield self.differentiate(x, partial(self.formula, rounding=rounding, chunk=chunk))
 
@@ -125,7 +133,7 @@ class Operation:
             name: Spread(y, self.parts(case, name, y), absolute(full.get(name, dtype)))
             for name, y in judge.items()
         }
-        for sample in self.samples(x):
+        for sample in self.samples(x, inexact=judges_functions(backend)):
             for name, spread in spreads.items():
                 spread.add([sample[name]])
         rounded, verdicts = dtype if self.rounded else None, []

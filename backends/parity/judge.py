@@ -30,6 +30,10 @@ shorter dtype costs at most u / 2, u = eps(dtype). In float64, u32 is 2^-53, and
 more exact than the rest: its error is in the error of every sample, too, so that two right
 implementations pass that differ from it alike.
 
+On Trainium functions come from tables, and are off by more than float32 rounds. There the samples'
+functions have such errors, too (`tables.py`), so that the allowance is twice what the formula makes
+of them; everything else is as above.
+
 Products below the least normal number of the sums' dtype may be 0 in any implementation, so a
 difference of that size (`absolute`) is none. Where the judge is 0 everywhere, nothing is relative
 to it: the backend must be 0 where the samples are (the gradient of q when only the final state is

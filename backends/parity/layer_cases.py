@@ -204,7 +204,7 @@ def _convolution_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, 
         taps = [joined[:, j : j + part.shape[1]] * weight[:, j] for j in range(W)]
         outputs.append(torch.stack(taps).sum(0))
     z = torch.cat(outputs, dim=1)
-    return {"y": z if case.plain else r(z) * r(torch.sigmoid(z))}
+    return {"y": z if case.plain else r(z) * r(r.function(torch.sigmoid, z))}
 
 
 def _norm_tensors(
@@ -220,13 +220,15 @@ def _norm_tensors(
 
 
 def _normalize(x: Tensor, weight: Tensor, r: Rounding) -> Tensor:
-    return r(x / r((x.square().mean(-1, keepdim=True) + EPS).sqrt())) * weight
+    return r(x / r(r.function(torch.sqrt, x.square().mean(-1, keepdim=True) + EPS))) * weight
 
 
 def _gated_norm_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, Tensor]:
     x = _full(x, r)
     y = _normalize(x["x"], x["weight"], r)
-    return {"y": y if case.plain else r(y) * r(x["gate"] * torch.sigmoid(x["gate"]))}
+    if not case.plain:
+        y = r(y) * r(x["gate"] * r.function(torch.sigmoid, x["gate"]))
+    return {"y": y}
 
 
 def _added_norm_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, Tensor]:
@@ -261,7 +263,14 @@ def _loss_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, Tensor]
         # cancel
         largest, goal = z.detach().amax(-1, keepdim=True), r(z).gather(1, target)
         # z - max and not z: a logit of 1000 lacks the digits that a probability of nearly 1 needs
-        losses = r(r(z - largest).exp().sum(-1)).log() - (goal - largest).squeeze(1)
+        total = r(r.function(torch.exp, r(z - largest)).sum(-1))
+        logs = r.function(torch.log, total)
+        if r.noise is not None and r.noise.tables is not None:
+            # whoever keeps the logarithm for the gradient, p = exp(z - log), has its error there
+            kept = logs.detach()
+            p = r.function(torch.exp, r(z - largest - kept[:, None])).sum(-1)
+            logs = kept + (p - p.detach())
+        losses = logs - (goal - largest).squeeze(1)
     return {"loss": (losses * counted).sum() / counted.sum().clamp(min=1)}
 
 
@@ -292,7 +301,7 @@ def _residual_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, Ten
     x = _full({name: y[:, order] if name in ("x", "k") else y for name, y in x.items()}, r)
     X, k, v, beta = x["x"], x["k"], x["v"], x["beta"]
     if case.k_eps is not None:
-        k = r(k / r(((k * k).sum(1, keepdim=True) + case.k_eps**2).sqrt()))
+        k = r(k / r(r.function(torch.sqrt, (k * k).sum(1, keepdim=True) + case.k_eps**2)))
     missing = r(v - r((k[:, None, :] @ X).squeeze(1)))
     written = r(beta[:, None] * missing)
     out = r(X + k[:, :, None] @ written[:, None, :]).to(dtype)

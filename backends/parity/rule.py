@@ -34,6 +34,7 @@ from delta_trn.backends.parity import baseline
 from delta_trn.backends.parity.baseline import Rounding
 from delta_trn.backends.parity.judge import Reference, Spread, Verdict, absolute
 from delta_trn.backends.parity.rule_cases import PER_HEAD, Case, Inputs, inputs
+from delta_trn.backends.parity.tables import Tables, judges_functions
 
 CHUNKS, SAMPLES = (16, 32, 64, 128), 3
 AT_ONCE = 1 << 22  # elements of q, k and v that are computed together
@@ -156,9 +157,13 @@ def judge_outcome(x: Inputs) -> dict[str, Tensor]:
     return _by_formula(x.double(), Rounding(torch.float64), None)
 
 
-def samples(x: Inputs) -> Iterator[dict[str, Tensor]]:
-    """Yields results by the baseline, each with a first axis of samples."""
-    dtype, noise = x.q.dtype, baseline.Noise(len(CHUNKS), x.q.device)
+def samples(x: Inputs, *, inexact: bool = False) -> Iterator[dict[str, Tensor]]:
+    """Yields results by the baseline, each with a first axis of samples.
+
+    inexact     functions have the errors of tables, see `tables`
+    """
+    dtype, tables = x.q.dtype, Tables(len(CHUNKS), len(CHUNKS) * SAMPLES) if inexact else None
+    noise = baseline.Noise(len(CHUNKS), x.q.device, tables)
     yield _by_formula(x, Rounding(dtype), baseline.CHUNK, 1)
     if dtype == torch.float32:
         yield {name: y[None] for name, y in _by_formula(x, Rounding(dtype), None).items()}
@@ -174,6 +179,8 @@ def _by_formula(x: Inputs, rounding: Rounding, chunk: int | None, n: int = 0) ->
     """Computes n samples by the formula, with an axis of samples; 0: one without it."""
     leaves = make_leaves(x)
     if n:
+        if rounding.noise is not None and rounding.noise.tables is not None:
+            rounding.noise.tables.begin(n)
         leaves = {
             name: y.detach().expand(n, *y.shape).clone().requires_grad_()
             for name, y in leaves.items()
@@ -229,8 +236,11 @@ def parts(case: Case, name: str) -> Tensor:
     )
 
 
-def reference_for(x: Inputs) -> Reference:
-    """Computes what any inputs are judged by, on a device that has float64."""
+def reference_for(x: Inputs, *, inexact: bool = False) -> Reference:
+    """Computes what any inputs are judged by, on a device that has float64.
+
+    inexact     the samples' functions have the errors of tables
+    """
     case, dtype = x.case, x.q.dtype
     judge = judge_outcome(x)
     # no product has g as a factor, nor q and k before they are normalized: -3.4e38 would hide any
@@ -248,7 +258,7 @@ def reference_for(x: Inputs) -> Reference:
         full = name in ("final_state", "dh0", "dg", *(f"d{shared}" for shared in PER_HEAD))
         result = torch.promote_types(dtype, torch.float32) if full else dtype
         spreads[name] = Spread(exact, parts(case, name), absolute(result, largest, terms(case)))
-    for sample in samples(x):
+    for sample in samples(x, inexact=inexact):
         for name, spread in spreads.items():
             spread.add(sample[name])
     for name, spread in spreads.items():
@@ -257,18 +267,26 @@ def reference_for(x: Inputs) -> Reference:
 
 
 @lru_cache(maxsize=4)
-def reference(case: Case, dtype: torch.dtype, device: str = "cpu") -> Reference:
+def reference(
+    case: Case, dtype: torch.dtype, device: str = "cpu", inexact: bool = False
+) -> Reference:
     """Computes what a case is judged by, on a `device` that has float64."""
     x = inputs(case, dtype).to(device)
     if "bench" in case.tags and case.B > 2:
         # sequences do not depend on each other, so the first and the last stand for the batch
         x = x.rows([0, case.B - 1])
-    return reference_for(x)
+    return reference_for(x, inexact=inexact)
+
+
+def _reference_of(case: Case, dtype: torch.dtype, backend: str, device: str) -> Reference:
+    """Computes what a backend's results of a case are judged by, where it has float64."""
+    there = "cuda" if device.startswith("cuda") else "cpu"
+    return reference(case, dtype, there, judges_functions(backend))
 
 
 def verdicts(case: Case, dtype: torch.dtype, backend: str, device: str = "cpu") -> list[Verdict]:
     """Runs a backend on a case and judges every tensor. Raises BackendRefusal where it refuses."""
-    expected = reference(case, dtype, "cuda" if device.startswith("cuda") else "cpu")
+    expected = _reference_of(case, dtype, backend, device)
     results = outcome(inputs(case, dtype).to(device), backend)
     if expected.inputs.q.shape[0] != case.B:
         rows = [0, case.B - 1]
@@ -285,5 +303,5 @@ def step_verdicts(
     case: Case, dtype: torch.dtype, backend: str, device: str = "cpu"
 ) -> list[Verdict]:
     """Decodes a case of STEPS token by token on a backend, and judges o and the final state."""
-    expected = reference(case, dtype, "cuda" if device.startswith("cuda") else "cpu")
+    expected = _reference_of(case, dtype, backend, device)
     return expected.verdicts(backend, decode(inputs(case, dtype).to(device), backend))

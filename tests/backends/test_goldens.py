@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from delta_trn.backends.checks import BackendRefusal
 from delta_trn.backends.parity import __main__ as parity
 from delta_trn.backends.parity import goldens
 from delta_trn.backends.parity.rule_cases import BY_NAME
@@ -51,6 +52,38 @@ def test_a_golden_with_other_inputs_is_refused(golden):
         goldens.GoldenRefusal, match="other inputs for case one in float32: 000000000000 there"
     ):
         goldens.check(golden)
+
+
+def test_a_backend_that_lacks_dtypes_or_refuses_a_case_records_the_rest(tmp_path, monkeypatch):
+    """Until a test looked, the command of docs/trainium.md ended at the first case's float16."""
+    path, compute = tmp_path / "x.golden", goldens.outcome
+    refused: dict = {}
+
+    def outcome(x, backend):
+        if x.case.name == "one":
+            raise BackendRefusal("keys are too long")
+        return compute(x, backend)
+
+    monkeypatch.setattr(goldens, "outcome", outcome)
+    cases = [BY_NAME["one"], BY_NAME["two"]]
+    judged = goldens.record(path, "nki-simulator", cases, "cpu", refused)
+    assert {name for name, _ in refused} == {"one"} and len(refused) == 2
+    assert {v.dtype for v in judged} == {torch.float32, torch.bfloat16}
+    assert [str(v) for v in goldens.check(path)] == [str(v) for v in judged]
+
+
+def test_what_was_recorded_with_errors_of_functions_is_judged_with_them(tmp_path, monkeypatch):
+    path = tmp_path / "x.golden"
+    monkeypatch.setenv("DELTA_TRN_NKI_FUNCTIONS", "measured:1")
+    judged = goldens.record(path, "nki-simulator", [BY_NAME["two"]], "cpu")
+    monkeypatch.delenv("DELTA_TRN_NKI_FUNCTIONS")
+    assert [str(v) for v in goldens.check(path)] == [str(v) for v in judged]
+    rewrite(path, header=lambda header: header.update(inexact=False))
+    pairs = list(zip(goldens.check(path), judged, strict=True))
+    assert any(again.allowed < before.allowed for again, before in pairs)
+    rewrite(path, header=lambda header: header.update(backend="nki") or header.pop("inexact"))
+    allowed = [v.allowed for v in goldens.check(path)]
+    assert allowed == [v.allowed for v in judged]
 
 
 def test_a_golden_whose_outputs_were_changed_is_refused(golden):

@@ -159,6 +159,16 @@ class TestLaunchScripts:
         return run
 
     @pytest.mark.parametrize("script", ["trn1.2xlarge.sh", "trn1.32xlarge.sh"])
+    def test_collectives_without_a_barrier_are_refused(self, launch, script, capfd):
+        with pytest.raises(subprocess.CalledProcessError):
+            launch(script, "tiny", NEURON_RT_DISABLE_EXECUTION_BARRIER="1")
+        assert (
+            "NEURON_RT_DISABLE_EXECUTION_BARRIER=1 makes collectives wrong"
+            in capfd.readouterr().err
+        )
+        assert len(launch(script, "tiny", NEURON_RT_DISABLE_EXECUTION_BARRIER="0")) == 1
+
+    @pytest.mark.parametrize("script", ["trn1.2xlarge.sh", "trn1.32xlarge.sh"])
     def test_warmup_and_training_get_the_same_variables_and_keys(self, launch, script):
         ((trained, variables),) = launch(script, "tiny", "steps=3", XLA_DOWNCAST_BF16="1")
         ((listed, _),) = launch(script, "warmup", "tiny", "steps=3", "--list")
@@ -170,7 +180,12 @@ class TestLaunchScripts:
             "--auto-cast=none",
         ]
         assert variables["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] == "3"
-        assert ("FI_PROVIDER" in variables) == (script == "trn1.32xlarge.sh")
+        large = script == "trn1.32xlarge.sh"
+        assert ("FI_PROVIDER" in variables) == large
+        # slower on Trn2, and for two processes nobody has measured it
+        barrier = variables.get("NEURON_RT_ENABLE_HW_EXECUTION_BARRIER")
+        assert barrier == ("1" if large else None)
+        assert "NEURON_RT_DISABLE_EXECUTION_BARRIER" not in variables
         keys = trained.partition("--or-resume tiny ")[2]
         processes = re.findall(r"--nproc_per_node=(\d+)", trained)[0]
         assert (

@@ -34,6 +34,16 @@ export MALLOC_ARENA_MAX="${MALLOC_ARENA_MAX:-64}"
 # frameworks/torch/torch-neuronx/api-reference-guide/training/torch-neuron-envvars.rst
 export ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB="${ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB:-50}"
 
+# Without the barrier between processes a collective may read what another process has not written yet: wrong numbers
+# without a word, or a wait without end (measured by foxl-ai/kiln). Two public servers of models turn it off.
+refuse_without_barrier() {
+    if [ "${NEURON_RT_DISABLE_EXECUTION_BARRIER:-0}" != 0 ]; then
+        echo "NEURON_RT_DISABLE_EXECUTION_BARRIER=$NEURON_RT_DISABLE_EXECUTION_BARRIER makes collectives wrong," \
+            "silently: expected 0 or nothing; unset it" >&2
+        exit 2
+    fi
+}
+
 # How graphs are compiled ahead: as many at once as AWS's program likes.
 compile=(neuron_parallel_compile)
 

@@ -8,6 +8,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/neuron_environment.sh"
 # 32 GiB of host memory: frameworks/torch/torch-neuronx/api-reference-guide/training/torch-neuron-envvars.rst
 export NEURON_PARALLEL_COMPILE_MAX_RETRIES=1
+refuse_without_barrier
 # One graph at a time: the compiler has taken 30 to 40 GB for one that is unrolled (aws-neuron-sdk issue 1374)
 compile=(neuron_parallel_compile --num_parallel 1)
 # Recording a micro-batch takes the host as long for three sequences as for one, and then less time than their

@@ -12,6 +12,8 @@ from torch import Tensor
 from delta_trn.backends import machine
 from delta_trn.train.checkpoints.contents import REMEDY
 from delta_trn.train.checkpoints.saver import Saver
+from delta_trn.train.neuron import sharding as neuron
+from delta_trn.train.neuron.watchdog import Watchdog
 from delta_trn.train.run.evaluate import Evaluation, Interrupted, evaluate, held_out_crops
 from delta_trn.train.run.optimizer import learning_rate
 from delta_trn.train.run.sample import continue_text
@@ -62,7 +64,10 @@ def train(run: Run, display: Display, probe: Probe | None = None) -> Outcome:
         loop = _Loop(run, display, probe)
         try:
             return loop.until_the_end(stop)
-        except torch.OutOfMemoryError as error:
+        except BaseException as error:
+            loop.watchdog.leave()
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
             size = f"{loop.step.micro} x {run.config.batch.length} tokens at once"
             raise OutOfMemory(
                 f"{run.device} has too little memory for {size} ({str(error).splitlines()[0]}); "
@@ -87,6 +92,10 @@ class _Loop:
         self.crops = held_out_crops(c, run.dataset, run.layout)
         self.tracker = Tracker(c, run.origin, run.folder, display.tell) if run.team.leads else None
         self.saver = Saver(run)
+        # of one process, and on other devices, nothing waits without end
+        hangs = neuron.serves(run.device) and run.team.world > 1
+        minutes = c.distribution.timeout_minutes if hangs else 0.0
+        self.watchdog = Watchdog(minutes, run.team.world)
         self.pending: list[_Pending] = []
         self.clock = self.counted = time.monotonic()
 
@@ -134,6 +143,7 @@ class _Loop:
         return stop.reason_for(signal, bool(is_over))
 
     def close(self) -> None:
+        self.watchdog.close()
         self.run.folder.metrics.close()
         if self.tracker is not None:
             self.tracker.close()
@@ -141,7 +151,8 @@ class _Loop:
     def _one_step(self) -> None:
         state = self.run.state
         lr = learning_rate(self.run.config, state.step)
-        loss, norm = self.step(self.run.batches.next_batch(), lr)
+        with self.watchdog.over("step"):
+            loss, norm = self.step(self.run.batches.next_batch(), lr)
         state.step += 1
         state.tokens += self._tokens_in_a_step()
         self.pending.append(_Pending(state.step, state.tokens, lr, loss, norm))
@@ -152,7 +163,8 @@ class _Loop:
             return
         steps, self.pending = self.pending, []
         # the first item() waits for all of them; the others find their numbers done
-        numbers = [(p.loss.item(), p.norm.item()) for p in steps]
+        with self.watchdog.over("fetch"):
+            numbers = [(p.loss.item(), p.norm.item()) for p in steps]
         self._count_seconds()
         before = steps[0].tokens - self._tokens_in_a_step()
         rate = (steps[-1].tokens - before) / max(time.monotonic() - self.clock, 1e-9)
@@ -189,12 +201,14 @@ class _Loop:
         run, state = self.run, self.run.state
 
         def is_to_stop() -> bool:
+            self.watchdog.beat()
             (signal,) = run.team.largest([stop.signal or 0])
             return bool(signal and stop.reason_for(signal, False))
 
         run.model.eval()
         try:
-            evaluation = evaluate(self.loss, self.crops, run.device, run.team, is_to_stop)
+            with self.watchdog.over("evaluation"):
+                evaluation = evaluate(self.loss, self.crops, run.device, run.team, is_to_stop)
         except Interrupted:
             return None
         finally:
@@ -253,7 +267,8 @@ class _Loop:
 
     def _save(self) -> None:
         self._count_seconds()
-        self.saver.save()
+        with self.watchdog.over("checkpoint"):
+            self.saver.save()
 
     def _report(self, lines: Sequence[Line]) -> None:
         if self.tracker is not None:
