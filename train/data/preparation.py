@@ -7,7 +7,6 @@ last. One that is killed leaves no more than that folder, which the next one tak
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,7 +20,14 @@ from delta_trn.train.data.dataset import FORMAT, Meta, SplitMeta, TokenizerMeta,
 from delta_trn.train.data.shards import FIRST_SHARD, ShardWriters, Split, token_dtype
 from delta_trn.train.data.sources import Source, find_source, find_validation
 from delta_trn.train.data.tokenizer import TextTokenizer, make_tokenizer, tokenizer_settings
-from delta_trn.train.files import disk_errors, hold_folder, sync, write_file
+from delta_trn.train.files import (
+    disk_errors,
+    hold_folder,
+    make_fresh_folder,
+    remove,
+    sync,
+    write_file,
+)
 from delta_trn.train.settings.errors import SettingsDiffer, SourceError
 from delta_trn.train.settings.schema import DataSection
 from delta_trn.train.watch.display import Bar, console
@@ -73,19 +79,18 @@ def open_unfinished(folder: Path) -> Iterator[Path]:
     place = folder / UNFINISHED
     if not place.exists() and (foreign := sorted(shard.name for shard in folder.glob("*.bin"))):
         raise SettingsDiffer(f"{folder} holds {foreign[0]} and no meta.json; choose another folder")
-    shutil.rmtree(place, ignore_errors=True)
     with disk_errors(folder):
-        place.mkdir()
+        make_fresh_folder(place)
     try:
         yield place
     except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
+        remove(place)
         raise
     for path in sorted(place.iterdir(), key=lambda path: path.name == "meta.json"):
         sync(folder)  # so that what a power cut leaves has no meta.json without all before it
         os.replace(path, folder / path.name)
     sync(folder)
-    shutil.rmtree(place, ignore_errors=True)
+    remove(place)
 
 
 @dataclass
