@@ -118,8 +118,8 @@ def model_card(
         )
         tokens = f" on {measured['held_out']:,} tokens" if "held_out" in measured else ""
         rows["held-out loss"] = (
-            f"{loss:.4f} nats per token{tokens}, perplexity {perplexity:.2f}, {bits:.4f} bits per "
-            "byte"
+            f"{loss:.4f} nats per token{tokens}, perplexity {perplexity:.2f}"
+            f"{'' if bits is None else f', {bits:.4f} bits per byte'}"
         )
     return _CARD.read_text(encoding="utf-8").format(
         name=config.name,

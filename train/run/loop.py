@@ -214,7 +214,8 @@ class _Loop:
         bits = run.dataset.bits_per_byte(evaluation.loss)
         told = (
             f"step {state.step}/{run.config.steps}  val loss {evaluation.loss:.4f}  perplexity "
-            f"{evaluation.perplexity:,.2f}  bits/byte {bits:.4f}{'  best' if better else ''}"
+            f"{evaluation.perplexity:,.2f}"
+            f"{'' if bits is None else f'  bits/byte {bits:.4f}'}{'  best' if better else ''}"
         )
         self._attempt("message", lambda: self.display.tell(told))
         line: Line = {

@@ -3,7 +3,8 @@
     every line     step, split ("train" or "val"), loss in nats per token, tokens trained on so far,
                    seconds
     train          lr before per-parameter factors, grad_norm before clipping, tokens_per_s
-    val            perplexity, bits_per_byte; with log.probes also probes (studies/probes.py)
+    val            perplexity, bits_per_byte (null where the tokenizer loses text); with log.probes
+                   also probes (studies/probes.py)
 
 All but MEASURED repeats bit for bit when a run is repeated, or killed and resumed, on a CPU.
 """

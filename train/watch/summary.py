@@ -64,6 +64,8 @@ def opening(run: Run, asked_backend: str) -> list[str]:
         lines.append(
             "note       no samples: no process has all weights; `generate` opens the checkpoints"
         )
+    if run.dataset.loss_of_text is not None:
+        lines.append(f"note       {run.dataset.loss_of_text}")
     if s.warmup >= c.steps:
         lines.append(
             f"note       warmup of {s.warmup} steps is not over when the run ends after {c.steps}"
@@ -136,7 +138,7 @@ def closing(
     if found is not None:
         console.print(_table(run.config.name, found))
         bits, costs = found["bits_per_byte"], found["baselines"]
-        if "lzma" in costs and costs["lzma"]["bits_per_byte"] < bits:
+        if bits is not None and "lzma" in costs and costs["lzma"]["bits_per_byte"] < bits:
             console.print(
                 "lzma stores an exact repeat once, however far back it lies. On text with many of\n"
                 "them a small model needs more than minutes to pay less."
@@ -191,8 +193,9 @@ def _table(name: str, found: dict[str, Any]) -> Table:
         for kind, cost in found["baselines"].items()
     ]
     mine = (found["loss"], found["bits_per_byte"], f"this model ({name})")
-    for row in sorted([*rows, mine], reverse=True):
+    for row in sorted([*rows, mine], key=lambda row: (row[0], row[2]), reverse=True):
         loss, bits, words = row
         style = "bold" if row is mine else None
-        table.add_row(words, f"{loss:.4f}", f"{math.exp(loss):,.2f}", f"{bits:.4f}", style=style)
+        paid = "-" if bits is None else f"{bits:.4f}"
+        table.add_row(words, f"{loss:.4f}", f"{math.exp(loss):,.2f}", paid, style=style)
     return table
