@@ -62,14 +62,28 @@ def train(run: Run, display: Display, probe: Probe | None = None) -> Outcome:
         loop = _Loop(run, display, probe)
         try:
             return loop.until_the_end(stop)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            why = (str(error).splitlines() or ["no memory is left"])[0]
             size = f"{loop.step.micro} x {run.config.batch.length} tokens at once"
             raise OutOfMemory(
-                f"{run.device} has too little memory for {size} ({str(error).splitlines()[0]}); "
+                f"{run.device} has too little memory for {size} ({why}); "
                 "resume with a smaller batch.micro or gradient_checkpointing=true"
             ) from error
         finally:
             loop.close()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Returns whether a device, or the host, has too little memory; on a CPU, torch has no class
+    for it.
+    """
+    words = str(error)
+    on_host = "DefaultCPUAllocator" in words and (
+        "allocate memory" in words or "not enough" in words
+    )
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or on_host
 
 
 class _Loop:
