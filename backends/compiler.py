@@ -233,6 +233,8 @@ def _compile_once(command: Sequence[str], source: Path, path: Path, flags: str) 
             _write(_digest_of(path), hashlib.sha256(unfinished.read_bytes()).hexdigest())
             _sync(unfinished)
             unfinished.replace(path)
+        except (OSError, subprocess.SubprocessError) as failure:
+            raise NotCompiled(f"{shlex.join(words[:-1])}: {failure}") from failure
         finally:
             unfinished.unlink(missing_ok=True)
 
