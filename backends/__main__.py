@@ -11,6 +11,8 @@ from rich.table import Table
 
 from delta_trn.backends import describe, machine
 
+_MISSED = "here: PyTorch, since"  # what an adapter says where PyTorch computes and C++ could
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a row per operation; with --all also one per operation and backend, with reasons."""
@@ -35,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         others = [row.backend for row in mine if row.named and row.backend not in default]
         chosen.add_row(op, *default, ", ".join(others) or "-")
     console.print(chosen)
+    missed = [row for row in rows if row.automatic and row.reasons and _MISSED in row.reasons[-1]]
+    for reason in dict.fromkeys(row.reasons[-1] for row in missed):
+        names = ", ".join(row.op for row in missed if row.reasons[-1] == reason)
+        console.print(f"{names}: {reason}", highlight=False, markup=False, soft_wrap=True)
     if not options.all:
         console.print(
             "`delta-trn backends --all` says why the others do not run here", highlight=False

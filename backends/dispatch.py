@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -121,6 +122,35 @@ def register(backend: Backend) -> None:
     BACKENDS[backend.name] = backend
 
 
+ENTRY_POINTS = "delta_trn.backends"  # the group in which packages name backends of their own
+_loaded = False
+
+
+def load_entry_points() -> None:
+    """Imports, once, what installed packages name as backends or operations of theirs.
+
+    A name leads to a module, which registers them when it is imported, or to a function, which is
+    called. One that fails is left out with a warning.
+    """
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True  # before they are imported: they may ask for a backend themselves
+    for entry in metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            found = entry.load()
+            if callable(found):
+                found()
+        except Exception as error:
+            package = entry.dist.name if entry.dist else "an installed package"
+            warnings.warn(
+                f"{package} names {entry.value} as the backend {entry.name!r}, which cannot be "
+                f"loaded ({type(error).__name__}: {error}); mend or remove the package",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
 @dataclass(frozen=True)
 class Selection:
     """The default backend, and the ones that may run what it, or the device's own, cannot."""
@@ -192,6 +222,7 @@ def choose(call: Call, name: str | None = None, default: Selection | None = None
 
 
 def _candidates(call: Call, name: str | None, default: Selection) -> list[Backend]:
+    load_entry_points()
     if name is not None:
         return [_find(name)]
     allowed = [_find(wanted) for wanted in default.allow]
@@ -272,6 +303,8 @@ def describe_choice(
 
 def _find(name: str) -> Backend:
     if name not in BACKENDS:
+        load_entry_points()
+    if name not in BACKENDS:
         raise BackendRefusal(
             f"no backend is named {name!r}; registered: {', '.join(BACKENDS) or 'none'}"
         )
@@ -301,6 +334,7 @@ def describe(devices: Iterable[str]) -> list[Availability]:
     A backend is asked in a dtype that it declares and for no particular sizes. Where it runs, its
     adapter may have a function `note` that says how it does here.
     """
+    load_entry_points()
     every = []
     for op in OPERATIONS:
         for backend in BACKENDS.values():

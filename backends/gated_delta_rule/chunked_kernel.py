@@ -55,8 +55,11 @@ Arguments = c_int64 * (len(POINTERS) + 3 * len(STRIDED) + len(NUMBERS))
 
 
 def takes(call: Rule | Step) -> bool:
-    """Returns whether the kernel computes a call."""
-    return refusal(call.q.dtype, call.q.device.type, call.has_channels) is None
+    """Returns whether the kernel computes a call. Warns once where it should, and is not there."""
+    dtype, device = call.q.dtype, call.q.device.type
+    if device == "cpu" and dtype != torch.float64:
+        compiler.warn_once(library(call.has_channels))
+    return refusal(dtype, device, call.has_channels) is None
 
 
 def refusal(dtype: torch.dtype, device: str, channels: bool = False) -> str | None:

@@ -26,9 +26,14 @@ def library() -> compiler.Library:
 
 
 def takes(*tensors: Tensor | None) -> bool:
-    """Returns whether the kernel computes with these tensors: they are float32 and on a CPU."""
+    """Returns whether the kernel computes with these tensors: they are float32 and on a CPU.
+
+    Warns once where they are, and there is no kernel.
+    """
     known = [x for x in tensors if x is not None]
     plain = all(x.dtype == torch.float32 and compiler.lies_in_memory(x) for x in known)
+    if plain:
+        compiler.warn_once(library())
     return plain and library().functions is not None
 
 

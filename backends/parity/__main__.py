@@ -32,7 +32,7 @@ from rich.table import Table
 
 from delta_trn.backends import machine
 from delta_trn.backends.checks import BackendRefusal, dtype_name
-from delta_trn.backends.dispatch import BACKENDS, OPERATIONS
+from delta_trn.backends.dispatch import BACKENDS, OPERATIONS, load_entry_points
 from delta_trn.backends.machine import facts
 from delta_trn.backends.parity import (
     channel_cases,
@@ -231,6 +231,7 @@ def report(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    load_entry_points()
     parser = argparse.ArgumentParser(
         prog="delta-trn parity", description="Judges every backend by the float64 judge"
     )

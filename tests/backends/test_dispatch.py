@@ -20,8 +20,9 @@ from delta_trn.backends import (
     machine,
 )
 from delta_trn.backends import __main__ as command
-from delta_trn.backends.dispatch import BACKENDS, Backend, Call, Row, choose, register
+from delta_trn.backends.dispatch import BACKENDS, Backend, Call, Row, choose, describe, register
 from delta_trn.backends.machine import ROOT
+from tests.support.planted_bugs import Bug, planted
 
 CALL = Call(
     "gated_delta_rule", "cpu", torch.float32, {"H": 2, "HV": 2, "K": 64, "V": 64}, gradients=True
@@ -291,3 +292,55 @@ def test_versions_of_packages_are_read_from_the_disk_once(version_of, monkeypatc
     assert not BACKENDS["triton"].refusals(call)
     monkeypatch.setattr(dispatch.metadata, "version", None)  # a second look would raise
     assert not BACKENDS["triton"].refusals(call)
+
+
+class TestEntryPoints:
+    """Packages that are installed name backends of theirs."""
+
+    @pytest.fixture
+    def install(self, tmp_path, monkeypatch):
+        """Puts a module on the path, and what names it as a backend."""
+        monkeypatch.setattr(dispatch, "_loaded", False)
+        monkeypatch.setattr(dispatch, "BACKENDS", dict(dispatch.BACKENDS))
+        monkeypatch.syspath_prepend(tmp_path)
+
+        def install(module, text, value=None):
+            (tmp_path / f"{module}.py").write_text(text)
+            about = tmp_path / f"{module}-1.0.dist-info"
+            about.mkdir()
+            (about / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n"
+            )
+            (about / "entry_points.txt").write_text(
+                f"[delta_trn.backends]\n{module} = {value or module}\n"
+            )
+
+        return install
+
+    REGISTER = "from delta_trn.backends.dispatch import Backend, register\n"
+
+    def test_that_are_modules_are_imported_when_a_backend_is_asked_for(self, install):
+        install("outside_module", self.REGISTER + 'register(Backend("outside-module", {}))\n')
+        assert "outside-module" not in dispatch.BACKENDS
+        with default_backend("outside-module"):
+            pass
+        assert "outside-module" in {row.backend for row in describe(["cpu"])}
+
+    def test_that_are_functions_are_called_once(self, install):
+        code = "def add():\n    register(Backend('outside-function', {}))\n"
+        install("outside_function", self.REGISTER + code, "outside_function:add")
+        for _ in range(2):
+            assert "outside-function" in {row.backend for row in describe(["cpu"])}
+
+    def test_that_fail_are_left_out_with_a_warning(self, install):
+        install("outside_broken", "raise OSError('no library')\n")
+        with pytest.warns(
+            RuntimeWarning, match=r"outside_broken names .*OSError: no library.*mend"
+        ):
+            rows = describe(["cpu"])
+        assert "chunked" in {row.backend for row in rows}
+
+    def test_planted_bugs_are_seen(self, install):
+        bug = Bug("", "backends.dispatch:_find", "load_entry_points()", "pass", "")
+        with planted(bug), pytest.raises(BackendRefusal, match="no backend is named"):
+            self.test_that_are_modules_are_imported_when_a_backend_is_asked_for(install)

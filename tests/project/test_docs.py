@@ -96,6 +96,43 @@ def run(words: list[str]) -> tuple[int, str]:
     return status, output.getvalue()
 
 
+def run_elsewhere(words: list[str], folder: Path, installed: Path) -> tuple[int, str]:
+    """Exit status and output of the console script in a process of its own, as a shell starts it.
+
+    It knows nothing of what a page's Python has imported, and does not search the folder that it
+    runs in.
+
+    installed   where a page's package is, if the page makes one
+    """
+    script = "import sys; sys.path[:1] = []; from delta_trn.__main__ import main; sys.exit(main())"
+    paths = [str(installed), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.returncode, done.stdout
+
+
+def install(folder: Path, installed: Path) -> None:
+    """Puts where packages lie what `pip install` would put there of a page's pyproject.toml."""
+    text = (folder / "pyproject.toml").read_text()
+    (name,) = re.findall(r'^name = "(.*)"', text, re.MULTILINE)
+    (modules,) = re.findall(r"^py-modules = \[(.*)\]", text, re.MULTILINE)
+    about = installed / f"{name}-0.1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+    groups = re.findall(r'^\[project\.entry-points\."(.*)"\]\n((?:.+\n)+)', text, re.MULTILINE)
+    lines = [f"[{group}]\n{points}".replace('"', "") for group, points in groups]
+    (about / "entry_points.txt").write_text("\n".join(lines))
+    for module in re.findall(r'"(\w+)"', modules):
+        shutil.copy(folder / f"{module}.py", installed)
+
+
 @pytest.fixture
 def backends_as_before():
     """Removes the backends and operations that a page adds."""
@@ -110,9 +147,10 @@ def backends_as_before():
 def test_every_command_and_example_of_a_page_runs(
     page, tmp_path, monkeypatch, backends_as_before, capsys
 ):
-    """In the order of the page, in one folder.
+    """In the order of the page, in one folder; each command in a process of its own.
     The next test has the blocks that need more than a CPU.
     """
+    installed = tmp_path / "site-packages of the page"
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, object] = {}
@@ -124,6 +162,8 @@ def test_every_command_and_example_of_a_page_runs(
             path = tmp_path / block.file
             path.parent.mkdir(exist_ok=True)
             path.write_text(block.text + "\n")
+            if path.name == "pyproject.toml":
+                install(tmp_path, installed)
         elif block.language == "python":
             exec(compile(block.text, where, "exec"), names)
             assert "<|bos|>" not in capsys.readouterr().out, f"{where}: a mark is printed as text"
@@ -131,8 +171,17 @@ def test_every_command_and_example_of_a_page_runs(
             for words in block.commands():
                 ours = our_words(words)
                 assert ours is not None, f"{where}: {words} cannot run here; say what it needs"
-                status, output = run(ours)
+                status, output = run_elsewhere(ours, tmp_path, installed)
                 assert status == 0, f"{where}: {shlex.join(words)}\n{output}"
+
+
+def test_a_command_knows_nothing_of_what_was_registered_here(tmp_path, backends_as_before):
+    """So that a page whose command needs what its Python did is red."""
+    dispatch.register(dispatch.Backend("here-alone", {}))
+    words = ["parity", "--backend", "here-alone"]
+    assert "no backend is named 'here-alone'" not in run(words)[1]
+    status, output = run_elsewhere(words, tmp_path, tmp_path / "none")
+    assert status == 2 and "no backend is named 'here-alone'" in output
 
 
 def test_an_operation_is_added_by_touching_six_files(tmp_path):

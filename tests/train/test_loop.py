@@ -24,6 +24,7 @@ from delta_trn.train.run.stopping import StopRequest
 from delta_trn.train.settings.overrides import change
 from delta_trn.train.watch.metrics import read
 from tests.support import tiny_run
+from tests.support.planted_bugs import Bug, planted
 from tests.support.tiny_run import (
     ONE_SUM,
     keys,
@@ -274,8 +275,11 @@ class TestNotFinite:
 
 
 class TestStopping:
-    def test_a_signal_saves_and_says_how_to_continue(self, data, finished, tmp_path, monkeypatch):
-        number, out = signal.SIGINT, tmp_path / "run"
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["Ctrl-C", "hang-up"])
+    def test_a_signal_saves_and_says_how_to_continue(
+        self, data, finished, tmp_path, monkeypatch, number
+    ):
+        out = tmp_path / "run"
         step, count = loop.TrainingStep.__call__, itertools.count(1)
 
         def interrupt(self, *arguments):
@@ -346,6 +350,18 @@ class TestStopping:
         train("resume", out, "max_minutes=none")
         assert tiny_run.final_state(out) == tiny_run.final_state(finished)
 
+    def test_a_hang_up_that_is_ignored_stays_ignored(self):
+        """As under nohup."""
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            with StopRequest(None) as stop:
+                os.kill(os.getpid(), signal.SIGHUP)
+                time.sleep(0.01)
+                assert stop.reason is None
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGHUP, before)
+
     def test_a_second_signal_interrupts_at_once(self):
         # a shell starts background processes with SIGINT ignored
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -372,3 +388,38 @@ class TestStopping:
         with RunFolder(finished).hold():
             status, _, err = tiny_run.run_command("resume", finished, "steps=14")
         assert status == 2 and f"in use by another process (pid {os.getpid()})" in err
+
+
+def too_much() -> None:
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def host_error() -> None:
+    raise MemoryError
+
+
+def device_error() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore words")
+
+
+class TestTooLittleMemory:
+    @pytest.mark.parametrize("ask", [too_much, host_error, device_error])
+    def test_on_any_device_gets_the_advice(self, data, tmp_path, monkeypatch, ask):
+        """The first is what torch says on a CPU, for which it has no class of its own."""
+        monkeypatch.setattr(loop.TrainingStep, "__call__", lambda self, *arguments: ask())
+        status, _, said = tiny_run.run_command("run", "tiny", *keys(data, tmp_path / "run"))
+        assert status == 2 and "resume with a smaller batch.micro" in said, said
+        assert "cpu has too little memory for 4 x 16 tokens at once (" in said
+
+    def test_is_not_every_error(self, data, tmp_path, monkeypatch):
+        def other(self, *arguments):
+            raise RuntimeError("something else")
+
+        monkeypatch.setattr(loop.TrainingStep, "__call__", other)
+        with pytest.raises(RuntimeError, match="something else"):
+            tiny_run.run_command("run", "tiny", *keys(data, tmp_path / "run"))
+
+    def test_planted_bugs_are_seen(self, data, tmp_path, monkeypatch):
+        bug = Bug("", "train.run.loop:_is_out_of_memory", " or on_host", "", "")
+        with planted(bug), pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+            self.test_on_any_device_gets_the_advice(data, tmp_path, monkeypatch, too_much)

@@ -2,6 +2,7 @@
 the progress display and the trackers show its lines.
 """
 
+import io
 import json
 import math
 import sys
@@ -13,11 +14,13 @@ from PIL import Image
 from rich.console import Console
 
 from delta_trn.train.checkpoints.run_folder import Origin, RunFolder
+from delta_trn.train.commands.run import keys
 from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.errors import ConfigError, RunFolderError
 from delta_trn.train.settings.overrides import apply
+from delta_trn.train.settings.schema import RunConfig
 from delta_trn.train.watch import display as progress
-from delta_trn.train.watch import loss_plot
+from delta_trn.train.watch import loss_plot, summary
 from delta_trn.train.watch.display import Display, duration
 from delta_trn.train.watch.loss_plot import plot_loss
 from delta_trn.train.watch.metrics import Line, MetricsFile, read
@@ -87,6 +90,7 @@ class TestPlot:
     def write_run(self, tmp_path, costs: dict | None = None) -> RunFolder:
         tmp_path.mkdir(exist_ok=True)
         folder = RunFolder(tmp_path)
+        folder.write(RunConfig(name="tiny"), Origin("tiny-0", "data", {}))
         folder.metrics.append([make_line(i, loss=5 / i + 1) for i in range(1, 41)])
         folder.metrics.append([make_line(i, "val", loss=5 / i + 1.2) for i in (20, 40)])
         folder.metrics.close()
@@ -113,16 +117,21 @@ class TestPlot:
         plot_loss(folder)
         folder.write_summary({"step": 40, "held_out": 5000, "loss": 1.4242})
         plot_loss(folder)
+        # nothing is known of how many held-out tokens there are, so no label says "all"
+        folder.write_summary({"step": 40, "held_out": 128, "loss": 1.325})
+        plot_loss(folder)
         texts = [
             [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
             for figure in figures
         ]
-        assert texts[0] == ["training", "validation, 1.325 at the end"]
-        assert texts[1] == [
-            "training",
-            "all 5,000 held-out tokens, 1.4242",
-            "validation, on a part of them",
-        ]
+        crops = "held-out crops, 1.3250 at step 40"
+        assert texts == [
+            ["training", crops],
+            ["training", "5,000 held-out tokens in order, 1.4242", crops],
+            ["training", crops],
+        ], "a summary that repeats the last evaluation is no measurement of its own"
+        title = figures[0].axes[0].get_title(loc="left")
+        assert title == f"{tmp_path.name}: tiny, width 256, adamw, lr 0.001"
 
     def test_a_loss_picture_of_a_run_without_a_step_is_refused(self, tmp_path):
         with pytest.raises(RunFolderError, match="no training step yet"):
@@ -199,3 +208,41 @@ class TestTracker:
         monkeypatch.setattr("delta_trn.train.watch.trackers.find_spec", lambda package: None)
         with pytest.raises(ConfigError, match="needs the wandb package: pip install wandb"):
             require(apply(recipe("tiny"), {"log.wandb": "true"}).log)
+
+
+class TestNarrowTerminals:
+    """40 characters a line: nothing is cut off, and no word is broken."""
+
+    @pytest.fixture(autouse=True)
+    def narrow(self, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "40")
+
+    def test_keys_and_meanings_stand_below_each_other(self):
+        lines = keys(recipe("quickstart"), every=True).splitlines()
+        meanings = [line for line in lines if line.startswith(" " * 6)]
+        assert len(meanings) > 100 and max(map(len, meanings)) <= 40
+        assert sum(len(line.strip()) for line in meanings) > 20 * len(meanings)
+
+    @pytest.mark.parametrize("bits", [1.5, None])
+    def test_the_table_of_the_result_is_whole(self, bits):
+        console, cost = (
+            Console(width=40, record=True),
+            {"nats_per_token": 2.0, "bits_per_byte": bits},
+        )
+        found = {
+            "tokens": 10, "seconds": 1, "held_out": 128, "step": 4, "loss": 1.75,
+            "bits_per_byte": bits, "baselines": {"lzma_primed": cost},
+        }  # fmt: skip
+        console.print(summary._table("quickstart", found, is_narrow=True))
+        words = console.export_text()
+        assert "\u2026" not in words and "nats/token" in words and "1.7500" in words
+
+    def test_sentences_break_between_words(self, monkeypatch):
+        monkeypatch.setattr(progress, "_Output", lambda stream: io.StringIO())
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        console = progress.console()
+        sentence = "a sentence of words that are longer than forty characters, however short"
+        console.print(sentence)
+        lines = console.file.getvalue().splitlines()
+        assert " ".join(line.strip() for line in lines) == sentence
+        assert len(lines) == 2 and max(map(len, lines)) <= 40

@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from delta_trn.train.checkpoints.store import CheckpointStore
-from delta_trn.train.files import hold_folder, write_file
+from delta_trn.train.files import (
+    hold_folder,
+    read_plain,
+    require_plain,
+    write_file,
+)
 from delta_trn.train.settings.errors import RunFolderError
 from delta_trn.train.settings.schema import RunConfig, read_saved
 from delta_trn.train.watch import metrics
@@ -116,32 +121,40 @@ class RunFolder:
         owes    the evaluation after this step is made again, and its sample
         """
         self.metrics.truncate_after(step)
-        if self.samples_path.exists():
-            text = self.samples_path.read_text(encoding="utf-8", errors="replace")
-            kept = "".join(block for at, block in _blocks(text) if at < step + (not owes))
-            if kept != text:
-                write_file(self.samples_path, kept)
+        text = read_plain(self.samples_path)
+        kept = "".join(block for at, block in _blocks(text) if at < step + (not owes))
+        if kept != text:
+            write_file(self.samples_path, kept)
 
     def add_sample(self, step: int, text: str) -> None:
         """Appends a sample to samples.txt. The file is replaced,
         so that a kill leaves no half sample.
         """
-        before = self.samples_path.read_text(encoding="utf-8") if self.samples_path.exists() else ""
+        before = read_plain(self.samples_path)
         write_file(self.samples_path, f"{before}{_SAMPLE.format(step)}\n{text}\n\n")
 
     def last_sample(self) -> str:
         """Returns the newest text of samples.txt; empty if there is none."""
-        text = self.samples_path.read_text(encoding="utf-8") if self.samples_path.exists() else ""
+        text = read_plain(self.samples_path)
         return "".join(block.partition("\n")[2] for _, block in [*_blocks(text)][-1:])
 
-    def hold(self) -> contextlib.AbstractContextManager[None]:
-        """Holds the folder against other processes. RunFolderError if another one holds it."""
-        return hold_folder(
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Holds the folder against other processes. RunFolderError if another one holds it.
+
+        NotAPlainFile if a link lies where a run writes, before anything is written.
+        """
+        for path in (self.metrics.path, self.samples_path):
+            require_plain(path)
+        self.checkpoints.require_own()
+        held = hold_folder(
             self.path,
             lambda pid: RunFolderError(
                 f"{self.path} is in use by another process (pid {pid}); wait for it, or end it"
             ),
         )
+        with held:
+            yield
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str]]:

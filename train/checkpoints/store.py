@@ -15,13 +15,19 @@ gets its name when all files are on the disk.
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from delta_trn.train.files import disk_errors, sha256_of, sync
+from delta_trn.train.files import (
+    disk_errors,
+    make_fresh_folder,
+    remove,
+    require_own_folder,
+    sha256_of,
+    sync,
+)
 from delta_trn.train.settings.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -50,6 +56,10 @@ class CheckpointStore:
         found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
+    def require_own(self) -> None:
+        """Raises NotAPlainFile if the folder is a link, whose target a run would change."""
+        require_own_folder(self.directory, "a run writes and removes checkpoints in it")
+
     def _beside(self, step: int) -> Path:
         return self.directory / f".{self.path(step).name}.tmp"
 
@@ -69,16 +79,17 @@ class CheckpointStore:
                 yield self._beside(step)
             except BaseException:
                 if leads:
-                    shutil.rmtree(self._beside(step), ignore_errors=True)
+                    remove(self._beside(step))
                 raise
 
     def begin(self, step: int) -> None:
         """Makes the folder to fill, and removes what a kill has left. One process calls it."""
+        self.require_own()
         self.directory.mkdir(parents=True, exist_ok=True)
         for path in self.directory.iterdir():
             if _LEFTOVER.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
-        self._beside(step).mkdir()
+                remove(path)
+        make_fresh_folder(self._beside(step))
 
     def finish(self, step: int, parts: Iterable[Described]) -> None:
         """Gives the filled folder its manifest and the step's name. One process calls it, after all
@@ -194,7 +205,7 @@ class CheckpointStore:
             if path.resolve() != target:
                 self._remove(path)
         for path in self.directory.glob("undone-step-*"):
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
 
     def set_aside(self, after: int) -> list[int]:
         """Renames checkpoints of later steps to undone-step-*, which nothing reads. Returns their
@@ -208,7 +219,7 @@ class CheckpointStore:
         later = [step for step in self.steps() if step > after]
         for step in later:
             away = self.directory / f"undone-{self.path(step).name}"
-            shutil.rmtree(away, ignore_errors=True)
+            remove(away)
             os.rename(self.path(step), away)
         return later
 
@@ -216,9 +227,9 @@ class CheckpointStore:
         # renamed first: a kill in the middle of removing must not leave a checkpoint that looks
         # whole
         away = self.directory / f".{folder.name}.old"
-        shutil.rmtree(away, ignore_errors=True)
+        remove(away)
         os.rename(folder, away)
-        shutil.rmtree(away, ignore_errors=True)
+        remove(away)
 
 
 def _damage(folder: Path) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from delta_trn.train.data.dataset import TokenDataset, open_dataset
+from delta_trn.train.data.dataset import TokenDataset, open_dataset, some_of
 from delta_trn.train.data.preparation import prepare
 from delta_trn.train.data.readers import SEPARATOR
 from delta_trn.train.settings.errors import UsageError
@@ -21,9 +21,10 @@ from delta_trn.train.settings.schema import DataSection, RunConfig, declaration
 
 PREPARE = """Tokenize the text of SOURCE into shards. If it is stopped, the same command continues.
 
-Of a folder every file below it is read that is UTF-8 (.txt, .md, .py, any name) and not hidden: .jsonl, .csv,
-.tsv and .parquet by their text field, each other file as one document, cut at {separator} and when it is
-long. All but .parquet may be packed as .gz, .zst, .bz2 or .xz."""
+Of a folder every file below it is read that is UTF-8 (.txt, .md, .py, any name) and not hidden: .jsonl,
+.ndjson, .json, .csv, .tsv and .parquet by their text field, each other file as one document, cut at
+{separator} and when it is long. All but .parquet may be packed as .gz, .zst, .bz2 or .xz. The rest is
+left out, counted and named."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -101,4 +102,11 @@ def _print(dataset: TokenDataset) -> None:
     console = Console()
     console.print(table)
     for reason, count in meta.skipped.items():
-        console.print(f"left out: {count:,} {reason}")
+        console.print(
+            f"left out: {count:,} {reason}{some_of(meta.left_out.get(reason, []), count)}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+    if dataset.loss_of_text is not None:
+        console.print(dataset.loss_of_text, highlight=False, soft_wrap=True)

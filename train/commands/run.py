@@ -177,6 +177,8 @@ def keys(config: RunConfig, *, every: bool) -> str:
     """
     usual = dict(flatten(RunConfig()))
     columns = shutil.get_terminal_size((WIDTH_IN_A_FILE, 24)).columns
+    # where less than half of a line would be left, a meaning stands below its key
+    indent = KEY_WIDTH if columns >= 2 * KEY_WIDTH else 6
     lines, section = ["* differs from the default, which is in brackets"], None
     for key, value in flatten(config):
         changed = value != usual[key]
@@ -190,11 +192,11 @@ def keys(config: RunConfig, *, every: bool) -> str:
             text = f"{' | '.join(get_args(kind))}: {text}"
         text += f" [{_show(usual[key])}]" if changed else ""
         left = f"{'*' if changed else ' '} {key}={_show(value)}"
-        if len(left) > KEY_WIDTH - 2:
+        if len(left) > indent - 2:
             lines.append(left)
             left = ""
         lines += textwrap.wrap(
-            text, columns, initial_indent=f"{left:{KEY_WIDTH}}", subsequent_indent=" " * KEY_WIDTH,
+            text, columns, initial_indent=f"{left:{indent}}", subsequent_indent=" " * indent,
             break_on_hyphens=False,
         )  # fmt: skip
     if not every:

@@ -5,6 +5,7 @@ and the tokenizer that made them.
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,12 +33,13 @@ class SplitMeta(BaseModel, frozen=True, extra="forbid"):
 
 class TokenizerMeta(BaseModel, frozen=True, extra="forbid"):
     """The tokenizer. `lossless` says whether every held-out document came back
-    from its ids unchanged.
+    from its ids unchanged, `altered` how many did not.
     """
 
     kind: str
     size: int
     lossless: bool
+    altered: int | None = None  # None: prepared by an earlier version
     sha256: str
 
 
@@ -58,9 +60,16 @@ class Meta(BaseModel, frozen=True, extra="forbid"):
     tokenizer: TokenizerMeta
     splits: dict[Split, SplitMeta]
     skipped: dict[str, int]
+    left_out: dict[str, list[str]] = {}  # the first names of files, by a reason in `skipped`
     settings: dict[str, Any]
     packing: dict[str, Any] = PACKING
     datafile: dict[str, int] = LAYOUT
+
+
+def some_of(names: Sequence[str], count: int) -> str:
+    """Returns names in brackets, and an ellipsis where they are fewer than `count`; "" without."""
+    more = ", ..." if len(names) < count else ""
+    return f" ({', '.join(map(repr, names))}{more})" if names else ""
 
 
 def read_meta(directory: Path) -> Meta:
@@ -127,10 +136,27 @@ class TokenDataset:
             for shard in self.split(split).shards
         ]
 
-    def bits_per_byte(self, nats_per_token: float) -> float:
+    @property
+    def loss_of_text(self) -> str | None:
+        """Says how much of the held-out text the tokenizer loses; None if it loses nothing."""
+        if self.meta.tokenizer.lossless:
+            return None
+        documents, altered = self.split("val").documents, self.meta.tokenizer.altered
+        how_many = "some" if altered is None else f"{altered:,}"
+        return (
+            f"the tokenizer loses text: {how_many} of {documents:,} held-out documents do not come "
+            "back from their tokens, so there are no bits per byte; data.tokenizer=bytebpe and "
+            "bytes lose nothing"
+        )
+
+    def bits_per_byte(self, nats_per_token: float) -> float | None:
         """Converts nats per token to bits per byte of the held-out text.
         BOS and EOS are paid for.
+
+        None if the tokenizer loses text: its tokens do not pay for those bytes.
         """
+        if not self.meta.tokenizer.lossless:
+            return None
         meta = self.split("val")
         return nats_per_token / math.log(2) * meta.tokens / meta.bytes
 

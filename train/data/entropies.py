@@ -31,10 +31,13 @@ _LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
 
 @dataclass(frozen=True)
 class Baseline:
-    """What one predictor pays for the first `bytes` of the held-out text."""
+    """What one predictor pays for the first `bytes` of the held-out text.
+
+    bits_per_byte   None where the tokenizer loses text
+    """
 
     nats_per_token: float
-    bits_per_byte: float
+    bits_per_byte: float | None
     bytes: int
 
 
@@ -60,7 +63,12 @@ def baselines(dataset: TokenDataset) -> dict[str, Baseline]:
     ):  # none yet, or another version wrote it
         saved = json.loads(path.read_bytes())
         if saved["dataset"] == dataset.fingerprint:
-            return {name: Baseline(**values) for name, values in saved["baselines"].items()}
+            kept = {name: Baseline(**values) for name, values in saved["baselines"].items()}
+            # an earlier version gave bits per byte of text that the tokenizer had lost
+            if all(
+                (x.bits_per_byte is None) != dataset.meta.tokenizer.lossless for x in kept.values()
+            ):
+                return kept
     costs = _measure(dataset)
     values = {name: asdict(value) for name, value in costs.items()}
     with suppress(DiskFull):  # a shared, read-only folder: they are computed again next time

@@ -7,26 +7,40 @@ last. One that is killed leaves no more than that folder, which the next one tak
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from delta_trn.train.data.dataset import FORMAT, Meta, SplitMeta, TokenizerMeta, read_meta
+from delta_trn.train.data.dataset import (
+    FORMAT,
+    Meta,
+    SplitMeta,
+    TokenizerMeta,
+    read_meta,
+    some_of,
+)
 from delta_trn.train.data.shards import FIRST_SHARD, ShardWriters, Split, token_dtype
 from delta_trn.train.data.sources import Source, find_source, find_validation
 from delta_trn.train.data.tokenizer import TextTokenizer, make_tokenizer, tokenizer_settings
-from delta_trn.train.files import disk_errors, hold_folder, sync, write_file
-from delta_trn.train.settings.errors import SettingsDiffer, SourceError
+from delta_trn.train.files import (
+    disk_errors,
+    hold_folder,
+    make_fresh_folder,
+    remove,
+    sync,
+    write_file,
+)
+from delta_trn.train.settings.errors import DiskFull, SettingsDiffer, SourceError
 from delta_trn.train.settings.schema import DataSection
 from delta_trn.train.watch.display import Bar, console
 
 UNFINISHED = ".unfinished"  # the part of a folder in which a preparation writes
+NAMED = 5  # files left out for one reason that meta.json names
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 1024, 2**23  # that are tokenized at once, on every core
 
 
@@ -43,10 +57,11 @@ def prepare(data: DataSection, *, show: bool = True) -> Path:
     """
     source = find_source(data)
     held_out = find_validation(data, source)
+    hashes = Hashes(Path(data.folder).expanduser() if data.folder else Path("data"))
     settings = {
         "format": FORMAT,
-        "source": source.settings(),
-        "validation": held_out.settings() if held_out else None,
+        "source": source.settings(hashes.known),
+        "validation": held_out.settings(hashes.known) if held_out else None,
         "val_fraction": None if held_out else data.val_fraction,
         "tokenizer": tokenizer_settings(data.tokenizer, data.vocab_size),
         **data.model_dump(include={"seed", "shard_tokens", "max_documents", "max_tokens"}),
@@ -55,12 +70,34 @@ def prepare(data: DataSection, *, show: bool = True) -> Path:
     usual = f"data/{source.name}-{Path(data.tokenizer).stem}-{digest}"
     folder = Path(data.folder or usual).expanduser()
     if is_complete(folder, settings):
+        hashes.keep()
         return folder
     with hold_folder(folder):
         if not is_complete(folder, settings):  # another process may have held the folder until now
             with Bar(console(stderr=True, quiet=not show)) as bar, open_unfinished(folder) as place:
                 _Preparation(place, data, settings, source, held_out, bar).run()
+    hashes.keep()
     return folder
+
+
+class Hashes:
+    """Hashes of large source files, so that no run reads them once more to know that they are the
+    same. They are in sources.json, in the folder of the shards or in that around it.
+    """
+
+    def __init__(self, folder: Path):
+        self.path, self.known = folder / "sources.json", dict[str, list[Any]]()
+        with suppress(OSError, ValueError):  # none yet, or damaged: everything is read
+            found = json.loads(self.path.read_bytes())
+            if isinstance(found, dict):
+                self.known = {k: v for k, v in found.items() if isinstance(v, list) and len(v) == 5}
+        self._before = dict(self.known)
+
+    def keep(self) -> None:
+        """Writes them if there are new ones, and the folder is there and may be written."""
+        if self.known != self._before and self.path.parent.is_dir():
+            with suppress(DiskFull):
+                write_file(self.path, json.dumps(self.known, indent=1) + "\n")
 
 
 @contextmanager
@@ -73,19 +110,18 @@ def open_unfinished(folder: Path) -> Iterator[Path]:
     place = folder / UNFINISHED
     if not place.exists() and (foreign := sorted(shard.name for shard in folder.glob("*.bin"))):
         raise SettingsDiffer(f"{folder} holds {foreign[0]} and no meta.json; choose another folder")
-    shutil.rmtree(place, ignore_errors=True)
     with disk_errors(folder):
-        place.mkdir()
+        make_fresh_folder(place)
     try:
         yield place
     except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
+        remove(place)
         raise
     for path in sorted(place.iterdir(), key=lambda path: path.name == "meta.json"):
         sync(folder)  # so that what a power cut leaves has no meta.json without all before it
         os.replace(path, folder / path.name)
     sync(folder)
-    shutil.rmtree(place, ignore_errors=True)
+    remove(place)
 
 
 @dataclass
@@ -168,8 +204,11 @@ class _Preparation:
         documents = {split: counts["documents"] for split, counts in self.counts.items()}
         if not all(documents.values()):
             empty = " and ".join(split for split, count in documents.items() if not count)
+            named = self._named()
             skipped = ", ".join(
-                f"{count} {reason}" for reason, count in self.skipped.items() if count
+                f"{count} {reason}{some_of(named.get(reason, []), count)}"
+                for reason, count in self.skipped.items()
+                if count
             )
             raise SourceError(
                 f"no document for {empty}: {sum(documents.values())} documents with text in "
@@ -190,6 +229,7 @@ class _Preparation:
                 kind=self.settings["tokenizer"]["kind"],
                 size=tokenizer.size,
                 lossless=not self.counts["val"]["altered"],
+                altered=self.counts["val"]["altered"],
                 sha256=tokenizer.sha256,
             ),
             splits={
@@ -202,8 +242,17 @@ class _Preparation:
                 for split, counts in self.counts.items()
             },
             skipped={reason: count for reason, count in sorted(self.skipped.items()) if count},
+            left_out={reason: names[:NAMED] for reason, names in sorted(self._named().items())},
             settings=self.settings,
         )
+
+    def _named(self) -> dict[str, list[str]]:
+        sources = [self.source, *([self.held_out] if self.held_out else [])]
+        named: dict[str, list[str]] = {}
+        for reason, names in (item for x in sources for item in x.names_left_out().items()):
+            if self.skipped[reason]:
+                named.setdefault(reason, []).extend(names)
+        return named
 
 
 def hold_out(

@@ -5,6 +5,7 @@ Text is read here, because its builder for text turns "\\r\\n" into "\\n", and s
 .jsonl, because its parser takes dates for times.
 """
 
+import csv
 import io
 import json
 import logging
@@ -17,7 +18,9 @@ from typing import Any
 from delta_trn.train.settings.errors import SourceError
 
 SEPARATOR = "<|endoftext|>"
-PACKED = {".gz", ".bz2", ".xz", ".zst"}
+# how fsspec calls what packs a file; it knows more, such as .zip, of which it reads one member
+PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+LINES = (".jsonl", ".ndjson")  # an object of JSON in every line
 # of each kind of table, the builder in `datasets`. utf-8-sig: spreadsheets write a byte order mark
 TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 _CSV = {"na_filter": False, "encoding": "utf-8-sig"}  # an empty cell is empty text, and NA is text
@@ -25,23 +28,74 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def kind_of(path: Path) -> str:
-    """Returns the suffix that says what is in a file: .jsonl for rows.jsonl.gz."""
-    return path.with_suffix("").suffix if path.suffix in PACKED else path.suffix
+    """Returns the suffix that says what is in a file, in small letters: .jsonl for ROWS.jsonl.GZ."""
+    return (path.with_suffix("").suffix if is_packed(path) else path.suffix).lower()
+
+
+def is_packed(path: Path) -> bool:
+    """Returns whether a file's last suffix says that another file is packed in it."""
+    return path.suffix.lower() in PACKED
 
 
 def has_rows(path: Path) -> bool:
     """Returns whether a file's documents are a field of its rows."""
-    return kind_of(path) in (".jsonl", *TABLES)
+    return kind_of(path) in (*LINES, ".json", *TABLES)
 
 
-def open_text(path: Path) -> io.TextIOWrapper:
+def open_text(path: Path, encoding: str = "utf-8") -> io.TextIOWrapper:
     """Opens a text file that may be packed. Line ends stay,
     so that a document's bytes are the file's.
     """
     import fsspec
 
     _teach_zstd()
-    return fsspec.open(str(path), "rt", encoding="utf-8", newline="", compression="infer").open()  # type: ignore
+    packed = PACKED.get(path.suffix.lower())
+    return fsspec.open(str(path), "rt", encoding=encoding, newline="", compression=packed).open()  # type: ignore
+
+
+def check_text(path: Path) -> None:
+    """Reads a text file to its end. Raises ValueError where it is not UTF-8, or has NUL characters."""
+    with open_text(path) as file:
+        while block := file.read(2**20):
+            _refuse_nul(block)
+
+
+def _refuse_nul(block: str) -> None:
+    if "\0" in block:
+        raise ValueError("it has NUL characters")
+
+
+def rows_missing(path: Path, text_field: str) -> str | None:
+    """Returns what a file of rows lacks, so that it is none with this field; None: nothing.
+
+    Lines of JSON are read to their end, so that a file is left out whole or not at all.
+    """
+    kind = kind_of(path)
+    try:
+        if kind == ".parquet":
+            import pyarrow.parquet
+
+            columns = pyarrow.parquet.read_schema(path).names
+        elif kind in TABLES:
+            with open_text(path, "utf-8-sig") as file:
+                columns = next(csv.reader(file, delimiter=_separator(kind)), [])
+        else:
+            first = next(iter(rows := _objects(path)), {text_field: ""})
+            columns = list(first) if isinstance(first, dict) else []
+            if text_field in columns:
+                for _ in rows:
+                    pass
+    except RecursionError:
+        return "files of JSON that is nested too deeply"
+    except _NotJSON:
+        if kind == ".json":
+            return "files that are not JSON, or have comments"
+        raise
+    return None if text_field in columns else f"tables without {text_field!r}"
+
+
+def _separator(kind: str) -> str:
+    return "\t" if kind == ".tsv" else ","
 
 
 def _teach_zstd() -> None:
@@ -66,8 +120,7 @@ def read_text(path: Path, section: int) -> Iterator[str]:
     rest = edges = ""
     with open_text(path) as file:
         while block := file.read(section):
-            if "\0" in block:
-                raise ValueError("it has NUL characters")
+            _refuse_nul(block)
             *ended, rest = (rest + block).split(SEPARATOR)
             edges = "\r\n" if ended else edges  # a separator stands on a line of its own
             yield from (text.strip(edges) for text in ended)
@@ -88,22 +141,59 @@ def _place_to_cut(text: str, section: int) -> int:
 
 
 def read_rows(path: Path, text_field: str) -> Iterator[str]:
-    """Reads one field of every row of a .jsonl, .csv, .tsv or .parquet file."""
-    if kind_of(path) == ".jsonl":
-        with open_text(path) as lines:
-            yield from read_dataset(_parse(lines, path), text_field, str(path))
+    """Reads one field of every row of a .jsonl, .ndjson, .json, .csv, .tsv or .parquet file."""
+    kind = kind_of(path)
+    if kind not in TABLES:
+        yield from read_dataset(_objects(path), text_field, str(path))
         return
+    _refuse_empty(path, kind, text_field)
     import datasets
 
-    builder, options = TABLES[kind_of(path)], {}
+    builder, options = TABLES[kind], {}
     if builder == "csv":
         text = datasets.Features({text_field: datasets.Value("string")})
-        separator = "\t" if kind_of(path) == ".tsv" else ","
-        options = {**_CSV, "sep": separator, "usecols": [text_field], "features": text}
+        options = {**_CSV, "sep": _separator(kind), "usecols": [text_field], "features": text}
     # the library looks for patterns in names of files
     literal = re.sub(r"([*?[])", r"[\1]", str(path.resolve()))
     rows = stream(text_field, builder, data_files=literal, split="train", **options)
     yield from read_dataset(rows, text_field, str(path))
+
+
+def _refuse_empty(path: Path, kind: str, text_field: str) -> None:
+    """Raises SourceError for a table without a row or a header, whose reader would not say that."""
+    if kind == ".parquet":
+        import pyarrow.parquet
+
+        empty = pyarrow.parquet.read_metadata(path).num_rows == 0
+    else:
+        with open_text(path) as file:
+            empty = not file.read(1)
+    if empty:
+        raise SourceError(f"{path} is empty; expected rows with {text_field!r}: take it away")
+
+
+class _NotJSON(SourceError):
+    """A line, or a file, is not JSON."""
+
+
+def _objects(path: Path) -> Iterator[Any]:
+    """Yields what the lines of a file say that are not blank, or the rows of a .json file.
+
+    A .json file holds a list of rows, one row, or a row in every line.
+    """
+    with open_text(path, "utf-8-sig") as file:
+        if kind_of(path) == ".json":
+            whole = file.read()
+            try:
+                rows = json.loads(whole) if whole.strip() else []
+            except ValueError:
+                lines = whole.splitlines()
+            else:
+                yield from rows if isinstance(rows, list) else [rows]
+                return
+        else:
+            lines = file
+        yield from _parse(lines, path)
 
 
 def _parse(lines: Iterable[str], path: Path) -> Iterator[Any]:
@@ -114,7 +204,7 @@ def _parse(lines: Iterable[str], path: Path) -> Iterator[Any]:
         try:
             yield json.loads(line)
         except ValueError as error:
-            raise SourceError(
+            raise _NotJSON(
                 f"{path}:{number} is not JSON ({error}); expected one object per line"
             ) from error
 

@@ -12,6 +12,7 @@ version.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,13 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns BOS and the text's ids, as a prompt needs them: no EOS follows."""
-        return [self.bos, *self.tokenizer.encode(text, add_special_tokens=False).ids]
+        with _unknown_characters():
+            return [self.bos, *self.tokenizer.encode(text, add_special_tokens=False).ids]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns BOS, ids, EOS of each text, computed on all cores. uint32 [n_i]"""
-        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _unknown_characters():
+            encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [
             np.array([self.bos, *encoding.ids, self.eos], dtype=np.uint32) for encoding in encodings
         ]
@@ -106,6 +109,18 @@ class TextTokenizer:
         write_file(directory / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
         write_file(directory / "special_tokens_map.json", json.dumps(names, indent=2) + "\n")
         write_file(directory / "tokenizer.json", self.tokenizer.to_str(pretty=True) + "\n")
+
+
+@contextmanager
+def _unknown_characters() -> Iterator[None]:
+    """Raises TokenizerError where a tokenizer has no token for some text, nor one for the unknown."""
+    try:
+        yield
+    except Exception as error:  # the binding raises bare Exception
+        raise TokenizerError(
+            f"the tokenizer cannot tokenize the text ({error}); take one that knows every byte, such "
+            "as data.tokenizer=bytebpe, or add its token for unknown text to its tokenizer.json"
+        ) from error
 
 
 def load_tokenizer(directory: str | Path) -> TextTokenizer:

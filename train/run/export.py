@@ -3,14 +3,13 @@ and on request its code.
 """
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 from delta_trn.train.checkpoints.contents import State, read_state
 from delta_trn.train.checkpoints.run_folder import Origin, RunFolder
 from delta_trn.train.checkpoints.store import describe
-from delta_trn.train.files import disk_errors, sync
+from delta_trn.train.files import disk_errors, make_fresh_folder, remove, sync
 from delta_trn.train.run.sample import load_for_generation, read_checkpoint
 from delta_trn.train.settings.errors import RunFolderError
 from delta_trn.train.settings.schema import RunConfig
@@ -55,10 +54,9 @@ def export(
         folder, which, lambda path: (read_state(path), load_for_generation(path, device("cpu")))
     )
     beside = to.with_name(f".{to.name}.tmp")
-    shutil.rmtree(beside, ignore_errors=True)  # left by one that was killed
     with disk_errors(to):
         try:
-            beside.mkdir(parents=True)
+            make_fresh_folder(beside)
             # nothing in the model limits it, and other tools ask for a limit
             if model.config.positions == "rope":
                 model.config.max_position_embeddings = config.batch.length
@@ -77,7 +75,7 @@ def export(
             describe(beside.iterdir())  # which also sets their modes, and waits for the disk
             os.rename(beside, to)
         except BaseException:
-            shutil.rmtree(beside, ignore_errors=True)
+            remove(beside)
             raise
     sync(to.parent)
     return sorted(to.iterdir())
@@ -120,8 +118,8 @@ def model_card(
         )
         tokens = f" on {measured['held_out']:,} tokens" if "held_out" in measured else ""
         rows["held-out loss"] = (
-            f"{loss:.4f} nats per token{tokens}, perplexity {perplexity:.2f}, {bits:.4f} bits per "
-            "byte"
+            f"{loss:.4f} nats per token{tokens}, perplexity {perplexity:.2f}"
+            f"{'' if bits is None else f', {bits:.4f} bits per byte'}"
         )
     return _CARD.read_text(encoding="utf-8").format(
         name=config.name,

@@ -66,15 +66,27 @@ def train(run: Run, display: Display, probe: Probe | None = None) -> Outcome:
             return loop.until_the_end(stop)
         except BaseException as error:
             loop.watchdog.leave()
-            if not isinstance(error, torch.OutOfMemoryError):
+            if not _is_out_of_memory(error):
                 raise
+            why = (str(error).splitlines() or ["no memory is left"])[0]
             size = f"{loop.step.micro} x {run.config.batch.length} tokens at once"
             raise OutOfMemory(
-                f"{run.device} has too little memory for {size} ({str(error).splitlines()[0]}); "
+                f"{run.device} has too little memory for {size} ({why}); "
                 "resume with a smaller batch.micro or gradient_checkpointing=true"
             ) from error
         finally:
             loop.close()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Returns whether a device, or the host, has too little memory; on a CPU, torch has no class
+    for it.
+    """
+    words = str(error)
+    on_host = "DefaultCPUAllocator" in words and (
+        "allocate memory" in words or "not enough" in words
+    )
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or on_host
 
 
 class _Loop:
@@ -228,7 +240,8 @@ class _Loop:
         bits = run.dataset.bits_per_byte(evaluation.loss)
         told = (
             f"step {state.step}/{run.config.steps}  val loss {evaluation.loss:.4f}  perplexity "
-            f"{evaluation.perplexity:,.2f}  bits/byte {bits:.4f}{'  best' if better else ''}"
+            f"{evaluation.perplexity:,.2f}"
+            f"{'' if bits is None else f'  bits/byte {bits:.4f}'}{'  best' if better else ''}"
         )
         self._attempt("message", lambda: self.display.tell(told))
         line: Line = {

@@ -7,7 +7,11 @@ from typing import Any
 
 
 class StopRequest:
-    """Within `with`, the first SIGTERM or Ctrl-C sets `reason`, and the second ends the process."""
+    """Within `with`, the first SIGTERM, SIGHUP or Ctrl-C sets `reason`, and the second ends the
+    process.
+
+    SIGHUP comes when the terminal closes. Where it is ignored, as under nohup, it stays ignored.
+    """
 
     def __init__(self, max_minutes: float | None):
         self._minutes = max_minutes
@@ -37,7 +41,9 @@ class StopRequest:
         return f"max_minutes={self._minutes:g}" if is_over else None
 
     def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._before[number] = signal.signal(number, self._note)
         return self
 

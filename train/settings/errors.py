@@ -29,6 +29,10 @@ class DiskFull(TrainError):
     """The disk is full or forbidden. What was whole before is whole still."""
 
 
+class NotAPlainFile(TrainError):
+    """A link, a pipe or a folder lies where a file is written, and could lead to other files."""
+
+
 class Diverged(TrainError):
     """Loss, gradient or weights are not finite. Nothing of it was saved."""
 

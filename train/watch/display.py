@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 SECONDS_BETWEEN_LINES = 10.0
+NARROW = 72  # characters, below which sentences are wrapped here, and tables lose a column
 WIDTH_IN_A_FILE = 110  # rich would take 80, and wrap the tables
 
 T = TypeVar("T")
@@ -61,6 +62,8 @@ def console(*, quiet: bool = False, stderr: bool = False) -> Console:
     out = Console(highlight=False, markup=False, soft_wrap=True, quiet=quiet, file=stream)
     if not out.is_terminal:
         out.width = WIDTH_IN_A_FILE
+    elif out.width < NARROW:
+        out.soft_wrap = False  # a terminal that wraps breaks words; rich breaks between them
     return out
 
 

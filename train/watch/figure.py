@@ -36,6 +36,6 @@ def dress(axes: Any, title: str = "", *, size: float = 11, grid: str | None = "y
 
 def save_figure(figure: Figure, path: Path, advice: str = ADVICE) -> Path:
     """Writes a PNG and returns its path. DiskFull, with the advice, if the disk refuses."""
-    with replace_file(path, advice) as beside:
-        figure.savefig(beside, format="png")
+    with replace_file(path, advice) as file:
+        figure.savefig(file, format="png")
     return path

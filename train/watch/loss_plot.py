@@ -56,8 +56,10 @@ def plot_loss(folder: RunFolder) -> Path:
     end = steps[-1]
     axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8)
     axes.plot(steps, smooth(losses, len(losses) // 40), color=BLUE, linewidth=1.6, label="training")
-    if summary:
-        label = f"all {summary['held_out']:,} held-out tokens, {summary['loss']:.4f}"
+    # the last evaluation itself, where the recipe asks for no other loss at the end
+    is_last = summary is not None and bool(val) and summary["loss"] == val[-1]["loss"]
+    if summary and not is_last:
+        label = f"{summary['held_out']:,} held-out tokens in order, {summary['loss']:.4f}"
         axes.plot(
             [end],
             [summary["loss"]],
@@ -69,12 +71,8 @@ def plot_loss(folder: RunFolder) -> Path:
         )
     if val:
         val_steps, val_losses = [line["step"] for line in val], [line["loss"] for line in val]
-        # a part of the held-out text, the same each time: its loss is not that of the whole
-        label = (
-            "validation, on a part of them"
-            if summary
-            else f"validation, {val_losses[-1]:.3f} at the end"
-        )
+        # crops of the held-out text, the same each time: their loss is not that of the whole
+        label = f"held-out crops, {val_losses[-1]:.4f} at step {val_steps[-1]:,}"
         axes.plot(
             val_steps,
             val_losses,
@@ -102,7 +100,10 @@ def plot_loss(folder: RunFolder) -> Path:
             color=GRAY,
             fontsize=8,
         )
-    dress(axes, folder.path.resolve().name)
+    config, _ = folder.read()
+    name, title = folder.path.resolve().name, f"{config.name}, width {config.model.width}"
+    title += f", {config.optimizer.name}, lr {config.optimizer.lr:g}"
+    dress(axes, title if name == config.name else f"{name}: {title}")
     axes.set_xlabel(f"steps of {train[-1]['tokens'] // end:,} tokens")
     axes.set_ylabel("loss, nats per token")
     axes.set_xlim(0, end)

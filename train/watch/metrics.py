@@ -3,7 +3,8 @@
     every line     step, split ("train" or "val"), loss in nats per token, tokens trained on so far,
                    seconds
     train          lr before per-parameter factors, grad_norm before clipping, tokens_per_s
-    val            perplexity, bits_per_byte; with log.probes also probes (studies/probes.py)
+    val            perplexity, bits_per_byte (null where the tokenizer loses text); with log.probes
+                   also probes (studies/probes.py)
 
 All but MEASURED repeats bit for bit when a run is repeated, or killed and resumed, on a CPU.
 """
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from delta_trn.train.files import disk_errors
+from delta_trn.train.files import disk_errors, open_plain, require_plain
 
 # fields that a clock or the operating system gave: different every time
 MEASURED = frozenset(("seconds", "tokens_per_s", "memory"))
@@ -33,8 +34,8 @@ class MetricsFile:
         safe = "the checkpoints are whole: free some space and resume the run"
         with disk_errors(self.path, safe):
             if self._file is None:
-                self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run is
-            self._file.write("".join(f"{json.dumps(line)}\n" for line in lines))
+                self._file = open_plain(self.path, "ab")
+            self._file.write("".join(f"{json.dumps(line)}\n" for line in lines).encode())
             self._file.flush()
 
     def sync(self) -> None:
@@ -45,17 +46,19 @@ class MetricsFile:
     def truncate_after(self, step: int) -> None:
         """Cuts the file before the first line that is not whole, or is of a later step."""
         self.close()
-        if not self.path.exists():
+        if not require_plain(self.path):
             return
-        content = self.path.read_bytes()
-        end = 0
-        for raw in content.splitlines(keepends=True):
-            line = parse_line(raw, "step", "split")
-            if line is None or line["step"] > step:
-                break
-            end += len(raw)
-        if end < len(content):
-            os.truncate(self.path, end)  # needs no space, and leaves what is kept untouched
+        with open_plain(self.path, "r+b") as file:
+            content = file.read()
+            end = 0
+            for raw in content.splitlines(keepends=True):
+                line = parse_line(raw, "step", "split")
+                if line is None or line["step"] > step:
+                    break
+                end += len(raw)
+            if end < len(content):
+                # needs no space, and leaves what is kept untouched
+                os.truncate(file.fileno(), end)
 
     def close(self) -> None:
         if self._file is not None:

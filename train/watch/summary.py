@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -19,7 +20,7 @@ from delta_trn.train.run.evaluate import Evaluation, evaluate, held_out_windows,
 from delta_trn.train.run.setup import Run
 from delta_trn.train.run.step import loss_function
 from delta_trn.train.watch import metrics
-from delta_trn.train.watch.display import duration
+from delta_trn.train.watch.display import NARROW, duration
 from delta_trn.train.watch.flops import flops_per_token
 from delta_trn.train.watch.loss_plot import BASELINES
 
@@ -64,6 +65,8 @@ def opening(run: Run, asked_backend: str) -> list[str]:
         lines.append(
             "note       no samples: no process has all weights; `generate` opens the checkpoints"
         )
+    if run.dataset.loss_of_text is not None:
+        lines.append(f"note       {run.dataset.loss_of_text}")
     if s.warmup >= c.steps:
         lines.append(
             f"note       warmup of {s.warmup} steps is not over when the run ends after {c.steps}"
@@ -134,9 +137,9 @@ def closing(
     found   what summary.json has; None: nothing was measured yet
     """
     if found is not None:
-        console.print(_table(run.config.name, found))
+        console.print(_table(run.config.name, found, is_narrow=console.width < NARROW))
         bits, costs = found["bits_per_byte"], found["baselines"]
-        if "lzma" in costs and costs["lzma"]["bits_per_byte"] < bits:
+        if bits is not None and "lzma" in costs and costs["lzma"]["bits_per_byte"] < bits:
             console.print(
                 "lzma stores an exact repeat once, however far back it lies. On text with many of\n"
                 "them a small model needs more than minutes to pay less."
@@ -179,20 +182,24 @@ def _next(run: Run) -> list[tuple[str, str]]:
     return commands
 
 
-def _table(name: str, found: dict[str, Any]) -> Table:
+def _table(name: str, found: dict[str, Any], *, is_narrow: bool = False) -> Table:
+    """Returns the loss beside the baselines'; `is_narrow` leaves out the perplexity and the frame."""
     trained = f"{found['tokens']:,} tokens in {duration(found['seconds'])}"
     title = f"{found['held_out']:,} held-out tokens after step {found['step']} ({trained})"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=None if is_narrow else box.HEAVY_HEAD)
     table.add_column("")
-    for heading in ("nats/token", "perplexity", "bits/byte"):
-        table.add_column(heading, justify="right")
+    headings = ["nats/token", *([] if is_narrow else ["perplexity"]), "bits/byte"]
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     rows = [
         (cost["nats_per_token"], cost["bits_per_byte"], BASELINES[kind])
         for kind, cost in found["baselines"].items()
     ]
     mine = (found["loss"], found["bits_per_byte"], f"this model ({name})")
-    for row in sorted([*rows, mine], reverse=True):
+    for row in sorted([*rows, mine], key=lambda row: (row[0], row[2]), reverse=True):
         loss, bits, words = row
         style = "bold" if row is mine else None
-        table.add_row(words, f"{loss:.4f}", f"{math.exp(loss):,.2f}", f"{bits:.4f}", style=style)
+        paid = "-" if bits is None else f"{bits:.4f}"
+        perplexity = [] if is_narrow else [f"{math.exp(loss):,.2f}"]
+        table.add_row(words, f"{loss:.4f}", *perplexity, paid, style=style)
     return table

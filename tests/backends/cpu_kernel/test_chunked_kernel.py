@@ -190,25 +190,6 @@ def test_without_a_kernel_pytorch_computes_and_describe_says_why(
     assert saved == chunked.saved_shapes(chunked.Rule(x.q, x.k, x.v, x.g, x.beta)) == []
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("echo no room >&2; exit 1", "no room"),
-        ("exec sleep 9", "timed out after 0.3"),
-        ("exit 0", "cannot open"),
-    ],
-)
-def test_a_failed_build_is_named_and_not_tried_again(line, reason, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(compiler, "SECONDS", 0.3)
-    monkeypatch.setenv("CXX", script(tmp_path, line))
-    for _ in range(2):
-        library = compiler.load(SOURCE)
-        assert library.functions is None and reason in library.note, library.note
-    assert "to try again" in compiler.load(SOURCE).note
-    assert (tmp_path / "calls").read_text().count(".") == 1
-    assert {path.suffix for path in cache.iterdir()} == {".failed", ".lock"}
-
-
 @needs_kernel
 def test_processes_that_need_a_kernel_at_once_compile_it_once(cache, tmp_path, monkeypatch):
     """And one whose cache cannot be written compiles for itself."""

@@ -180,8 +180,7 @@ def test_a_truncated_or_damaged_archive_is_refused_and_named(tmp_path, kind, nam
             read(source_of(packed))
 
 
-def test_source_settings_depend_on_the_text_and_not_on_its_place(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("delta_trn.train.data.sources.HASHED_BYTES", 100)
+def test_source_settings_depend_on_the_text_and_not_on_its_place(folder, tmp_path):
     before = source_of(folder).settings()
     elsewhere = tmp_path / "elsewhere" / folder.name
     shutil.copytree(folder, elsewhere)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from delta_trn.train.files import disk_errors
+from delta_trn.train.files import disk_errors, open_plain
 from delta_trn.train.watch.metrics import parse_line
 
 Result = Mapping[str, Any]
@@ -59,7 +59,7 @@ class Results:
     def add(self, result: Result) -> None:
         """Appends a line, which is on the disk when this returns."""
         line = json.dumps(dict(result)).encode() + b"\n"
-        with disk_errors(self.path, SAFE), open(self.path, "a+b") as file:
+        with disk_errors(self.path, SAFE), open_plain(self.path, "a+b") as file:
             if size := file.tell():
                 file.seek(size - 1)
                 if (

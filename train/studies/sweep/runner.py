@@ -8,7 +8,6 @@ of its processes when one of them is killed.)
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -20,7 +19,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from delta_trn.train.files import disk_errors, write_file
+from delta_trn.train.files import (
+    disk_errors,
+    open_plain,
+    remove,
+    require_own_folder,
+    require_plain,
+    write_file,
+)
 from delta_trn.train.run.stopping import StopRequest
 from delta_trn.train.settings.errors import Diverged, TrainError
 from delta_trn.train.settings.schema import RunConfig, validate
@@ -101,6 +107,9 @@ def _place(folder: Path, trial: Trial) -> Path:
 
 
 def _start(trial: Trial, place: Path, device: str | None, threads: int) -> BaseProcess:
+    for path in (place.parent, place):
+        require_own_folder(path)
+    require_plain(Path(f"{place}.txt"))
     with disk_errors(place, SAFE):
         place.mkdir(parents=True, exist_ok=True)
     config = trial.config.model_copy(update={} if device is None else {"device": device})
@@ -120,9 +129,9 @@ def _main(config: str, place: str, threads: int) -> None:
     """Is the body of a trial's process."""
     import torch
 
-    descriptor = os.open(f"{place}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    with open_plain(Path(f"{place}.txt"), "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
@@ -193,7 +202,7 @@ def run_trial(config: RunConfig, folder: Path) -> int:
             "versions": run.origin.versions,
         }
         write_file(folder / "result.json", json.dumps(result) + "\n")
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        remove(folder / "checkpoints")
     return 0
 
 
