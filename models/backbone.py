@@ -21,7 +21,14 @@ from delta_trn.models.layers import MLPS, NORM_FORWARDS, NORMS, Dropout, Embeddi
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag, initialize
 from delta_trn.models.residual import Additive, Whole, make_expansion, make_read, make_write
-from delta_trn.models.sequence import Padding, Sequences, packed_bounds, places_in_sequences
+from delta_trn.models.sequence import (
+    Padding,
+    Sequences,
+    check_bounds,
+    check_mask,
+    packed_bounds,
+    places_in_sequences,
+)
 
 # arguments that transformers passes to every model, and that change nothing here
 IGNORED = frozenset(
@@ -196,8 +203,10 @@ class DeltaModel(DeltaPreTrainedModel):
                 f"{x.shape[0]} rows of {x.shape[1]} tokens are nothing to compute; pass at least "
                 "one"
             )
-        stated = packed_bounds(others, attention_mask, len(x))
-        past = take_cache(past_key_values, others)
+        if attention_mask is not None:
+            check_mask(attention_mask)
+        past, shape = take_cache(past_key_values, others), (x.shape[0], x.shape[1])
+        stated = packed_bounds(others, attention_mask, shape, continues=past is not None)
         if unknown := sorted(set(others) - IGNORED):
             raise TypeError(
                 f"forward() got unknown arguments: {', '.join(unknown)}; leave them out"
@@ -208,13 +217,11 @@ class DeltaModel(DeltaPreTrainedModel):
             raise ValueError(
                 f"cu_seqlens packs sequences into one row, not into B={len(x)}: make it one row"
             )
-        if cu_seqlens is None and stated is not None:
+        if cu_seqlens is not None:
+            check_bounds("cu_seqlens", cu_seqlens, shape[0] * shape[1])
+        elif stated is not None:
             cu_seqlens, attention_mask = stated, None  # padding is a sequence of its own there
-        places = (
-            None
-            if cu_seqlens is None
-            else places_in_sequences(cu_seqlens, (x.shape[0], x.shape[1]))
-        )
+        places = None if cu_seqlens is None else places_in_sequences(cu_seqlens, shape)
         cache = self._cache(x.shape[0], past, use_cache, attention_mask, cu_seqlens)
         streams: list[Tensor] | None = [] if output_hidden_states else None
         hidden = self.hidden(

@@ -335,14 +335,11 @@ def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
         tokens, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
         shape = tuple((kwargs["inputs_embeds"] if tokens is None else tokens).shape[:2])
         told = {name: kwargs.get(name) for name in ("cu_seq_lens_q", "seq_idx", "position_ids")}
-        if isinstance(
-            mask, dict
-        ):  # one for each kind of layer, which generate makes for static caches
-            mask = mask.get("linear_attention")
-        caches = kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHES)
+        continues = any(kwargs.get(name) is not None for name in CACHES)
+        caches = kwargs.get("use_cache") or continues
         refusal = NO_BOUNDS if indexed else NO_CACHE if caches else None
         if not torch.compiler.is_compiling():
-            bounds = packed_bounds(told, mask, shape[0])
+            bounds = packed_bounds(told, mask, shape, continues=continues)
             if bounds is not None and refusal:
                 raise ValueError(refusal)
             if bounds is not None:
@@ -350,7 +347,7 @@ def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
                 lengths = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds.int())
                 kwargs |= _tell_attention(kwargs, places)
                 kwargs |= {**lengths, "max_length_q": longest, "max_length_k": longest}
-        elif (found := packed_places(told, mask, shape)) is not None:
+        elif (found := packed_places(told, mask, shape, continues=continues)) is not None:
             # whether rows are packed is not known while torch.compile traces: one sequence is read
             # alike
             places, is_packed = found

@@ -50,7 +50,13 @@ from tests.models import (
     test_loss,
     test_replaced_layers,
 )
-from tests.models.ecosystem import test_fully_sharded, test_packing, test_weights, test_widths
+from tests.models.ecosystem import (
+    test_fully_sharded,
+    test_packing,
+    test_told,
+    test_weights,
+    test_widths,
+)
 from tests.nki_kernels import test_gated_delta_layer
 from tests.support import families, tiny_models
 from tests.support.planted_bugs import BUGS, RULE, planted
@@ -392,6 +398,12 @@ def flash_attention_passes():
         return holds(test, None, 2)
 
 
+def bounds_of_a_graph_pass():
+    with pytest.MonkeyPatch.context() as patched:
+        test = test_told.TestBounds().test_a_graph_that_is_captured_asserts_them_without_waiting
+        return holds(test, patched)
+
+
 CHECKS = {
     "chunked": lambda: judged("chunked", WHOLE),
     "gates": lambda: judged("chunked", replace(WHOLE, gates="plain")),
@@ -560,6 +572,27 @@ CHECKS = {
         families.make("qwen3_next"),
         2,
     ),
+    "bounds": lambda: holds(test_told.TestBounds().test_impossible_bounds_are_refused, "ours"),
+    "bounds of a graph": bounds_of_a_graph_pass,
+    "packing by steps": lambda: holds(
+        test_told.TestEveryLayer().test_so_it_does_in_our_models, "from 1"
+    ),
+    "steps after a cache": lambda: holds(
+        test_told.TestEveryLayer().test_steps_of_tokens_that_continue_a_cache_are_left_alone,
+        families.make("qwen3_next"),
+    ),
+    "steps around padding": lambda: holds(
+        test_told.TestEveryLayer().test_places_with_padding,
+    ),
+    "masks of blocks": lambda: holds(
+        test_told.TestMasksOfAttention().test_a_mask_of_blocks_alone_keeps_them_apart_in_every_layer,
+        "qwen3_next",
+        torch.bool,
+    ),
+    "masks that contradict": lambda: holds(
+        test_told.TestMasksOfAttention().test_masks_that_a_state_cannot_follow_are_refused,
+        families.make("qwen3_next"),
+    ),
     "compiled flash attention": flash_attention_passes,
     "indexed attention": lambda: holds(
         test_packing.test_indexed_attention_refuses_packed_sequences
@@ -584,7 +617,7 @@ def passes(check):
     """Returns whether a check passes; an error that the mistake raises counts as red."""
     try:
         return bool(CHECKS[check]())
-    except (AssertionError, RuntimeError, PositionMismatch, pytest.fail.Exception):
+    except (AssertionError, RuntimeError, ValueError, PositionMismatch, pytest.fail.Exception):
         return False
 
 
