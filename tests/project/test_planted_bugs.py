@@ -52,6 +52,7 @@ from tests.models import (
 )
 from tests.models.ecosystem import (
     test_fully_sharded,
+    test_handed_on,
     test_packing,
     test_told,
     test_weights,
@@ -365,6 +366,16 @@ def holds(test, *arguments):
     return True
 
 
+PICKLED, CASTS = test_handed_on.TestPickle(), test_handed_on.TestCasts()
+HANDED_ON = {
+    "pickle": PICKLED.test_what_was_pickled_or_copied_is_patched,
+    "process": PICKLED.test_so_is_a_model_of_a_process_that_is_patched,
+    "offload": test_handed_on.TestOffload().test_a_patched_model_runs_whichever_came_first,
+    "others": test_handed_on.TestClass().test_a_forward_that_others_put_into_a_module_is_not_passed_by,
+    "cast": CASTS.test_a_cast_after_the_patch_leaves_the_numbers_of_heads,
+    "process's casts": CASTS.test_models_that_are_made_or_cast_in_a_patched_process_keep_them,
+    "no elements": CASTS.test_weights_of_no_elements_are_not_in_memory,
+}
 REPLACED = test_replaced_layers.test_layers_in_the_maps_places_compute_what_they_compute_alone
 WATCHED = test_replaced_layers.test_hooks_of_every_kind_are_called_once
 PACKED_GATES = (
@@ -396,6 +407,11 @@ def flash_attention_passes():
             test_packing.test_compiled_flash_attention_keeps_a_packed_row_apart_and_refuses_several
         )
         return holds(test, None, 2)
+
+
+def in_a_folder(test, *arguments):
+    with TemporaryDirectory() as folder:
+        return holds(test, *arguments, Path(folder))
 
 
 def bounds_of_a_graph_pass():
@@ -593,6 +609,23 @@ CHECKS = {
         test_told.TestMasksOfAttention().test_masks_that_a_state_cannot_follow_are_refused,
         families.make("qwen3_next"),
     ),
+    **{
+        f"{how} models": partial(in_a_folder, HANDED_ON["pickle"], "qwen3_next", way)
+        for how, way in (("pickled", "pickle"), ("copied", "copy"))
+    },
+    "pickled from a process": lambda: holds(HANDED_ON["process"]),
+    "patched after an offload": lambda: in_a_folder(
+        HANDED_ON["offload"], "qwen3_next", "offload", "cpu"
+    ),
+    "patched before an offload": lambda: in_a_folder(
+        HANDED_ON["offload"], "qwen3_next", "patch", "cpu"
+    ),
+    "others' forward": lambda: holds(HANDED_ON["others"]),
+    "casts of a patched model": lambda: holds(
+        HANDED_ON["cast"], "kimi_linear", torch.nn.Module.bfloat16
+    ),
+    "casts of a process": lambda: in_a_folder(HANDED_ON["process's casts"]),
+    "no elements": lambda: holds(HANDED_ON["no elements"]),
     "compiled flash attention": flash_attention_passes,
     "indexed attention": lambda: holds(
         test_packing.test_indexed_attention_refuses_packed_sequences

@@ -47,6 +47,7 @@ TRITON_SEGMENTS, NKI_STEP = (
 )
 NKI_CONVOLUTION = "nki_kernels.short_convolution"
 LAYERS = "backends.layers.pytorch"
+PATCHING = "models.ecosystem.patching"
 UNTOUCHED = "models.layers:is_untouched"
 READOUT, KIMI = "models.language_model", "models.kimi_delta_attention:KimiDeltaAttention"
 
@@ -277,8 +278,8 @@ BUGS = (
         "streams.append(x)\n    x = self.read", "hidden states"),
     Bug("loss: a first sequence of one token predicts the next sequence", f"{READOUT}:_next_tokens",
         "ends >= 0", "ends > 0", "packed loss"),
-    Bug("models: dt_bias is cast", "models.head_numbers:Float32Numbers._apply",
-        "for name in NUMBERS if", "for name in NUMBERS[:1] if", "casts"),
+    Bug("models: dt_bias is cast", "models.head_numbers:keep_numbers",
+        "for name in NUMBERS)", "for name in NUMBERS[:1])", "casts"),
     Bug("patch: compiled flash attention takes several rows for one sequence each",
         "models.ecosystem.patching:_keep_apart", '"flash" in str(self.config._attn_implementation)', "False",
         "compiled flash attention"),
@@ -314,6 +315,24 @@ BUGS = (
         "    return mask\n", "    return None\n", "masks of blocks"),
     Bug("packing: a mask may contradict the places", "models.sequence:_begins_of_blocks",
         "elif bool(across):", "elif False:", "masks that contradict"),
+    Bug("patch: what is unpickled is not patched", f"{PATCHING}:_revive",
+        "kind = patch.class_of(kind, _forward_for(kind, patch.backend))", "pass", "pickled models"),
+    Bug("patch: a copy stays patched", f"{PATCHING}:Patch.class_of",
+        'delattr(patched, "forward")', "None", "copied models"),
+    Bug("patch: a process hands on no patch", f"{PATCHING}:Patch.replace",
+        'self.set(owner, "__reduce_ex__", _reduce_patched(self))', "pass", "pickled from a process"),
+    Bug("patch: a hook calls what it kept", f"{PATCHING}:Patch._replace_in_module",
+        "_point(module, kind.forward, function)", "pass", "patched after an offload"),
+    Bug("patch: undo leaves what a hook kept", f"{PATCHING}:Patch._replace_in_module",
+        "_point(module, function, kind.forward)", "pass", "patched before an offload"),
+    Bug("patch: a forward that others put there is passed by", f"{PATCHING}:Patch._replace_in_module",
+        "is not kind.forward:", "is None and False:", "others' forward"),
+    Bug("patch: numbers of a part of a layer are cast", "models.head_numbers:keep_numbers",
+        "for m in layer.modules()", "for m in [layer]", "casts of a patched model"),
+    Bug("patch: new layers of a process are in half precision", f"{PATCHING}:Patch.replace",
+        'self.set(owner, "__init__", _widen_after(owner.__init__))', "pass", "casts of a process"),
+    Bug("weights: tensors of no elements are in memory", "models.head_numbers:is_in_memory",
+        " and x.numel() > 0", "", "no elements"),
     # second turns of loops, tails, seams, groups, and what one dtype alone computes
     Bug("chunked: a packed sequence begins a token late", f"{RULE}.chunked:compute_packed",
         "slice(bounds[n], bounds[n + 1])", "slice(max(0, bounds[n] - 1), max(0, bounds[n + 1] - 1))",
