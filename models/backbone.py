@@ -19,7 +19,7 @@ from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.kimi_delta_attention import KimiDeltaAttention
 from delta_trn.models.layers import MLPS, NORM_FORWARDS, NORMS, Dropout, Embedding, is_untouched
 from delta_trn.models.mup import Role
-from delta_trn.models.parameters import Tag, initialize
+from delta_trn.models.parameters import Tag, initialize, initialize_module
 from delta_trn.models.residual import Additive, Whole, make_expansion, make_read, make_write
 from delta_trn.models.sequence import (
     Padding,
@@ -138,6 +138,10 @@ class DeltaPreTrainedModel(PreTrainedModel):
         """
         if not self.is_part:
             initialize(self)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draws what a module has itself, where transformers goes from module to module."""
+        initialize_module(self, module)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

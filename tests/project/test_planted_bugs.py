@@ -45,6 +45,7 @@ from tests.backends.operator import test_stand_ins
 from tests.models import (
     test_ddl,
     test_ddl_options,
+    test_initial_values,
     test_language_model,
     test_lazy_product,
     test_loss,
@@ -625,6 +626,15 @@ CHECKS = {
         HANDED_ON["cast"], "kimi_linear", torch.nn.Module.bfloat16
     ),
     "casts of a process": lambda: in_a_folder(HANDED_ON["process's casts"]),
+    "values module by module": lambda: holds(
+        test_initial_values.test_a_model_that_is_drawn_module_by_module_follows_its_laws, "gdn"
+    ),
+    "values of a tied readout": lambda: holds(
+        test_initial_values.test_a_tied_readout_is_the_embedding_and_one_of_its_own_is_drawn
+    ),
+    "values of no elements": lambda: holds(
+        test_initial_values.test_parameters_of_no_elements_are_named_with_what_to_do
+    ),
     "no elements": lambda: holds(HANDED_ON["no elements"]),
     "compiled flash attention": flash_attention_passes,
     "indexed attention": lambda: holds(
