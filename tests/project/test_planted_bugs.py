@@ -22,6 +22,7 @@ from delta_trn.backends import gated_delta_rule
 from delta_trn.backends.dispatch import BACKENDS
 from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter
 from delta_trn.backends.gated_delta_rule.contract import make_gates
+from delta_trn.backends.gated_delta_rule.once import once
 from delta_trn.backends.parity import layer_cases, mixer_cases, rule
 from delta_trn.backends.parity.judge import FACTOR, error
 from delta_trn.backends.parity.layer_cases import LayerCase
@@ -42,6 +43,7 @@ from nki_simulator import StrictError, nisa, nl
 from tests.backends import test_gates
 from tests.backends.cpu_kernel import test_states
 from tests.backends.operator import test_stand_ins
+from tests.backends.test_gated_delta_rule import TestFlashLinearAttention as Arguments
 from tests.models import (
     test_ddl,
     test_ddl_options,
@@ -410,6 +412,12 @@ def flash_attention_passes():
         return holds(test, None, 2)
 
 
+def recorded_bounds_pass():
+    """Keeps what follows from bounds on a CPU, too, as on an accelerator."""
+    with patch.dict(once.__globals__, {"_keeps": lambda x: True}):
+        return holds(*test_stand_ins.CHECKS["recorded bounds"])
+
+
 def in_a_folder(test, *arguments):
     with TemporaryDirectory() as folder:
         return holds(test, *arguments, Path(folder))
@@ -512,6 +520,17 @@ CHECKS = {
     "cross-entropy": lambda: layer_passes("loss_ignored"),
     "residual": lambda: layer_passes("residual_odd"),
     **{name: partial(holds, *check) for name, check in test_stand_ins.CHECKS.items()},
+    "recorded bounds": recorded_bounds_pass,
+    "bounds written anew": lambda: holds(
+        Arguments().test_bounds_that_are_written_anew_are_read_anew,
+        torch.int32,
+        "numpy",
+    ),
+    "short parameters": lambda: holds(
+        test_states.test_gradients_of_short_parameters_are_rounded_once_and_not_once_a_piece,
+        gated_delta_rule,
+        torch.float32,
+    ),
     "gates' bits": gate_bits_pass,
     "rows of a batch": rows_pass,
     **{
