@@ -55,12 +55,11 @@ from tests.models import (
 )
 from tests.models.ecosystem import (
     test_fully_sharded,
-    test_handed_on,
     test_packing,
-    test_told,
     test_weights,
     test_widths,
 )
+from tests.models.ecosystem.handling import test_handed_on, test_told
 from tests.nki_kernels import test_gated_delta_layer
 from tests.support import families, tiny_models
 from tests.support.planted_bugs import BUGS, RULE, planted

@@ -92,7 +92,7 @@ class TestPickle:
         program = (
             "import torch\n"
             f"model, expected = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
-            "from tests.models.ecosystem.test_handed_on import packed_logits\n"
+            "from tests.models.ecosystem.handling.test_handed_on import packed_logits\n"
             "assert torch.equal(packed_logits(model), expected)\n"
             "print('the same')"
         )
