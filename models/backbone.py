@@ -19,9 +19,16 @@ from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.kimi_delta_attention import KimiDeltaAttention
 from delta_trn.models.layers import MLPS, NORM_FORWARDS, NORMS, Dropout, Embedding, is_untouched
 from delta_trn.models.mup import Role
-from delta_trn.models.parameters import Tag, initialize
+from delta_trn.models.parameters import Tag, initialize, initialize_module
 from delta_trn.models.residual import Additive, Whole, make_expansion, make_read, make_write
-from delta_trn.models.sequence import Padding, Sequences, packed_bounds, places_in_sequences
+from delta_trn.models.sequence import (
+    Padding,
+    Sequences,
+    check_bounds,
+    check_mask,
+    packed_bounds,
+    places_in_sequences,
+)
 
 # arguments that transformers passes to every model, and that change nothing here
 IGNORED = frozenset(
@@ -132,6 +139,10 @@ class DeltaPreTrainedModel(PreTrainedModel):
         if not self.is_part:
             initialize(self)
 
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draws what a module has itself, where transformers goes from module to module."""
+        initialize_module(self, module)
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # generate() would pass its own kind of cache; forward makes ours
@@ -196,8 +207,10 @@ class DeltaModel(DeltaPreTrainedModel):
                 f"{x.shape[0]} rows of {x.shape[1]} tokens are nothing to compute; pass at least "
                 "one"
             )
-        stated = packed_bounds(others, attention_mask, len(x))
-        past = take_cache(past_key_values, others)
+        if attention_mask is not None:
+            check_mask(attention_mask)
+        past, shape = take_cache(past_key_values, others), (x.shape[0], x.shape[1])
+        stated = packed_bounds(others, attention_mask, shape, continues=past is not None)
         if unknown := sorted(set(others) - IGNORED):
             raise TypeError(
                 f"forward() got unknown arguments: {', '.join(unknown)}; leave them out"
@@ -208,13 +221,11 @@ class DeltaModel(DeltaPreTrainedModel):
             raise ValueError(
                 f"cu_seqlens packs sequences into one row, not into B={len(x)}: make it one row"
             )
-        if cu_seqlens is None and stated is not None:
+        if cu_seqlens is not None:
+            check_bounds("cu_seqlens", cu_seqlens, shape[0] * shape[1])
+        elif stated is not None:
             cu_seqlens, attention_mask = stated, None  # padding is a sequence of its own there
-        places = (
-            None
-            if cu_seqlens is None
-            else places_in_sequences(cu_seqlens, (x.shape[0], x.shape[1]))
-        )
+        places = None if cu_seqlens is None else places_in_sequences(cu_seqlens, shape)
         cache = self._cache(x.shape[0], past, use_cache, attention_mask, cu_seqlens)
         streams: list[Tensor] | None = [] if output_hidden_states else None
         hidden = self.hidden(

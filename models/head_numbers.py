@@ -36,15 +36,32 @@ class Float32Numbers(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Float32Numbers:
         """Moves or casts the module, as `to`, `bfloat16` and `half` do."""
-        numbers = [self._parameters[name] for name in NUMBERS if name in self._parameters]
-        kept = {id(x) for number in numbers if number is not None for x in (number, number.grad)}
+        return super()._apply(keep_numbers(self, fn), recurse)
 
-        def cast(x: Tensor) -> Tensor:
-            y = fn(x)
-            narrow = id(x) in kept and y.dtype in (torch.bfloat16, torch.float16)
-            return x.to(y.device) if narrow else y
 
-        return super()._apply(cast, recurse)
+def keep_numbers(layer: nn.Module, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Returns what moves or casts a tensor as fn does, but leaves A_log and dt_bias of a layer, or
+    of a part of it, and their gradients, in float32.
+    """
+    found = (m._parameters.get(name) for m in layer.modules() for name in NUMBERS)
+    kept = {id(x) for number in found if number is not None for x in (number, number.grad)}
+    half = (torch.bfloat16, torch.float16)
+
+    def cast(x: Tensor) -> Tensor:
+        y = fn(x)
+        narrow = id(x) in kept and y.dtype in half and x.dtype not in half
+        return x.to(y.device) if narrow else y
+
+    return cast
+
+
+def is_in_memory(x: Tensor) -> bool:
+    """Returns whether a parameter has its numbers here.
+
+    It is False on the meta device, where accelerate leaves what it offloads, and for the tensors of
+    no elements that DeepSpeed and FSDP leave of parameters whose parts other processes have.
+    """
+    return not x.is_meta and x.numel() > 0
 
 
 class HeadNumbers(Float32Numbers):

@@ -100,7 +100,9 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         items, targets = (others.pop(name, None) for name in ("num_items_in_batch", "shift_labels"))
         bounds, given = cu_seqlens, input_ids if inputs_embeds is None else inputs_embeds
         if labels is not None and targets is None and bounds is None and given is not None:
-            bounds = packed_bounds(others, attention_mask, len(given))
+            continues = past_key_values is not None or others.get(CACHE_NAME) is not None
+            shape = (given.shape[0], given.shape[1])
+            bounds = packed_bounds(others, attention_mask, shape, continues=continues)
             others["cu_seq_lens_q"] = bounds
         encoded: BaseModelOutputWithPast = self.model(
             input_ids,

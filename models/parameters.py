@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -72,21 +72,30 @@ def tagged_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tag
     A module that makes parameters has an attribute `tags`, a dict from attribute name to Tag. Tags
     are there and not on the tensor, because so they survive loading, `to_empty` and `deepcopy`.
     """
+    for name, parameter, module in _owned_parameters(model):
+        yield name, parameter, _tag_of(name, parameter, module)
+
+
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
+    """Yields (name, parameter, the module that has it), each parameter once: a tied one belongs to
+    the first.
+    """
     seen: set[nn.Parameter] = set()
     for prefix, module in model.named_modules():
-        tags = getattr(module, "tags", {})
         for attribute, parameter in module.named_parameters(recurse=False):
-            if parameter in seen:
-                continue
-            seen.add(parameter)
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            if not isinstance(tag := tags.get(attribute), Tag):
-                owner = type(module).__name__
-                raise ValueError(
-                    f"{name} {tuple(parameter.shape)} has no muP role; give it one in the tags of "
-                    f"{owner}"
-                )
-            yield name, parameter, tag
+            if parameter not in seen:
+                seen.add(parameter)
+                yield f"{prefix}.{attribute}" if prefix else attribute, parameter, module
+
+
+def _tag_of(name: str, parameter: nn.Parameter, module: nn.Module) -> Tag:
+    tag = getattr(module, "tags", {}).get(name.rpartition(".")[2])
+    if not isinstance(tag, Tag):
+        raise ValueError(
+            f"{name} {tuple(parameter.shape)} has no muP role; give it one in the tags of "
+            f"{type(module).__name__}"
+        )
+    return tag
 
 
 @torch.no_grad()
@@ -103,14 +112,54 @@ def initialize(
     generator, not on what was made before it: models that share a layer start with the same one.
     They are drawn in float32 on the CPU, so neither device nor dtype changes them.
     """
+    _draw(model, tagged_parameters(model), part)
+
+
+@torch.no_grad()
+def initialize_module(model: PreTrainedModel, module: nn.Module) -> None:
+    """Draws initial values for the parameters that a module has itself, as `initialize` does for
+    all of a model, but from one draw of torch's generator for each module.
+
+    transformers asks for it where a model is drawn part by part: `model.apply(model._init_weights)`,
+    and DeepSpeed's ZeRO-3, where one module's parameters are in memory at a time. A tied parameter
+    is drawn with the module that has it first. An embedding or a readout that is not in the model is
+    one that transformers makes to replace it. Raises ValueError for a parameter without a tag.
+    """
+    rows = [row for row in _owned_parameters(model) if row[2] is module]
+    if not rows and not any(module is m for m in model.modules()):
+        old, name = model.get_input_embeddings(), "embed"
+        if isinstance(module, nn.Linear):
+            old, name = model.get_output_embeddings(), "lm_head"
+        known = getattr(module, "tags", None) or getattr(old, "tags", {})
+        made = nn.Module()  # what has the tags of the old one
+        made.tags = known  # type: ignore[assignment]
+        rows = [
+            (f"{name}.{attribute}", parameter, made)
+            for attribute, parameter in module.named_parameters(recurse=False)
+        ]
+    _draw(model, [(name, parameter, _tag_of(name, parameter, m)) for name, parameter, m in rows])
+
+
+def _draw(
+    model: PreTrainedModel,
+    rows: Iterable[tuple[str, nn.Parameter, Tag]],
+    part: Callable[[str, Tensor], Tensor] = lambda name, x: x,
+) -> None:
     missing = [
         (name, parameter, tag)
-        for name, parameter, tag in tagged_parameters(model)
+        for name, parameter, tag in rows
         # the mark that transformers leaves on a parameter it has loaded
         if not (parameter.is_meta or getattr(parameter, "_is_hf_initialized", False))
     ]
     if not missing:
         return
+    for name, parameter, _ in missing:
+        if parameter.numel() == 0:
+            raise ValueError(
+                f"{name} has no elements, as where DeepSpeed's zero.Init has divided it among "
+                "processes, and cannot be drawn; make the model by from_config or from_pretrained "
+                "after TrainingArguments(deepspeed=...) or HfDeepSpeedConfig, which gather it"
+            )
     seed = int(torch.randint(2**62, (), device="cpu"))
     for name, parameter, tag in missing:
         own = name.removeprefix(f"{model.base_model_prefix}.")

@@ -27,6 +27,7 @@ triangular inverse are float32 on every backend, float64 for float64 inputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -80,7 +81,9 @@ def gated_delta_rule(
         beta            [B, T, HV]      write strength in [0, 2]; float32, or the dtype of q
         initial_state   [N, HV, K, V]   float32, or the dtype of q; zeros when None
         cu_seqlens      [N + 1]         int64 or int32, from 0 to T: N sequences in B = 1; some may
-                                        be empty
+                                        be empty. On an accelerator a tensor is read once, until an
+                                        operation of torch writes to it: what writes to x.data, or
+                                        by another library, has to pass a new tensor
         returns o       [B, T, HV, V]   dtype of q
             final_state [N, HV, K, V]   float32 or float64, after the last token; None if not asked
                                         for
@@ -276,6 +279,8 @@ def run(
     v_first: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns o, and the final state or those at positions; `name` is the backend's."""
+    if positions is not None:
+        call = _widen_parameters(call)
     made, compute = _with_gates(operator, call, name), partial(operator, save=save, backend=name)
     if positions is None:
         o, state = compute(made)
@@ -285,6 +290,19 @@ def run(
             checks.values(made)  # of the whole, before its first piece runs
         o, state = compute_states(made, positions, compute)
     return o, None if state is None else state.mT.contiguous() if v_first else state
+
+
+def _widen_parameters(call: Rule) -> Rule:
+    """Returns the call with A_log and dt_bias in full precision, which is exact.
+
+    A call that is cut has a gradient of each piece, and their sum is rounded once then.
+    """
+    full = state_dtype(call.q.dtype)
+    A_log, dt_bias = (
+        None if x is None else x.to(torch.promote_types(x.dtype, full))
+        for x in (call.A_log, call.dt_bias)
+    )
+    return replace(call, A_log=A_log, dt_bias=dt_bias)
 
 
 def _with_gates(operator: Operator, call: AnyCall, backend: str) -> AnyCall:

@@ -19,6 +19,11 @@ _MADE: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def once(x: Tensor, key: Hashable, make: Callable[[], Made]) -> Made:
     """Returns make(), or what it returned for this tensor and key, while nobody has written to x.
 
+    What counts as a write is what torch counts: operations in place, as copy_, and set_. A write
+    through x.data, or by another library that shares the memory, as DLPack's do, is not seen. On a
+    CPU nothing is kept, since loaders refill NumPy's buffers, and to make it again waits for
+    nothing.
+
     make must depend on nothing else, and its result must not hold x, which would live for ever.
     Where a CUDA graph is captured, it is called: the graph's own launches must follow an x that
     changes between replays, and what they write is of use to no one else. So it is where torch
@@ -28,6 +33,8 @@ def once(x: Tensor, key: Hashable, make: Callable[[], Made]) -> Made:
         >>> [once(x, "sum", lambda: int(x.sum())) for _ in range(2) if x.add_(1) is not None]
         [5, 7]
     """
+    if not _keeps(x):
+        return make()
     stream = None
     if x.is_cuda:
         if torch.cuda.is_current_stream_capturing():
@@ -41,3 +48,8 @@ def once(x: Tensor, key: Hashable, make: Callable[[], Made]) -> Made:
     if (stream, key) not in made:
         made[stream, key] = make()
     return made[stream, key]
+
+
+def _keeps(x: Tensor) -> bool:
+    """Returns whether it would wait for a device to make again what follows from x."""
+    return x.device.type != "cpu"

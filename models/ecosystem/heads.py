@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from delta_trn.models.head_numbers import NUMBERS, head_layers
+from delta_trn.models.head_numbers import NUMBERS, head_layers, is_in_memory
 
 _EFFECTS = {
     "0": (
@@ -83,7 +83,15 @@ def check_weights(model: nn.Module) -> WeightsReport:
     """
     dead: list[DeadHead] = []
     heads = 0
-    for prefix, layer in head_layers(model):
+    layers = list(head_layers(model))
+    for prefix, layer in layers:
+        for attribute in NUMBERS:
+            if not is_in_memory(layer.get_parameter(attribute)):
+                raise ValueError(
+                    f"{prefix}.{attribute} is not in memory: it is offloaded, or its parts are in "
+                    "other processes; check the weights where they are whole, and call "
+                    "patch_transformers() before such a model is loaded"
+                )
         heads += layer.get_parameter("A_log").numel()
         for attribute, positive in (("A_log", torch.exp), ("dt_bias", nn.functional.softplus)):
             parameter, name = layer.get_parameter(attribute), f"{prefix}.{attribute}".lstrip(".")
@@ -91,7 +99,7 @@ def check_weights(model: nn.Module) -> WeightsReport:
             for head, number in enumerate(positive(values).tolist()):
                 if effect := _EFFECTS.get(f"{number:g}"):
                     dead.append(DeadHead(name, head, values[head].item(), effect))
-    if heads == 0:
+    if not layers:
         raise ValueError(
             f"{type(model).__name__} has no layer with A_log and dt_bias, so there is nothing to "
             "check"

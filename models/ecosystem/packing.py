@@ -25,6 +25,7 @@ Way = Literal[
     "default cache",
     "mask of ones",
     "padding",
+    "places from 5",
     "bounds alone",
     "numbered mask",
     "three axes",
@@ -97,6 +98,7 @@ def check_packing(
             default cache   position_ids, and nothing said of a cache
             mask of ones    position_ids, and the attention_mask that tokenizers add
             padding         position_ids, and a row that ends with padding
+            places from 5   position_ids that start again elsewhere than at 0
             bounds alone    cu_seq_lens_q without position_ids
             numbered mask   an attention_mask with the number of each token's sequence in place of 1
             three axes      position_ids of time, height and width, for a model that reads images
@@ -195,6 +197,7 @@ def _ways(
             "default cache": {"position_ids": places},
             "mask of ones": apart | {"attention_mask": torch.ones_like(places)},
             "padding": padding | {"use_cache": False},
+            "places from 5": {"position_ids": places + 5, "use_cache": False},
             "numbered mask": {"attention_mask": numbers, "use_cache": False},
         }
     if "cu_seq_lens_q" in parameters or takes_any:

@@ -21,6 +21,7 @@ from delta_trn.backends.dispatch import Call, choose, describe_choice
 from delta_trn.backends.machine import compute_capability
 from delta_trn.models.ecosystem.heads import check_weights, keep_float32, widen
 from delta_trn.models.ecosystem.operations import replacements
+from delta_trn.models.head_numbers import Float32Numbers, is_in_memory, keep_numbers
 from delta_trn.models.sequence import packed_bounds, packed_places, places_in_sequences
 
 # the function of transformers by which a layer is known, and which rule of ours computes it
@@ -31,9 +32,18 @@ RULES = {
 FAMILIES = dict.fromkeys(
     ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid"), "gated_delta_rule"
 ) | dict.fromkeys(("kimi_linear", "bailing_hybrid", "glm5_next"), "kimi_delta_attention")
+# the attribute of a patched module's class that has the Patch
+PATCH = "delta_trn_patch"
+ALREADY = (
+    "{} is patched already; call undo() of the earlier Patch first, which Patch.of(model) returns"
+)
 BY_DEVICE = "the backend of its tensors' device"
 # under which names transformers passes a cache
 CACHES = ("past_key_values", "cache", "cache_params")
+ABSENT = (
+    "its weights are not in memory: A_log and dt_bias are neither checked nor made float32, which "
+    "patch_transformers() before the model is loaded does"
+)
 NO_CACHE = (
     "packed sequences cannot fill or continue a cache: transformers' attention would mix them. "
     "Pass use_cache=False, or one sequence per row"
@@ -75,12 +85,21 @@ class Row:
         return "\n    ".join([f"{self.name}: {'; '.join(parts)}", *self.notes])
 
 
-@dataclass
+@dataclass(eq=False)
 class Patch:
-    """Lists what `patch_transformers` did; `undo`, or the end of a `with` block, takes it back."""
+    """Lists what `patch_transformers` did; `undo`, or the end of a `with` block, takes it back.
+
+    A patched layer has a class of its own, with the name and module of transformers'. Copies have
+    that class, too, and `undo` takes the patch back from them as well. What is pickled, as
+    torch.save(model) and processes that are spawned do it, is patched where it is loaded, by a
+    Patch of its own that `Patch.of(model)` returns; without this package loading fails.
+    """
 
     rows: list[Row] = field(default_factory=list)
-    _undo: list[Callable[[], None]] = field(default_factory=list)
+    backend: str | None = None
+    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _classes: dict[type, type] = field(default_factory=dict, repr=False)
+    _is_undone: bool = False
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.rows))
@@ -91,8 +110,27 @@ class Patch:
     def __exit__(self, *exception: object) -> None:
         self.undo()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        """Returns itself: copies of a patched model are undone with it."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Patch, (self.rows, self.backend)
+
+    @staticmethod
+    def of(model: nn.Module) -> Patch:
+        """Returns what patched the model, or patched it when it was loaded.
+
+        Raises ValueError for a model that is not patched by itself.
+        """
+        for module in model.modules():
+            if not (patch := getattr(type(module), PATCH, UNDONE))._is_undone:
+                return patch
+        raise ValueError(f"this {type(model).__name__} is not patched: patch_transformers(model)")
+
     def undo(self) -> None:
         """Restores what was replaced; a second call does nothing."""
+        self._is_undone = True
         while self._undo:
             self._undo.pop()()
 
@@ -102,24 +140,144 @@ class Patch:
 
     def replace(self, owner: Any, function: Callable[..., Any]) -> None:
         """Makes `function` the `forward` of a class or a module.
-        Raises ValueError if it has one of ours.
+        Raises ValueError if it has one of ours, or a module one of somebody else's.
         """
-        before = vars(owner).get("forward")
-        if getattr(before, "from_delta_trn", False):
-            name = owner.__name__ if isinstance(owner, type) else type(owner).__name__
-            raise ValueError(f"{name} is patched already; call undo() of the earlier Patch first")
         function.from_delta_trn = True  # type: ignore[attr-defined]
-        owner.forward = (
-            types.MethodType(function, owner) if isinstance(owner, nn.Module) else function
+        if isinstance(owner, nn.Module):
+            self._replace_in_module(owner, function)
+            return
+        if getattr(vars(owner).get("forward"), "from_delta_trn", False):
+            raise ValueError(ALREADY.format(owner.__name__))
+        self.set(owner, "forward", function)
+        self.set(owner, "__reduce_ex__", _reduce_patched(self))
+        if _rule_of(owner) is not None:
+            self.set(owner, "__init__", _widen_after(owner.__init__))
+            self.set(owner, "_apply", _apply_in_float32(owner._apply))
+
+    def set(self, owner: type, name: str, value: Any) -> None:
+        """Gives a class an attribute, until `undo`."""
+        before = vars(owner).get(name)
+        setattr(owner, name, value)
+        self.add_undo(
+            lambda: delattr(owner, name) if before is None else setattr(owner, name, before)
         )
 
+    def _replace_in_module(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        kind, name = _kind_of(module), type(module).__name__
+        if not getattr(type(module), PATCH, UNDONE)._is_undone:
+            raise ValueError(ALREADY.format(name))
+        # accelerate puts a hook into `forward`, which calls what it has kept; where the hook was
+        # removed, the method itself remains
+        calls = {x: vars(module)[x] for x in ("forward", "_old_forward") if x in vars(module)}
+        method = calls.get("_old_forward", calls.get("forward"))
+        if method is not None and getattr(method, "__func__", None) is not kind.forward:
+            raise ValueError(
+                f"{name} has a forward that something else put into the module, {method!r}, and "
+                "the patch would have no effect; patch the model first, and wrap or compile it then"
+            )
+        patched = self.class_of(kind, function)
+        module.__class__ = patched
+        _point(module, kind.forward, function)
+
         def restore() -> None:
-            if before is None:
-                del owner.forward
-            else:
-                owner.forward = before
+            if type(module) is patched:  # FSDP makes a class of this one, which loses its forward
+                module.__class__ = kind
+            _point(module, function, kind.forward)
 
         self.add_undo(restore)
+
+    def class_of(self, kind: type, function: Callable[..., Any]) -> type:
+        """Returns the class of patched modules of a kind, whose forward is the function."""
+        if kind not in self._classes:
+            self._classes[kind] = patched = _make_class(self, kind, function)
+            self.add_undo(lambda: delattr(patched, "forward"))
+        return self._classes[kind]
+
+
+UNDONE = Patch(_is_undone=True)
+
+
+def _make_class(patch: Patch, kind: Any, forward: Callable[..., Any]) -> type:
+    """Returns a class for patched modules of a kind, with its name and module, by which FSDP and
+    others know it.
+    """
+
+    @functools.wraps(kind.__init__)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.__class__ = kind  # type(model)(config) makes what transformers makes
+        kind.__init__(self, *args, **kwargs)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        if type(self) is not patched:  # a class that FSDP made cannot be pickled
+            return object.__reduce_ex__(self, protocol)
+        active = None if patch._is_undone else patch
+        return (_revive, (kind, active), *object.__reduce_ex__(self, max(protocol, 2))[2:])
+
+    members = {"__init__": __init__, "__reduce_ex__": __reduce_ex__, "forward": forward}
+    members |= {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    bases = (kind,) if _rule_of(kind) is None else (Float32Numbers, kind)
+    patched = type(kind)(kind.__name__, bases, {**members, PATCH: patch})
+    return patched
+
+
+def _reduce_patched(patch: Patch) -> Callable[..., Any]:
+    """Returns how modules of a class that is patched in this process are pickled."""
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return (_revive, (type(self), patch), *object.__reduce_ex__(self, max(protocol, 2))[2:])
+
+    return reduce
+
+
+def _revive(kind: Any, patch: Patch | None) -> nn.Module:
+    """Returns a module of a kind without its contents, patched as where it was copied or pickled.
+
+    Raises ValueError for a class that cannot be patched here.
+    """
+    here = any(getattr(vars(x).get("forward"), "from_delta_trn", False) for x in kind.__mro__)
+    if patch is not None and not patch._is_undone and not here:
+        kind = patch.class_of(kind, _forward_for(kind, patch.backend))
+    return kind.__new__(kind)
+
+
+def _kind_of(module: nn.Module) -> Any:
+    """Returns the class that a module had before it was patched;
+    its class, where it is not patched or patched now.
+    """
+    patch, kind = getattr(type(module), PATCH, UNDONE), type(module)
+    if patch._is_undone:
+        return next((x for x, made in patch._classes.items() if made is kind), kind)
+    return kind
+
+
+def _point(module: nn.Module, old: Any, new: Any) -> None:
+    """Lets methods that others, such as accelerate, keep in a module be of another function."""
+    for name in ("forward", "_old_forward"):
+        if getattr(vars(module).get(name), "__func__", None) is old:
+            setattr(module, name, types.MethodType(new, module))
+
+
+def _widen_after(init: Callable[..., None]) -> Callable[..., None]:
+    """Returns a layer's __init__ that leaves A_log and dt_bias in float32, in whatever dtype models
+    are made.
+    """
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        widen(self)
+
+    return __init__
+
+
+def _apply_in_float32(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a layer's _apply, which casts it, that leaves A_log and dt_bias in float32."""
+
+    @functools.wraps(plain)
+    def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return plain(self, keep_numbers(self, fn), recurse)
+
+    return _apply
 
 
 def patch_transformers(model: nn.Module | None = None, backend: str | None = None) -> Patch:
@@ -154,13 +312,12 @@ def patch_transformers(model: nn.Module | None = None, backend: str | None = Non
         model.layers.0.linear_attn: chunked for gated_delta_rule, gated_delta_rule_step,
         short_convolution
     """
-    patch = Patch()
-    ours = replacements(backend)
+    patch = Patch(backend=backend)
     try:
         if model is None:
-            _patch_families(patch, ours, backend)
+            _patch_families(patch, backend)
         else:
-            _patch_model(patch, model, ours, backend)
+            _patch_model(patch, model, backend)
     except BaseException:
         patch.undo()
         raise
@@ -168,7 +325,7 @@ def patch_transformers(model: nn.Module | None = None, backend: str | None = Non
     return patch
 
 
-def _patch_families(patch: Patch, ours: dict[str, Any], backend: str | None) -> None:
+def _patch_families(patch: Patch, backend: str | None) -> None:
     for name, rule in FAMILIES.items():
         path = f"transformers.models.{name}"
         if find_spec(path) is None:
@@ -177,30 +334,28 @@ def _patch_families(patch: Patch, ours: dict[str, Any], backend: str | None) -> 
             module = import_module(f"{path}.modeling_{name}")
             classes = [value for value in vars(module).values() if isinstance(value, type)]
             for layer in filter(_rule_of, classes):
-                patch.replace(layer, _rebind(layer.forward, ours, backend))
+                patch.replace(layer, _forward_for(layer, backend))
             for base in classes:
                 if PreTrainedModel in base.__bases__:
                     patch.add_undo(keep_float32(base))
             for stack in filter(_is_stack, classes):
-                patch.replace(stack, _keep_apart(stack.forward))
+                patch.replace(stack, _forward_for(stack, backend))
             patch.rows.append(Row(name, dict.fromkeys(_operations(rule), backend or BY_DEVICE)))
 
 
-def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: str | None) -> None:
+def _patch_model(patch: Patch, model: nn.Module, backend: str | None) -> None:
     for name, layer in model.named_modules():
-        if (rule := _rule_of(type(layer))) is None:
+        kind = _kind_of(layer)
+        if (rule := _rule_of(kind)) is None:
             continue
         try:
             kernels = _choose_kernels(layer, rule, backend)
         except BackendRefusal as refusal:
             patch.rows.append(Row(name, {}, str(refusal)))
             continue
-        patch.replace(layer, _rebind(type(layer).forward, ours, backend))
-        if any(p.is_meta for p in layer.parameters()):
-            notes = (
-                "its weights are not in memory: A_log and dt_bias are neither checked nor made "
-                "float32",
-            )
+        patch.replace(layer, _forward_for(kind, backend))
+        if not all(map(is_in_memory, layer.parameters())):
+            notes = (ABSENT,)
         else:
             notes = (
                 *_describe_rule(layer, rule, kernels),
@@ -213,8 +368,8 @@ def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: 
     if not any(row.kernels for row in patch.rows):
         raise BackendRefusal(f"no layer of this {type(model).__name__} can be computed:\n{patch}")
     for module in model.modules():
-        if _is_stack(type(module)):
-            patch.replace(module, _keep_apart(type(module).forward))
+        if _is_stack(kind := _kind_of(module)):
+            patch.replace(module, _forward_for(kind, backend))
 
 
 def _describe_rule(layer: Any, rule: str, kernels: dict[str, str]) -> list[str]:
@@ -237,9 +392,7 @@ def _choose_kernels(layer: Any, rule: str, backend: str | None) -> dict[str, str
     if there is none for one of them.
     """
     weight, operations = layer.conv1d.weight, _operations(rule)
-    if (
-        weight.is_meta
-    ):  # made without memory, or offloaded: nobody knows yet where it will be computed
+    if not is_in_memory(weight):  # nobody knows yet where it will be computed
         return dict.fromkeys(operations, backend or BY_DEVICE)
     if rule == "gated_delta_rule":
         sizes = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
@@ -296,6 +449,20 @@ def _names(kind: type) -> tuple[str, ...]:
     return () if forward is None else inspect.unwrap(forward).__code__.co_names
 
 
+def _forward_for(kind: type, backend: str | None) -> Callable[..., Any]:
+    """Returns the forward that patched modules of a class have. Raises ValueError if there is none."""
+    forward = getattr(kind, "forward", None)
+    owner = next((x for x in kind.__mro__ if vars(x).get("forward") is forward), kind)
+    if _rule_of(owner) is not None:
+        return _rebind(owner.forward, replacements(backend), backend)
+    if _is_stack(owner):
+        return _keep_apart(owner.forward)
+    raise ValueError(
+        f"{kind.__name__} was patched where it was pickled, and has a forward of its own that "
+        "calls transformers'; call patch_transformers() before it is loaded"
+    )
+
+
 def _rebind(
     forward: Callable[..., Any], ours: dict[str, Any], backend: str | None
 ) -> Callable[..., Any]:
@@ -335,14 +502,11 @@ def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
         tokens, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
         shape = tuple((kwargs["inputs_embeds"] if tokens is None else tokens).shape[:2])
         told = {name: kwargs.get(name) for name in ("cu_seq_lens_q", "seq_idx", "position_ids")}
-        if isinstance(
-            mask, dict
-        ):  # one for each kind of layer, which generate makes for static caches
-            mask = mask.get("linear_attention")
-        caches = kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHES)
+        continues = any(kwargs.get(name) is not None for name in CACHES)
+        caches = kwargs.get("use_cache") or continues
         refusal = NO_BOUNDS if indexed else NO_CACHE if caches else None
         if not torch.compiler.is_compiling():
-            bounds = packed_bounds(told, mask, shape[0])
+            bounds = packed_bounds(told, mask, shape, continues=continues)
             if bounds is not None and refusal:
                 raise ValueError(refusal)
             if bounds is not None:
@@ -350,7 +514,7 @@ def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
                 lengths = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds.int())
                 kwargs |= _tell_attention(kwargs, places)
                 kwargs |= {**lengths, "max_length_q": longest, "max_length_k": longest}
-        elif (found := packed_places(told, mask, shape)) is not None:
+        elif (found := packed_places(told, mask, shape, continues=continues)) is not None:
             # whether rows are packed is not known while torch.compile traces: one sequence is read
             # alike
             places, is_packed = found

@@ -280,6 +280,29 @@ class TestFlashLinearAttention:
         again, _ = gated_delta_rule(**tensors, cu_seqlens=bounds, **ignored)
         assert torch.equal(o, again)
 
+    @pytest.mark.parametrize("way", ["numpy", "data", "another memory", "in place", "set"])
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_bounds_that_are_written_anew_are_read_anew(self, dtype, way):
+        """A loader refills the buffer that it made the tensor of."""
+        tensors = {name: x[:1] for name, x in arguments().items()}
+        first, second = packed(0, 1, T).to(dtype), packed(0, 2, T).to(dtype)
+        buffer = first.numpy().copy()
+        bounds = torch.from_numpy(buffer)
+        expected = [gated_delta_rule(**tensors, cu_seqlens=x.clone())[0] for x in (first, second)]
+        assert not torch.equal(*expected)
+        assert torch.equal(gated_delta_rule(**tensors, cu_seqlens=bounds)[0], expected[0])
+        if way == "numpy":
+            buffer[1] = 2
+        elif way == "data":
+            bounds.data[1] = 2
+        elif way == "another memory":
+            bounds.data = second
+        elif way == "in place":
+            bounds[1] = 2
+        else:
+            bounds.set_(second)
+        assert torch.equal(gated_delta_rule(**tensors, cu_seqlens=bounds)[0], expected[1])
+
     def test_states_with_values_first_are_the_transposed_ones_and_their_gradients_too(self):
         tensors, state = (
             arguments(),

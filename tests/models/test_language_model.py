@@ -368,7 +368,10 @@ class TestBadCalls:
 
 @pytest.mark.parametrize(
     "module",
-    ["", ".backbone", ".cache", ".config", ".language_model", ".parameters", ".settings"],
+    [
+        *("", ".backbone", ".cache", ".config", ".language_model", ".parameters", ".sequence"),
+        ".settings",
+    ],
 )
 def test_examples_in_docstrings_run(module: str):
     result = doctest.testmod(import_module(f"delta_trn.models{module}"))

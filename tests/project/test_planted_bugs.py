@@ -24,6 +24,7 @@ from delta_trn.backends import gated_delta_rule
 from delta_trn.backends.dispatch import BACKENDS
 from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter
 from delta_trn.backends.gated_delta_rule.contract import make_gates
+from delta_trn.backends.gated_delta_rule.once import once
 from delta_trn.backends.parity import layer_cases, mixer_cases, rule
 from delta_trn.backends.parity.judge import FACTOR, error
 from delta_trn.backends.parity.layer_cases import LayerCase
@@ -44,15 +45,23 @@ from nki_simulator import StrictError, nisa, nl
 from tests.backends import test_gates
 from tests.backends.cpu_kernel import test_states
 from tests.backends.operator import test_stand_ins
+from tests.backends.test_gated_delta_rule import TestFlashLinearAttention as Arguments
 from tests.models import (
     test_ddl,
     test_ddl_options,
+    test_initial_values,
     test_language_model,
     test_lazy_product,
     test_loss,
     test_replaced_layers,
 )
-from tests.models.ecosystem import test_fully_sharded, test_packing, test_weights, test_widths
+from tests.models.ecosystem import (
+    test_fully_sharded,
+    test_packing,
+    test_weights,
+    test_widths,
+)
+from tests.models.ecosystem.handling import test_handed_on, test_told
 from tests.nki_kernels import test_gated_delta_layer
 from tests.support import families, tiny_models
 from tests.support.planted_bugs import BUGS, RULE, planted
@@ -388,6 +397,16 @@ def holds(test, *arguments):
     return True
 
 
+PICKLED, CASTS = test_handed_on.TestPickle(), test_handed_on.TestCasts()
+HANDED_ON = {
+    "pickle": PICKLED.test_what_was_pickled_or_copied_is_patched,
+    "process": PICKLED.test_so_is_a_model_of_a_process_that_is_patched,
+    "offload": test_handed_on.TestOffload().test_a_patched_model_runs_whichever_came_first,
+    "others": test_handed_on.TestClass().test_a_forward_that_others_put_into_a_module_is_not_passed_by,
+    "cast": CASTS.test_a_cast_after_the_patch_leaves_the_numbers_of_heads,
+    "process's casts": CASTS.test_models_that_are_made_or_cast_in_a_patched_process_keep_them,
+    "no elements": CASTS.test_weights_of_no_elements_are_not_in_memory,
+}
 REPLACED = test_replaced_layers.test_layers_in_the_maps_places_compute_what_they_compute_alone
 WATCHED = test_replaced_layers.test_hooks_of_every_kind_are_called_once
 PACKED_GATES = (
@@ -419,6 +438,23 @@ def flash_attention_passes():
             test_packing.test_compiled_flash_attention_keeps_a_packed_row_apart_and_refuses_several
         )
         return holds(test, None, 2)
+
+
+def recorded_bounds_pass():
+    """Keeps what follows from bounds on a CPU, too, as on an accelerator."""
+    with patch.dict(once.__globals__, {"_keeps": lambda x: True}):
+        return holds(*test_stand_ins.CHECKS["recorded bounds"])
+
+
+def in_a_folder(test, *arguments):
+    with TemporaryDirectory() as folder:
+        return holds(test, *arguments, Path(folder))
+
+
+def bounds_of_a_graph_pass():
+    with pytest.MonkeyPatch.context() as patched:
+        test = test_told.TestBounds().test_a_graph_that_is_captured_asserts_them_without_waiting
+        return holds(test, patched)
 
 
 CHECKS = {
@@ -515,6 +551,17 @@ CHECKS = {
     "cross-entropy": lambda: layer_passes("loss_ignored"),
     "residual": lambda: layer_passes("residual_odd"),
     **{name: partial(holds, *check) for name, check in test_stand_ins.CHECKS.items()},
+    "recorded bounds": recorded_bounds_pass,
+    "bounds written anew": lambda: holds(
+        Arguments().test_bounds_that_are_written_anew_are_read_anew,
+        torch.int32,
+        "numpy",
+    ),
+    "short parameters": lambda: holds(
+        test_states.test_gradients_of_short_parameters_are_rounded_once_and_not_once_a_piece,
+        gated_delta_rule,
+        torch.float32,
+    ),
     "gates' bits": gate_bits_pass,
     "rows of a batch": rows_pass,
     **{
@@ -592,6 +639,53 @@ CHECKS = {
         families.make("qwen3_next"),
         2,
     ),
+    "bounds": lambda: holds(test_told.TestBounds().test_impossible_bounds_are_refused, "ours"),
+    "bounds of a graph": bounds_of_a_graph_pass,
+    "packing by steps": lambda: holds(
+        test_told.TestEveryLayer().test_so_it_does_in_our_models, "from 1"
+    ),
+    "steps after a cache": lambda: holds(
+        test_told.TestEveryLayer().test_steps_of_tokens_that_continue_a_cache_are_left_alone,
+        families.make("qwen3_next"),
+    ),
+    "steps around padding": lambda: holds(
+        test_told.TestEveryLayer().test_places_with_padding,
+    ),
+    "masks of blocks": lambda: holds(
+        test_told.TestMasksOfAttention().test_a_mask_of_blocks_alone_keeps_them_apart_in_every_layer,
+        "qwen3_next",
+        torch.bool,
+    ),
+    "masks that contradict": lambda: holds(
+        test_told.TestMasksOfAttention().test_masks_that_a_state_cannot_follow_are_refused,
+        families.make("qwen3_next"),
+    ),
+    **{
+        f"{how} models": partial(in_a_folder, HANDED_ON["pickle"], "qwen3_next", way)
+        for how, way in (("pickled", "pickle"), ("copied", "copy"))
+    },
+    "pickled from a process": lambda: holds(HANDED_ON["process"]),
+    "patched after an offload": lambda: in_a_folder(
+        HANDED_ON["offload"], "qwen3_next", "offload", "cpu"
+    ),
+    "patched before an offload": lambda: in_a_folder(
+        HANDED_ON["offload"], "qwen3_next", "patch", "cpu"
+    ),
+    "others' forward": lambda: holds(HANDED_ON["others"]),
+    "casts of a patched model": lambda: holds(
+        HANDED_ON["cast"], "kimi_linear", torch.nn.Module.bfloat16
+    ),
+    "casts of a process": lambda: in_a_folder(HANDED_ON["process's casts"]),
+    "values module by module": lambda: holds(
+        test_initial_values.test_a_model_that_is_drawn_module_by_module_follows_its_laws, "gdn"
+    ),
+    "values of a tied readout": lambda: holds(
+        test_initial_values.test_a_tied_readout_is_the_embedding_and_one_of_its_own_is_drawn
+    ),
+    "values of no elements": lambda: holds(
+        test_initial_values.test_parameters_of_no_elements_are_named_with_what_to_do
+    ),
+    "no elements": lambda: holds(HANDED_ON["no elements"]),
     "compiled flash attention": flash_attention_passes,
     "indexed attention": lambda: holds(
         test_packing.test_indexed_attention_refuses_packed_sequences
@@ -616,7 +710,7 @@ def passes(check):
     """Returns whether a check passes; an error that the mistake raises counts as red."""
     try:
         return bool(CHECKS[check]())
-    except (AssertionError, RuntimeError, PositionMismatch, pytest.fail.Exception):
+    except (AssertionError, RuntimeError, ValueError, PositionMismatch, pytest.fail.Exception):
         return False
 
 

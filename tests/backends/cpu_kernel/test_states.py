@@ -1,13 +1,14 @@
 """States at chosen positions, on every backend, against a plain loop in float64."""
 
 import re
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from torch.nn.functional import normalize
 
-from delta_trn.backends import gated_delta_rule
+from delta_trn.backends import gated_delta_rule, kimi_delta_attention
 from delta_trn.backends.dispatch import BACKENDS
 from delta_trn.backends.parity.judge import error
 
@@ -148,3 +149,44 @@ def test_bounds_that_do_not_end_with_the_row_are_found_before_the_first_piece(la
         ValueError, match=f"cu_seqlens runs from 0 to {last}; it must run from 0 to T=40"
     ):
         operation(*draw(PACKED)[:6], bounds=(*PACKED[:-1], last), at=(7,))
+
+
+def of_gates(rule, dtype, at=None):
+    """Returns the gradients of A_log and dt_bias [HV], or [HV, K], which are bfloat16 numbers."""
+    random = torch.Generator().manual_seed(3)
+    draw, tokens = partial(torch.randn, generator=random), 1024
+    channels = (K,) if rule is kimi_delta_attention else ()
+    q, k = (normalize(draw(1, tokens, 1, K), dim=-1).to(dtype) for _ in "qk")
+    v, a = draw(1, tokens, HV, V).to(dtype), draw(1, tokens, HV, *channels).to(dtype)
+    beta, do = draw(1, tokens, HV).sigmoid().to(dtype), draw(1, tokens, HV, V).to(dtype)
+    leaves = [draw(HV).bfloat16(), draw(HV, *channels).bfloat16()]
+    leaves = [x.to(torch.promote_types(x.dtype, dtype)) if at is LOOP else x for x in leaves]
+    A_log, dt_bias = (x.requires_grad_() for x in leaves)
+    if at is LOOP:
+        rates = A_log.exp().view(HV, *[1] * len(channels))
+        g, o, S = -rates * (a + dt_bias).exp().add(1).log(), [], v.new_zeros(1, HV, K, V)
+        for t in range(tokens):
+            S = g[:, t].exp().view(1, HV, -1, 1) * S
+            u = beta[:, t, :, None] * (v[:, t] - (k[:, t, :, None] @ S)[..., 0, :])
+            S = S + k[:, t, ..., None] * u[..., None, :]
+            o.append(K**-0.5 * (q[:, t, :, None] @ S)[..., 0, :])
+        o = torch.stack(o, 1)
+    else:
+        options = {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias}
+        o, _ = rule(q, k, v, a, beta, **options, return_states_at=at)
+    return torch.autograd.grad(o, (A_log, dt_bias), do)
+
+
+LOOP = "loop"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rule", [gated_delta_rule, kimi_delta_attention])
+def test_gradients_of_short_parameters_are_rounded_once_and_not_once_a_piece(rule, dtype):
+    """The judge is a loop in float64. The control is the call that is not cut."""
+    exact = of_gates(rule, torch.float64, LOOP)
+    whole, cut = of_gates(rule, dtype), of_gates(rule, dtype, tuple(range(16, 1025, 16)))
+    for found, control, judge in zip(cut, whole, exact, strict=True):
+        assert found.dtype == control.dtype == torch.bfloat16
+        allowed = max(error(control.double(), judge), 2**-9)
+        assert error(found.double(), judge) <= 1.5 * allowed
