@@ -4,7 +4,7 @@ Within `pretend`, a tensor lies in the host's memory and says that it lies on th
 one, `cuda:0`. Streams, events and waits have nothing to order, since
 a call is done when it returns. Times of events are the host's. Capture is refused, as torch refuses
 it for a call that waits for the device. Where a tensor lies is not tracked, so a call that mixes
-devices is not refused.
+devices is not refused. Autocast is the host's, which casts for the same products.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -236,6 +237,7 @@ class _Cuda:
 
 
 def is_cuda(device: Any) -> bool:
+    """Returns whether a device, or the name of one, is a GPU."""
     return (isinstance(device, torch.device) and device.type == "cuda") or (
         isinstance(device, str) and device.split(":")[0] == "cuda"
     )
@@ -318,8 +320,11 @@ def pretend(
     names = [x for x in dir(ours) if x[0] != "_" and hasattr(torch.cuda, x)]
     autocast, generator = torch.autocast.__init__, torch.Generator
 
+    def host(device_type: str = "cuda") -> str:
+        return "cpu" if device_type == "cuda" else device_type
+
     def on_host(self: Any, device_type: str, *rest: Any, **options: Any) -> None:
-        autocast(self, "cpu" if device_type == "cuda" else device_type, *rest, **options)
+        autocast(self, host(device_type), *rest, **options)
 
     class Meta(type):
         def __instancecheck__(cls, x: Any) -> bool:
@@ -339,8 +344,14 @@ def pretend(
         for name in names:
             stack.enter_context(mock.patch.object(torch.cuda, name, getattr(ours, name)))
         stack.enter_context(mock.patch.object(torch.autocast, "__init__", on_host))
+        for name in ("is_autocast_enabled", "get_autocast_dtype"):
+            asked = getattr(torch, name)
+            told = partial(lambda asked, *kind: asked(host(*kind)), asked)
+            stack.enter_context(mock.patch.object(torch, name, told))
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
-        stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", differentiate))
+        stack.enter_context(
+            mock.patch.object(torch.autograd, "_engine_run_backward", differentiate)
+        )
         stack.enter_context(_OnDevice(address))
         _forget()
         stack.callback(_forget)

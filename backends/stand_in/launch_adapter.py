@@ -1,8 +1,8 @@
 """Notes what a call would launch on a GPU, and compiles it: for operations, models and runs alike.
 
-    with record_launches(card((9, 0))) as found:        no GPU is needed, nothing is computed
-        gated_delta_rule(...)                           or a model's step, on device "cuda"
-    for record, outcome in fill(found): ...             Triton's cache has them all then
+with record_launches(card((9, 0))) as found:        no GPU is needed, nothing is computed
+    gated_delta_rule(...)                           or a model's step, on device "cuda"
+for record, outcome in fill(found): ...             Triton's cache has them all then
 """
 
 from __future__ import annotations

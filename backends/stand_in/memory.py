@@ -58,7 +58,11 @@ class Weightless(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fakes, self.inside, self.patch = FakeTensorMode(allow_non_fake_inputs=True), 0, ExitStack()
+        self.fakes, self.inside, self.patch = (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            0,
+            ExitStack(),
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # autograd comes here past what makes tensors say that they are on a device

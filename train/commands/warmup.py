@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from delta_trn.train.recipes import announce
-from delta_trn.train.settings.overrides import apply, parse, read_arguments
 from delta_trn.train.settings.errors import ConfigError, UsageError
+from delta_trn.train.settings.overrides import apply, parse, read_arguments
 from delta_trn.train.settings.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--bench", action="store_true", help="the cases of delta-trn bench instead")
     parser.add_argument("--case", action="append", help="with --bench: this one; may be repeated")
-    parser.add_argument("--model", metavar="DIR", help="a model instead: training, prefill, a token")
+    parser.add_argument(
+        "--model", metavar="DIR", help="a model instead: training, prefill, a token"
+    )
     parser.add_argument("--rows", type=int, default=1, help="with --model: sequences (%(default)s)")
     parser.add_argument(
         "--length", type=int, default=1024, help="with --model: tokens of each (%(default)s)"
@@ -66,18 +68,18 @@ def main(arguments: Sequence[str]) -> int:
     if options.bench:
         return _compile(options, _bench(options.case))
     if options.model:
-        from delta_trn.train.run.launches import launch_model
+        from delta_trn.train.run.launches import launch_model, require_model
 
-        return _compile(
-            options, lambda: launch_model(options.model, options.rows, options.length)
-        )
+        require_model(options.model)
+        return _compile(options, lambda: launch_model(options.model, options.rows, options.length))
     config = apply(_configuration(options.recipe), parse(options.changes))
     if options.list:
         return _list(config, processes)
     if options.capability or _is_for_gpu(config):
-        from delta_trn.train.run.launches import launch_run
+        from delta_trn.train.run.launches import launch_run, require_recordable
         from delta_trn.train.studies.probes import probe_of
 
+        require_recordable(config, processes)
         return _compile(options, lambda: launch_run(config, processes, probe_of))
     return _warm(config)
 

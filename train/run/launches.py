@@ -27,25 +27,31 @@ from delta_trn.train.settings.schema import DistributionSection, RunConfig
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
-def launch_run(
-    config: RunConfig, world: int, probe_of: Callable[[Run], Probe | None] = lambda run: None
-) -> None:
-    """Does what one of `world` processes of a run does, on the device "cuda" of a stand-in.
+def require_recordable(config: RunConfig, world: int) -> None:
+    """Raises ConfigError for a run that divides layers or weights among processes.
 
-    Steps, evaluations, a sample; on rows of one document and of several. Raises ConfigError for a
-    run that divides layers or weights among processes: one alone cannot tell what they launch.
+    One process alone cannot tell what they launch.
     """
     require_divisible(config, world)
-    layout, parts = layout_of(config, world), config.distribution
+    parts = config.distribution
     if world > 1 and (parts.mode == "fsdp" or parts.tensor * parts.context > 1):
         raise ConfigError(
             f"distribution.mode={parts.mode} distribution.tensor={parts.tensor} "
             f"distribution.context={parts.context} on {world} processes: what they launch is known "
             "only while they run; start the run, in which they compile each kernel once"
         )
-    batch = config.batch.model_copy(
-        update={"sequences": layout.sequences, "micro": layout.micro}
-    )
+
+
+def launch_run(
+    config: RunConfig, world: int, probe_of: Callable[[Run], Probe | None] = lambda run: None
+) -> None:
+    """Does what one of `world` processes of a run does, on the device "cuda" of a stand-in.
+
+    Steps, evaluations, a sample; on rows of one document and of several.
+    """
+    require_recordable(config, world)
+    layout = layout_of(config, world)
+    batch = config.batch.model_copy(update={"sequences": layout.sequences, "micro": layout.micro})
     own: dict[str, Any] = {"batch": batch, "device": "cuda", "compile": False}
     own["distribution"] = DistributionSection()
     alone = {name: x for name, x in os.environ.items() if name not in TORCHRUN}
@@ -87,6 +93,12 @@ def _documents(batch: Batch) -> Iterator[Batch]:
         yield batch._replace(position_ids=(place % length).expand_as(batch.position_ids))
 
 
+def require_model(folder: str) -> None:
+    """Raises ConfigError unless a folder has a model's config.json."""
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"--model {folder}: no config.json there; name the folder of a model")
+
+
 def launch_model(folder: str, rows: int, length: int) -> None:
     """Does what users of a model do, on the device "cuda" of a stand-in: training, prefill, a token.
 
@@ -95,8 +107,6 @@ def launch_model(folder: str, rows: int, length: int) -> None:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(f"--model {folder}: no config.json there; name the folder of a model")
     config = AutoConfig.from_pretrained(folder)
     dtype = getattr(config, "dtype", None) or torch.bfloat16
     model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).to("cuda")
