@@ -54,6 +54,8 @@ def launch(cases: Sequence[Case], dtype: torch.dtype, device: str = "cuda") -> N
             step_call(BACKEND, x)()
             continue
         outcome(x, BACKEND)
+        if case.state or x.do is None:  # judged, and not timed by pass
+            continue
         for name in (BACKEND, *([BACKEND + ONE_DECAY] if case.has_channels else [])):
             for phase in passes(case):
                 pass_call(contender(name), inputs_of(name, x), phase)()

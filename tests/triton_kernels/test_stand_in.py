@@ -55,8 +55,8 @@ def test_what_is_noted_and_compiled_is_all_that_the_call_compiles(tmp_path):
     with record_launches(card((9, 0))) as found:
         q, o = call(H=int(sys.argv[1]) if sys.argv[1:] else 1)
         torch.autograd.grad(o.sum(), q)
-    outcomes = [outcome for _, outcome in fill(found, 2)]
-    assert outcomes == [True] * len(found) and [outcome for _, outcome in fill(found, 2)] == [False] * len(found)
+    for new in (True, False):
+        assert [outcome for _, outcome in fill(found, 2)] == [new] * len(found)
     """
     launch = """
     with counting() as compiled, compile_only(card((9, 0))):
@@ -113,11 +113,13 @@ def test_cuda_calls_answer_as_torch_documents_them(tmp_path):
     from delta_trn.backends import machine
     before = machine.platforms()
     with compile_only(card((8, 9))):
-        assert torch.cuda.is_available() and torch.cuda.device_count() == 1 and machine.platforms()[0] == "cuda"
-        assert torch.cuda.get_device_capability() == (8, 9) and machine.pick("cuda") == torch.device("cuda", 0)
+        assert torch.cuda.is_available() and torch.cuda.device_count() == 1
+        assert machine.platforms()[0] == "cuda" and machine.pick("cuda") == torch.device("cuda", 0)
+        assert torch.cuda.get_device_capability() == (8, 9)
         assert "invalid device ordinal" in refused(RuntimeError, lambda: torch.cuda.set_device(1))
         assert "CUDA devices are 0 to 0" in refused(ValueError, lambda: machine.pick("cuda:1"))
-        begin, end, plain = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True), torch.cuda.Event()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        plain = torch.cuda.Event()
         assert "recorded" in refused(ValueError, lambda: begin.elapsed_time(end))
         begin.record(); end.record(); end.synchronize()
         assert begin.elapsed_time(end) >= 0

@@ -95,7 +95,7 @@ def compile_in_turns() -> Iterator[None]:
         name = hashlib.sha256(f"{fn.module}.{fn.name} {key}".encode()).hexdigest()[:32]
         with suppress(OSError):  # a file system without locks: each compiles for itself
             folder.mkdir(parents=True, exist_ok=True)
-            held.file = open(folder / f"delta-trn-{name}.lock", "w")  # noqa: SIM115
+            held.file = (folder / f"delta-trn-{name}.lock").open("w")
             fcntl.flock(held.file, fcntl.LOCK_EX)
         return None
 
