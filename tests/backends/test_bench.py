@@ -148,13 +148,13 @@ def test_a_case_that_raises_is_named_and_the_others_are_timed(tmp_path, capsys, 
     monkeypatch.setattr(bench, "judge", fail)
     monkeypatch.setattr(bench, "ceilings", lambda device, dtype: Ceilings(1e15, {2**21: 1e13}))
     file = tmp_path / "bench.jsonl"
-    status, lines = run("ragged", file, "--case", "seam_65", "--peer", "hf")
+    status, lines = run("ragged", file, "--case", "overwrite", "--peer", "hf")
     assert status == 1 and (lines[0]["case"], lines[0]["pass"]) == ("ragged", None)
     assert lines[0]["failed"] == "RuntimeError: out of resource: shared memory"
-    assert [line["case"] for line in lines[1:]] == ["seam_65"] * len(bench.figures.PASSES) * 2
+    assert [line["case"] for line in lines[1:]] == ["overwrite"] * len(bench.figures.PASSES) * 2
     assert all(line["ms"]["p50"] > 0 for line in lines[1:])
     assert "ragged" in capsys.readouterr().out
-    assert {line["case"] for line in bench.figures.read([file])} == {"seam_65"}
+    assert {line["case"] for line in bench.figures.read([file])} == {"overwrite"}
 
 
 def test_small_cases_are_never_taken_for_measurements(tmp_path, monkeypatch, quick):

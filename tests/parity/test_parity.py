@@ -629,7 +629,7 @@ def test_parity_judges_the_first_and_last_sequence_of_a_large_batch():
 
 def test_a_case_that_raises_is_named_and_the_others_are_judged(tmp_path, capsys, monkeypatch):
     """A launch fails in many ways, and one must not cost the rest of a machine's time."""
-    judge = rule.verdicts
+    judge = parity.rule.verdicts
 
     def fail(case, dtype, *rest):
         if case.name == "two":
