@@ -1,7 +1,8 @@
 """Prints which backend runs which operation on this machine, and on request why others do not.
 
 Where there is a GPU it asks what a first launch needs, and then makes one small call of each
-operation and holds it to the judge. The exit status is 1 where something is missing or wrong.
+operation and holds it to the judge. The exit status is 1 where one is wrong, and 2 where something is
+missing, so that nothing can be launched.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _print_all(console: Console, rows: list[Availability]) -> None:
 
 
 def _check_gpu() -> int:
-    """Prints what a launch needs, and one line for each operation; returns 1 if any is not right."""
+    """Prints what a launch needs, and one line for each operation; returns the exit status."""
     from delta_trn.backends.card_adapter import needs
 
     met = True
@@ -83,7 +84,7 @@ def _check_gpu() -> int:
         print(need, flush=True)
         met &= need.met
     if not met:
-        return 1
+        return 2
     right = True
     for op in OPERATIONS:
         if op in BACKENDS["triton"].rows:

@@ -49,6 +49,9 @@ def main(arguments: Sequence[str]) -> int:
         "--processes", type=int, default=1, help="of the run, on all nodes (%(default)s)"
     )
     parser.add_argument("--bench", action="store_true", help="the cases of delta-trn bench instead")
+    parser.add_argument(
+        "--parity", action="store_true", help="with --bench: the cases of parity, in every dtype"
+    )
     parser.add_argument("--case", action="append", help="with --bench: this one; may be repeated")
     parser.add_argument(
         "--model", metavar="DIR", help="a model instead: training, prefill, a token"
@@ -66,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError("name one thing to warm up for: RECIPE, RUN_DIR, --bench or --model DIR")
     processes = max(options.processes, int(os.environ.get("WORLD_SIZE", "1")))
     if options.bench:
-        return _compile(options, _bench(options.case))
+        return _compile(options, _bench(options.case, options.parity))
     if options.model:
         from delta_trn.train.run.launches import launch_model, require_model
 
@@ -100,15 +103,23 @@ def _capability(text: str | None) -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-def _bench(names: Sequence[str] | None) -> Callable[[], None]:
-    """Returns what launches the cases of these names, or all that are timed on a GPU."""
+def _bench(names: Sequence[str] | None, judged: bool) -> Callable[[], None]:
+    """Returns what launches the cases of these names, or all that are timed on a GPU.
+
+    judged: instead of those all that parity judges of both rules and their steps.
+    """
     import torch
 
     from delta_trn.backends.bench.launches import launch
     from delta_trn.backends.parity import channel_cases
-    from delta_trn.backends.parity.rule_cases import BY_NAME, find
+    from delta_trn.backends.parity.judge import DTYPES
+    from delta_trn.backends.parity.rule_cases import BY_NAME, STEPS, find
 
     known = {**BY_NAME, **channel_cases.BY_NAME}
+    if judged:
+        every = [*known.values(), *STEPS.values(), *channel_cases.STEPS.values()]
+        every = [case for case in every if "slow" not in case.tags]
+        return lambda: [launch(every, dtype) for dtype in DTYPES].clear()
     try:
         named = [find(name, known) for name in names or ()]
     except ValueError as error:
