@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,9 +63,7 @@ def _triton() -> tuple[bool, str]:
         choose(call, "triton")
     except BackendRefusal as refusal:
         return False, " ".join(str(refusal).split())
-    import triton
-
-    return True, triton.__version__
+    return True, metadata.version("triton")
 
 
 def _compiler() -> tuple[bool, str]:
