@@ -217,14 +217,15 @@ def product_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> fl
     return 2 * n**3 / min(seconds)
 
 
-@contextlib.contextmanager
-def exact_products() -> Iterator[None]:
+def exact_products() -> contextlib.AbstractContextManager[None]:
     """Within `with`, float32 products are as exact as float32,
     whatever `set_products` allows elsewhere.
     """
-    if _products != "medium":
-        yield
-        return
+    return _exact_products() if _products == "medium" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _exact_products() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
     try:
         yield

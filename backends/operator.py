@@ -17,8 +17,9 @@ and 85 us and 210 us as a function (one core, medians of 1000). And inside a cus
 tensors are no longer functionalized (torch 2.9): a write into a view does not reach its base, and
 the chunked adapter returned zeros.
 
-The custom operators also run calls under torch.jit.trace, and give meta tensors their shapes. A
-call whose first tensor has no elements reaches no backend.
+The custom operators also run calls under torch.jit.trace, make_fx and FakeTensorMode, give meta
+tensors their shapes, and take tensors whose numbers others hold; `stand_ins` finds them. A call
+whose first tensor has no elements reaches no backend.
 
 Adapters run with autocast off, since an operation computes in the dtype of its inputs, with exact
 products unless the operation `rounds`, and with the tensors' CUDA device as the current one, on
@@ -38,7 +39,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from delta_trn.backends import machine
+from delta_trn.backends import machine, stand_ins
+from delta_trn.backends.checks import BackendRefusal, shape_of
 from delta_trn.backends.dispatch import OPERATIONS, adapter, choose_name, selection
 
 # "delta_trn", or another name for each copy of this file that an exported model brings along
@@ -138,13 +140,21 @@ class Operator:
 
         Device and dtype are those of the first tensor. Meta tensors have the backend that CPU
         tensors have. Unless one is `required`, the name is None where no backend runs the call, or
-        only one that is allowed to. Raises TypeError inside torch.func's transforms.
+        only one that is allowed to. Raises TypeError inside torch.func's transforms and for tensors
+        with tangents, and BackendRefusal for DTensors.
         """
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        eager = not torch.compiler.is_compiling()
+        if eager and torch._C._are_functorch_transforms_active():
             raise TypeError(
                 f"{self.name} was called inside torch.vmap or another transform of torch.func, "
                 "which do not know its kernels; make the mapped dimension part of the batch, and "
                 "use torch.autograd for gradients"
+            )
+        if eager and stand_ins.has_tangents(tensors):
+            raise TypeError(
+                f"{self.name} was called with a tensor of forward-mode differentiation, and its "
+                "kernels compute no tangents; take gradients in reverse mode, by "
+                'torch.autograd.grad, or by jacobian with strategy="reverse-mode"'
             )
         x, default = tensors[0], selection()
         assert x is not None
@@ -156,6 +166,8 @@ class Operator:
             self.name, device, x.device.index, x.dtype, constants, options, wanted, backend,
             default.name, default.allow, required,
         )  # fmt: skip
+        if eager and name is not None and not stand_ins.PLAIN.issuperset(map(type, tensors)):
+            self._refuse_divided(tensors, name)
         return name, wanted
 
     def __call__(self, call: Any, *, save: bool, backend: str) -> tuple[Any, ...]:
@@ -163,19 +175,70 @@ class Operator:
         x = getattr(call, self.tensors[0])
         if x.numel() == 0:
             return self._without_elements(call)
-        if torch.compiler.is_compiling() or x.is_meta or _is_tracing():
-            outputs = self.forward(*[getattr(call, word) for word in self.words], save, backend)
-            return outputs[:-1] if self.gradients else outputs
+        if torch.compiler.is_compiling() or x.is_meta:
+            return self._dispatch(call, save, backend)
+        flat = self.flat(call)
+        tensors = flat[: len(self.tensors)]
+        if not self._is_eager(tensors, backend):
+            return self._stand_in(call, tensors, save, backend)
         if save:
-            return _Eager.apply(self, backend, *self.flat(call))  # type: ignore[return-value]
+            return _Eager.apply(self, backend, *flat)  # type: ignore[return-value]
         return self.compute(call, save, backend)[0]
+
+    def _is_eager(self, tensors: Sequence[Tensor | None], backend: str) -> bool:
+        """Returns whether the adapter computes with these tensors now,
+        and nobody records what is called.
+        """
+        if stand_ins.is_recorded():
+            return False
+        if stand_ins.is_plain(tensors):
+            return True
+        return stand_ins.find_wrapper(tensors) is not None and self._takes_subclasses(backend)
+
+    def _takes_subclasses(self, backend: str) -> bool:
+        return self.name in getattr(adapter(backend, self.name), "TAKES_SUBCLASSES", ())
+
+    def _dispatch(self, call: Any, save: bool, backend: str) -> tuple[Any, ...]:
+        """Returns the outputs of the custom operator."""
+        outputs = self.forward(*[getattr(call, word) for word in self.words], save, backend)
+        return outputs[:-1] if self.gradients else outputs
+
+    def _stand_in(
+        self, call: Any, tensors: Sequence[Tensor | None], save: bool, backend: str
+    ) -> tuple[Any, ...]:
+        """Returns the outputs of tensors that stand for others, or of a call that is recorded."""
+        wrapper = stand_ins.find_wrapper(tensors)
+        if wrapper is None:
+            return self._dispatch(call, save, backend)
+        self._refuse_divided(tensors, backend)
+        try:
+            return self._dispatch(call, save, backend)
+        except (NotImplementedError, TypeError) as failure:
+            raise BackendRefusal(
+                f"{self.name} on the backend {backend} reads plain tensors, and was given a "
+                f"{type(wrapper).__name__} {shape_of(wrapper)}, whose class does not say what to "
+                f"do with {LIBRARY}::{self.name}; pass the plain tensors that it holds"
+            ) from failure
+
+    def _refuse_divided(self, tensors: Sequence[Tensor | None], backend: str) -> None:
+        """Raises BackendRefusal for a DTensor that an adapter's kernels would look
+        for in memory.
+        """
+        divided = next((x for x in tensors if x is not None and stand_ins.is_divided(x)), None)
+        if divided is not None and not self._takes_subclasses(backend):
+            raise BackendRefusal(
+                f"{self.name} on the backend {backend} reads plain tensors, and was given a "
+                f"DTensor {shape_of(divided)}, which is divided over processes; pass x.to_local() "
+                "of each of its tensors, divided by rows or by heads, and make "
+                "DTensor.from_local(...) of what it returns"
+            )
 
     def _without_elements(self, call: Any) -> tuple[Tensor | None, ...]:
         """Returns the outputs of a call without elements;
         the gradients of its tensors are zeros.
         """
         tensors = [getattr(call, word) for word in self.tensors]
-        if not (torch.compiler.is_compiling() or tensors[0].is_meta):
+        if stand_ins.may_read(tensors[0]):
             self.values(call)
         zero = tensors[0].new_zeros(())
         for x in tensors:
@@ -204,8 +267,10 @@ class Operator:
         if x.device.type == "xla":  # whose host pays for each, and which has no other products
             return context
         stack = contextlib.ExitStack()
-        for entered in (context, torch.cuda.device_of(x), self.products()):
+        for entered in (context, self.products()):
             stack.enter_context(entered)
+        if x.is_cuda:
+            stack.enter_context(torch.cuda.device_of(x))
         return stack
 
     def differentiate(
@@ -244,6 +309,16 @@ class Operator:
             f"{self.name} has no second derivative; drop create_graph=True, or write it in PyTorch "
             "operations"
         )
+
+    def _refuse_batched(self, douts: Sequence[Tensor | None]) -> None:
+        """Raises TypeError for gradients that each stand for many."""
+        if not torch.compiler.is_compiling() and stand_ins.is_batched(douts):
+            raise TypeError(
+                f"gradients of {self.name} were asked for many at a time, which its kernels do "
+                "not compute; leave out is_grads_batched=True of torch.autograd.grad, "
+                "vectorize=True of jacobian and hessian, and torch.vmap around them, and ask for "
+                "one after the other"
+            )
 
     def _define(self, types: Mapping[str, str]) -> None:
         """Defines the custom operators."""
@@ -339,17 +414,27 @@ class Operator:
                 f"{self.name} was called with save=False and is now asked for gradients; "
                 f"call backends.{self.name}, which saves whenever an input requires grad"
             )
-        kept, n = ctx.saved_tensors, len(self.tensors)
         douts = tuple(
             None if missing else dy for dy, missing in zip(douts[:-1], ctx.missing, strict=True)
         )
-        gradients = self.backward(*douts, *kept[:n], *ctx.options, list(kept[n:]), ctx.backend)
-        gradients = [gradients] if isinstance(gradients, Tensor) else gradients
+        self._refuse_batched(douts)
+        gradients = self._dispatch_backward(douts, ctx.saved_tensors, ctx.options, ctx.backend)
         present = [
-            None if absent else x
-            for x, absent in zip(self.spread(gradients), ctx.absent, strict=True)
+            None if gone else x for x, gone in zip(self.spread(gradients), ctx.absent, strict=True)
         ]
         return *present, *[None] * (len(ctx.options) + 2)
+
+    def _dispatch_backward(
+        self,
+        douts: Sequence[Tensor | None],
+        kept: Sequence[Tensor],
+        options: Sequence[Any],
+        backend: str,
+    ) -> Sequence[Tensor | None]:
+        """Returns the gradients by the custom operator; `kept` is what `list_kept` returned."""
+        n = len(self.tensors)
+        gradients = self.backward(*douts, *kept[:n], *options, list(kept[n:]), backend)
+        return [gradients] if isinstance(gradients, Tensor) else gradients
 
 
 def _autograd_again() -> contextlib.AbstractContextManager[None]:
@@ -390,10 +475,24 @@ class _Eager(torch.autograd.Function):
         operator: Operator = ctx.operator
         if torch.is_grad_enabled():
             operator.refuse_second_derivative()
+        operator._refuse_batched(douts)
         kept = ctx.saved_tensors  # read once: under checkpointing the first look recomputes them
         n = len(operator.tensors)
-        call = operator.call(*kept[:n], *ctx.options)
+        if operator._is_eager(douts, ctx.backend):
+            call = operator.call(*kept[:n], *ctx.options)
+            gradients = ctx.context.run(
+                operator.differentiate, douts, call, list(kept[n:]), ctx.backend
+            )
+            return None, None, *operator.spread(gradients), *[None] * len(ctx.options)
         gradients = ctx.context.run(
-            operator.differentiate, douts, call, list(kept[n:]), ctx.backend
+            operator._dispatch_backward, douts, kept, ctx.options, ctx.backend
         )
-        return None, None, *operator.spread(gradients), *[None] * len(ctx.options)
+        wanted = zip(
+            operator.spread(gradients), ctx.needs_input_grad[2:], strict=False
+        )  # None: it is absent
+        return (
+            None,
+            None,
+            *[x if needed else None for x, needed in wanted],
+            *[None] * len(ctx.options),
+        )

@@ -17,7 +17,7 @@ from delta_trn.models.cache import CACHE_NAME, DeltaCache, LayerCache, take_cach
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.kimi_delta_attention import KimiDeltaAttention
-from delta_trn.models.layers import MLPS, NORMS, Dropout, Embedding
+from delta_trn.models.layers import MLPS, NORM_FORWARDS, NORMS, Dropout, Embedding, is_untouched
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag, initialize
 from delta_trn.models.residual import Additive, Whole, make_expansion, make_read, make_write
@@ -69,7 +69,7 @@ class Block(GradientCheckpointingLayer):
         h = self.read(x, sequences, cache, "mixer_read")
         c = self.mixer_norm(h)
         y = self._scale(self.mixer_dropout(self.mixer(c, sequences, cache), sequences.noise))
-        if self.sums:
+        if self.sums and is_untouched(self.mlp_norm, NORM_FORWARDS):
             c, x = self.mlp_norm.of_sum(y, x)
             h = x
         else:

@@ -22,7 +22,16 @@ from delta_trn.models.config import DeltaConfig
 from delta_trn.models.convolution import ShortConvolution
 from delta_trn.models.head_numbers import Float32Numbers
 from delta_trn.models.initialization import decay_rates, taps, time_steps
-from delta_trn.models.layers import Linear, RMSNorm, consecutive_parts, project
+from delta_trn.models.layers import (
+    NORM_FORWARDS,
+    Forwards,
+    Linear,
+    RMSNorm,
+    consecutive_parts,
+    in_dtype_of,
+    is_untouched,
+    project,
+)
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag
 from delta_trn.models.sequence import Sequences
@@ -36,6 +45,7 @@ FORGET = 1e20
 Projected = tuple[
     Tensor, Tensor, Tensor, Tensor
 ]  # q, k and v side by side, the output's gate, a, b
+IN_THE_KERNEL: Forwards = {ShortConvolution: ShortConvolution.forward, **NORM_FORWARDS}
 
 
 class GatedDeltaNet(Float32Numbers):
@@ -124,7 +134,7 @@ class GatedDeltaNet(Float32Numbers):
         None: `_mix` does.
         """
         changed = self.scan is not gated_delta_rule
-        watched = self.conv._forward_hooks or self.o_norm._forward_pre_hooks  # by a study
+        watched = not all(is_untouched(m, IN_THE_KERNEL) for m in (self.conv, self.o_norm))
         token = cache is not None and cache.state is not None and qkv.shape[1] == 1
         if changed or watched or token or (sequences.is_packed and qkv.shape[0] > 1):
             return None
@@ -198,7 +208,7 @@ class GatedDeltaNet(Float32Numbers):
     def _project_gates(self, x: Tensor) -> Tensor:
         """Returns W_a x and W_b x side by side, in the dtype of their weights."""
         with torch.autocast(x.device.type, enabled=False):
-            return project(x.to(self.a_proj.weight.dtype), (self.a_proj, self.b_proj))[0]
+            return project(in_dtype_of(x, self.a_proj, self.b_proj), (self.a_proj, self.b_proj))[0]
 
     def _options(self, sequences: Sequences) -> dict[str, Any]:
         """Returns the options of the delta rule, which makes g and beta from the projections."""

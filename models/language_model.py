@@ -18,7 +18,7 @@ from delta_trn.backends import linear_cross_entropy as cross_entropy_of_readout
 from delta_trn.models.backbone import DeltaModel, DeltaPreTrainedModel, retag
 from delta_trn.models.cache import CACHE_NAME, DeltaCache
 from delta_trn.models.config import DeltaConfig
-from delta_trn.models.layers import Linear, at_least_float32
+from delta_trn.models.layers import Linear, at_least_float32, multiplies
 from delta_trn.models.mup import TABLES, Role
 from delta_trn.models.sequence import packed_bounds
 
@@ -162,9 +162,9 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         smoothing = self.config.label_smoothing if self.training else 0.0
         multiplier = self.config.logit_scale
-        if not isinstance(
-            self.lm_head, Linear
-        ):  # wrapped by PEFT: it computes more than its weight says
+        if not multiplies(
+            self.lm_head
+        ):  # wrapped by PEFT, say: it computes more than its weight says
             logits = at_least_float32(self.lm_head(hidden * multiplier))
             total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
             return total / (targets != IGNORED).sum().clamp(min=1)
@@ -183,10 +183,15 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         return self.lm_head
 
     def set_output_embeddings(self, new_embeddings: Any) -> None:
-        """Takes the rows of `new_embeddings`: transformers makes a plain module
-        where it resizes.
+        """Takes the rows of `new_embeddings`: transformers makes a plain module where it resizes.
+
+        A layer that does more than multiply by its rows becomes the readout itself.
         """
-        self.lm_head.weight = retag(new_embeddings, self.lm_head).weight
+        retag(new_embeddings, self.lm_head)
+        if not (isinstance(new_embeddings, nn.Embedding) or multiplies(new_embeddings)):
+            self.lm_head = new_embeddings
+            return
+        self.lm_head.weight = new_embeddings.weight
         self.lm_head.out_features = self.lm_head.weight.shape[0]
 
 

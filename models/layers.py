@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, chain, islice
@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.modules.module import _has_any_global_hook
 
 from delta_trn.backends import add_rms_norm, gated_rms_norm
 from delta_trn.backends.rows import find_whole
@@ -18,6 +21,7 @@ from delta_trn.models.initialization import constant
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag
 
+Forwards = Mapping[type[nn.Module], Callable[..., Any]]
 SHORT = 64  # tokens of a sequence for which putting weights side by side costs more than it saves
 
 
@@ -69,8 +73,9 @@ def project(x: Tensor, *groups: Sequence[Linear]) -> Sequence[Tensor]:
 
     A group is one product, unless sequences are short, as in decoding: then putting the weights
     side by side would cost more than it saves. How many there are does not count, since one product
-    ends in other bits than three, and a row must not depend on its batch. A map that PEFT has
-    wrapped computes more than its weight says, and one that has hooks must be called.
+    ends in other bits than three, and a row must not depend on its batch. Where another layer
+    stands in a map's place, as those of PEFT and of quantizers do, each map of its group is called
+    (`multiplies`).
     """
     if not all(_can_join(x, maps) for maps in groups):
         return [
@@ -80,8 +85,49 @@ def project(x: Tensor, *groups: Sequence[Linear]) -> Sequence[Tensor]:
 
 
 def _can_join(x: Tensor, maps: Sequence[Linear]) -> bool:
-    watched = any(m._forward_hooks or m._forward_pre_hooks for m in maps)
-    return x.shape[-2] >= SHORT and all(isinstance(m, nn.Linear) for m in maps) and not watched
+    return x.shape[-2] >= SHORT and all(map(multiplies, maps))
+
+
+def multiplies(m: nn.Module) -> bool:
+    """Returns whether a call of m only multiplies by m.weight, so that the weight may be read
+    instead.
+
+    The weight must be a plain tensor, or stand for one while a program is recorded: a subclass of
+    Tensor, as torchao's, may have no other operation than the product.
+    """
+    if not is_untouched(m, LINEAR_MAPS) or m.bias is not None:
+        return False
+    return type(m.weight) in (Tensor, nn.Parameter) or isinstance(
+        m.weight, (FakeTensor, FunctionalTensor)
+    )
+
+
+def is_untouched(m: nn.Module, forwards: Forwards) -> bool:
+    """Returns whether a call of m runs the forward that `forwards` has for m's class, and no more.
+
+    It is False for a subclass, which torch's parametrizations make, too; where somebody has
+    replaced `forward`, of m, as accelerate does, or of the class; and where hooks wait for the
+    call.
+    """
+    forward = forwards.get(type(m))
+    if forward is None or forward is not type(m).forward or "forward" in vars(m):
+        return False
+    hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+    return not (hooks or _has_any_global_hook())
+
+
+def in_dtype_of(x: Tensor, *maps: nn.Module) -> Tensor:
+    """Returns x in the dtype of the first map whose weight has floating-point numbers of 16 bits or
+    more.
+
+    Returns x itself if there is none: quantizers store integers or 8-bit numbers, to which x must
+    not be rounded, and some of their layers have no `weight`.
+    """
+    for m in maps:
+        dtype = getattr(getattr(m, "weight", None), "dtype", torch.uint8)
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            return x.to(dtype)
+    return x
 
 
 def multiply(x: Tensor, *groups: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -259,6 +305,9 @@ class LayerNorm(nn.Module):
 
 
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
+# What each class computes as long as nobody has put another forward in its place.
+LINEAR_MAPS: Forwards = {kind: kind.forward for kind in (Linear, nn.Linear)}
+NORM_FORWARDS: Forwards = {kind: kind.forward for kind in NORMS.values()}
 
 
 class SwiGLU(nn.Module):

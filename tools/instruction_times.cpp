@@ -6,6 +6,9 @@
 #include <vector>
 
 namespace {
+const int QUEUES = 10;                           // as tools/instruction_times.py numbers them
+const int READS = 1, WRITES = 2, STORES = 4;     // how a tensor is used: stores to HBM wait for nothing
+
 struct Units {  // what a kernel issues, as places [first, stop) among the recorded instructions
     const int *of_entry;  // [entries][chunks][2]
     const int *of_step;   // of the convolution: [3][steps][2]
@@ -53,8 +56,9 @@ extern "C" double time_order(
     int entries, const int *entry, int64_t *peaks, int chunks, const int *of_entry, const int *of_step, int steps,
     int cells, const int *cell_chunk, const int *cell_load, int first, int rest, int n, const int *queue,
     const int *ports, const double *busy, const double *latency, const uint64_t *tables, double load_us,
-    int dma_from, const int *needs_from, const int *needs, const char *waits, const int *tiles_from,
-    const int *tiles, int storages, const int64_t *sbuf, const int64_t *psum) {
+    int dma_from, const int *needs_from, const int *needs, const char *waits, const int *uses_from, const int *uses,
+    const double *wait, const int *tiles_from, const int *tiles, int storages, const int64_t *sbuf,
+    const int64_t *psum) {
     Units units{of_entry, of_step, steps, {}};
     units.sequence.reserve(n);
     Convolution convolution;
@@ -88,6 +92,10 @@ extern "C" double time_order(
     std::vector<std::pair<double, double>> transfers;
     uint64_t resident = 0;
     double total = 0.0;
+    // of each tensor, by queue: the last instruction that wrote it and that read it; engines wait for tensors
+    std::vector<int> wrote(storages * QUEUES, -1), read(storages * QUEUES, -1), place(n, -1);
+    int known[QUEUES][QUEUES];  // up to which place a queue has waited for another one
+    std::fill(&known[0][0], &known[0][0] + QUEUES * QUEUES, -1);
     for (int at = 0; at < n; at++) {
         int i = order[at];
         if (tables[i]) {
@@ -104,16 +112,40 @@ extern "C" double time_order(
             int j = needs[k];
             if (end[j] >= 0) start = std::max(start, end[j] + (waits[k] ? latency[j] : 0.0));
         }
+        bool others = false;
+        int own = queue[i];
+        place[i] = at;
+        auto need = [&](int j, int q) {
+            if (j < 0 || q == own) return;
+            start = std::max(start, end[j] + latency[j]);
+            if (place[j] > known[own][q]) {
+                known[own][q] = place[j];
+                others = true;
+            }
+        };
+        for (int k = uses_from[i]; k < uses_from[i + 1]; k++) {
+            int tensor = uses[k] / 8 * QUEUES, how = uses[k] % 8;
+            for (int q = 0; q < QUEUES; q++) {
+                if (how & (READS | WRITES)) need(wrote[tensor + q], q);
+                if (how & WRITES) need(read[tensor + q], q);
+            }
+        }
+        for (int k = uses_from[i]; k < uses_from[i + 1]; k++) {
+            int tensor = uses[k] / 8 * QUEUES + own, how = uses[k] % 8;
+            if (how & READS) read[tensor] = i;
+            if (how & (WRITES | STORES)) wrote[tensor] = i;
+        }
+        double busy_i = busy[i] + (others ? wait[i] : 0.0);
         if (queue[i] >= dma_from) {  // the first gap that holds it
             std::pair<double, double> key(start, -1.0);
             auto gap = std::upper_bound(transfers.begin(), transfers.end(), key);
             if (gap != transfers.begin()) --gap;
-            for (; gap != transfers.end() && gap->first < start + busy[i]; ++gap)
+            for (; gap != transfers.end() && gap->first < start + busy_i; ++gap)
                 start = std::max(start, gap->second);
-            std::pair<double, double> own(start, start + busy[i]);
-            transfers.insert(std::upper_bound(transfers.begin(), transfers.end(), own), own);
+            std::pair<double, double> span(start, start + busy_i);
+            transfers.insert(std::upper_bound(transfers.begin(), transfers.end(), span), span);
         }
-        end[i] = start + busy[i];
+        end[i] = start + busy_i;
         free_at[queue[i]] = end[i];
         for (int p = 0; p < 2; p++)
             if (ports[i] >> p & 1) free_at[14 + p] = end[i];

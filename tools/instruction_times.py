@@ -25,6 +25,7 @@ from nki_simulator.core.machine import Engine, Machine, current
 from nki_simulator.core.memory import HBM, PSUM, SBUF
 from nki_simulator.core.tables import LOAD_US, SETS, owners
 from nki_simulator.cost import (
+    COSTS,
     PSUM_PORT,
     SBUF_PORT,
     accumulates,
@@ -136,7 +137,10 @@ def pack_instructions(run: Any, lives: list[Any]) -> tuple[Any, ...]:
     queues |= {"dma": 8, "dma stores": 9}
     sets = {name: 1 << i for i, name in enumerate(SETS)}
     costs = [instruction_cost(step, target) for step in trace]
-    needs = [sorted(own) for own in list_dependencies(trace)]
+    needs = [  # between engines, the timer follows tensors itself, as another order needs it
+        sorted(j for j in own if find_queue(trace[j]) == find_queue(trace[i]))
+        for i, own in enumerate(list_dependencies(trace))
+    ]
     tiles = [
         sorted({o.region.storage for o in (*step.reads, *step.writes) if o.buffer not in HBM})
         for step in trace
@@ -154,9 +158,22 @@ def pack_instructions(run: Any, lives: list[Any]) -> tuple[Any, ...]:
         np.array([(SBUF_PORT in own) + 2 * (PSUM_PORT in own) for own in ports], np.int32),
         np.array([busy for busy, _ in costs]), np.array([latency for _, latency in costs]),
         np.array([sum(sets[name] for name in own) for own in functions], np.uint64), LOAD_US, 8,
-        *flatten(needs), np.array(waits, np.int8), *flatten(tiles), len(lives),
+        *flatten(needs), np.array(waits, np.int8), *flatten([list_uses(step) for step in trace]),
+        np.array([COSTS.wait(step.engine) for step in trace]), *flatten(tiles), len(lives),
         np.array(sbuf, np.int64), np.array(psum, np.int64),
     )  # fmt: skip
+
+
+def list_uses(step: Any) -> list[int]:
+    """Returns each tensor of an instruction, eight times its number, with how it is used: 1 read, 2
+    written on chip, 4 written in HBM.
+    """
+    uses: dict[int, int] = {}
+    for operands, how in ((step.reads, 1), (step.writes, 2)):
+        for o in operands:
+            own = 4 if how == 2 and o.buffer in HBM else how
+            uses[o.region.storage] = uses.get(o.region.storage, 0) | own
+    return [8 * storage + how for storage, how in sorted(uses.items())]
 
 
 def flatten(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -193,7 +210,7 @@ def build_timer() -> Any:
         *[pointer] * 5,
         ctypes.c_double,
         number,
-        *[pointer] * 5,
+        *[pointer] * 8,
         number,
         *[pointer] * 2,
     ]

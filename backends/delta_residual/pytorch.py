@@ -19,6 +19,8 @@ from torch import Tensor
 
 from delta_trn.backends.delta_residual.contract import Gradients, Residual
 
+TAKES_SUBCLASSES = ("delta_residual",)
+
 
 def forward(call: Residual, *, save: bool) -> tuple[Tensor, list[Tensor]]:
     """Returns X', and nothing to save."""

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from delta_trn.backends import dispatch
+from delta_trn.backends import dispatch, stand_ins
 from delta_trn.backends.gated_delta_rule import checks, contract
 from delta_trn.backends.gated_delta_rule.contract import AnyCall, Gradients, Rule, Step, state_dtype
 from delta_trn.backends.gated_delta_rule.once import once
@@ -281,7 +281,7 @@ def run(
         o, state = compute(made)
         state = state if call.output_final_state else None
     else:
-        if not (torch.compiler.is_compiling() or call.q.is_meta):
+        if stand_ins.may_read(call.q):
             checks.values(made)  # of the whole, before its first piece runs
         o, state = compute_states(made, positions, compute)
     return o, None if state is None else state.mT.contiguous() if v_first else state
@@ -313,7 +313,7 @@ def bounds_of(cu_seqlens: Tensor | None) -> Tensor | None:
     """Returns cu_seqlens as int64, the same tensor in every layer."""
     if cu_seqlens is None or cu_seqlens.dtype == torch.int64:
         return cu_seqlens
-    if torch.compiler.is_compiling() or cu_seqlens.is_meta:
+    if not stand_ins.may_read(cu_seqlens):
         return cu_seqlens.long()
     return once(cu_seqlens, "int64", cu_seqlens.long)
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 from torch import Tensor, arange, bfloat16, dtype, int32, int64
 
 from delta_trn.backends.checks import (
+    in_brackets,
     is_checking,
     refuse_where,
     require_dtypes,
@@ -139,18 +140,27 @@ def gate_arguments(
     """
     if use_gate_in_kernel and A_log is None:
         raise ValueError(
-            "use_gate_in_kernel=True without A_log; pass A_log [HV], and dt_bias [HV] if any"
+            "use_gate_in_kernel=True without A_log; it makes the decay of what a layer projects, "
+            "at a rate of exp(A_log): pass A_log [HV], and dt_bias "
+            f"{in_brackets(('HV' + channels).split())} if the layer has one, or leave "
+            "use_gate_in_kernel out if g is finished, the logarithm of the decay"
         )
     parameters = {name: x for name, x in (("A_log", A_log), ("dt_bias", dt_bias)) if x is not None}
     if parameters and not use_gate_in_kernel:
+        given = " and ".join(parameters)
+        ends = "softplus, or the sigmoid of a lower_bound" if channels else "softplus"
         raise ValueError(
-            f"{' and '.join(parameters)} passed with use_gate_in_kernel=False; "
-            "pass True, with what the layer projects as g, or leave them out"
+            f"{given} passed with use_gate_in_kernel=False, which takes g as it is, the finished "
+            f"logarithm of the decay; leave {given} out if g is finished, or pass "
+            "use_gate_in_kernel=True and, as g, what the layer projects, before dt_bias and "
+            f"{ends}: of a finished g the call would make a gate again"
         )
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError(
-            "allow_neg_eigval=True doubles the sigmoid that use_beta_sigmoid_in_kernel=True takes "
-            "here; pass that too, or 2 sigmoid(z) as beta"
+            "allow_neg_eigval=True with use_beta_sigmoid_in_kernel=False, which takes beta as it "
+            "is, a finished write strength from 0 to 2; leave allow_neg_eigval out if beta is "
+            "finished, or pass use_beta_sigmoid_in_kernel=True and, as beta, what the layer "
+            "projects, before the sigmoid that allow_neg_eigval doubles"
         )
     for name, x in parameters.items():
         letters = "HV" + (channels if name == "dt_bias" else "")
@@ -280,7 +290,9 @@ def values(call: Rule | Step) -> None:
         g > 0,
         "g",
         g,
-        "is above 0; g is the logarithm of a decay in (0, 1]: pass log(alpha), not alpha",
+        "is above 0; g is the logarithm of a decay in (0, 1]: pass log(alpha), not alpha, or, if "
+        "it is what a layer projects, also use_gate_in_kernel=True and the layer's A_log and "
+        "dt_bias",
     )
     require_strengths(beta, "sigmoid(b) or 2 sigmoid(b)")
     if not call.l2norm:

@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from delta_trn.backends import stand_ins
 from delta_trn.backends.gated_delta_rule import checks
 from delta_trn.backends.gated_delta_rule.contract import Rule, Step, state_dtype
 
@@ -60,7 +61,7 @@ def step_in_pool(call: Step, step: Callable[[Step], tuple[Tensor, ...]], native:
     indices = indices if many else indices[:, None]
     if call.v.numel() == 0:
         return torch.zeros_like(call.v)
-    if not (torch.compiler.is_compiling() or call.v.is_meta):
+    if stand_ins.may_read(indices):
         checks.slots(indices, accepted, len(pool))
     tokens = {name: getattr(call, name) for name in ("q", "k", "v", "g", "beta")}
     if native:

@@ -210,14 +210,18 @@ def _gates(
     if use_gate and lower_bound is not None:
         if not -math.inf < lower_bound < 0:
             raise ValueError(
-                f"lower_bound is {lower_bound}; the gate is lower_bound sigmoid(...), the "
-                "logarithm of a decay: pass a number below 0, such as -5.0"
+                f"lower_bound is {lower_bound}; the gate is lower_bound sigmoid(exp(A_log) (g + "
+                "dt_bias)), between it and 0: pass the finite number below 0 that the layer was "
+                "trained with, or leave lower_bound out if its gate is -exp(A_log) softplus(g + "
+                "dt_bias)"
             )
         A_log = torch.zeros(HV, device=q.device) if A_log is None else A_log
     if use_gate and safe_gate and not (lower_bound is not None and lower_bound >= SAFE):
         raise ValueError(
-            f"safe_gate=True with lower_bound={lower_bound}; it promises g in [-5, 0): pass a "
-            "lower_bound from -5 to 0, or leave safe_gate out, which changes nothing here"
+            f"safe_gate=True with lower_bound={lower_bound}; it promises g in [-5, 0), which a "
+            "lower_bound from -5 to 0 keeps: leave safe_gate out, which changes no number here, "
+            "or pass the lower_bound that the layer was trained with (without one its gate is "
+            "another, of softplus)"
         )
     if isinstance(dt_bias, Tensor) and dt_bias.dim() == 1:
         if dt_bias.shape[0] != HV * K:

@@ -39,7 +39,8 @@ def convolution(
             )
         if sizes["B"] != 1:
             raise ValueError(
-                f"B={sizes['B']} with position; packed sequences lie end to end in B=1"
+                f"B={sizes['B']} with position; packed sequences lie end to end in B=1: reshape to one row, "
+                "or leave position out"
             )
         if prefix is not None:
             raise ValueError(
@@ -77,7 +78,9 @@ def readout(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
     if sizes["d"] == 0 or sizes["vocabulary"] == 0:
         raise ValueError(f"weight {shape_of(weight)} is not [vocabulary, d] with both at least 1")
     if targets.dtype != int64:
-        raise ValueError(f"targets is {targets.dtype}; pass torch.int64")
+        raise ValueError(
+            f"targets is {targets.dtype}; expected torch.int64: convert it once with .long()"
+        )
     require_one_device(hidden, "hidden", {"weight": weight, "targets": targets})
 
 

@@ -4,6 +4,8 @@ each.
     OP_forward(call, *, save) -> (*outputs, saved)
     OP_backward(*gradients of the outputs, call, saved) -> gradients OP_saved_shapes(call) -> shape
     and dtype of each tensor in `saved`; a module without it saves nothing
+    TAKES_SUBCLASSES        names the operations that are PyTorch's own for a DTensor and other
+                            subclasses
 
 Shapes and equations are in `backends.layers`.
 """

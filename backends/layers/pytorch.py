@@ -24,6 +24,7 @@ from delta_trn.backends.layers.contract import Convolution, GatedNorm, Readout, 
 # a sequence of 4,096.
 LOGITS = {"cpu": 2**20, "other": 2**26, "neuron": 2**28}
 NEURON = ("xla", "neuron")
+TAKES_SUBCLASSES = ("short_convolution", "gated_rms_norm", "add_rms_norm")
 
 
 def short_convolution_forward(call: Convolution, *, save: bool) -> tuple[Tensor, list[Tensor]]:

@@ -18,7 +18,7 @@ from delta_trn.backends import (
     write_strength,
 )
 from delta_trn.backends.dispatch import BACKENDS
-from delta_trn.backends.gated_delta_rule.contract import LazyDecay
+from delta_trn.backends.gated_delta_rule.contract import LazyDecay, make_gates
 from delta_trn.backends.parity import rule
 from delta_trn.backends.parity.judge import error
 from delta_trn.backends.parity.rule_cases import Case, inputs
@@ -198,17 +198,27 @@ BAD = {
     "no A_log": (
         {"A_log": None, "dt_bias": None},
         ValueError,
-        "use_gate_in_kernel=True without A_log",
+        "use_gate_in_kernel=True without A_log; .*pass A_log .*or leave use_gate_in_kernel out "
+        "if g is finished",
     ),
     "not asked for": (
         {"use_gate_in_kernel": False},
         ValueError,
-        "A_log and dt_bias passed with use_gate_in_kernel=False",
+        "A_log and dt_bias passed with use_gate_in_kernel=False, .*leave A_log and dt_bias out "
+        "if g is finished, or pass use_gate_in_kernel=True and, as g, what the layer projects, "
+        "before dt_bias and softplus:",
+    ),
+    "bias alone": (
+        {"use_gate_in_kernel": False, "A_log": None},
+        ValueError,
+        "dt_bias passed with use_gate_in_kernel=False, .*leave dt_bias out if g is finished",
     ),
     "neg without sigmoid": (
         {"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": True},
         ValueError,
-        "allow_neg_eigval=True doubles the sigmoid",
+        "allow_neg_eigval=True with use_beta_sigmoid_in_kernel=False, .*leave allow_neg_eigval "
+        "out if beta is finished, or pass use_beta_sigmoid_in_kernel=True and, as beta, what the "
+        "layer projects",
     ),
     "shape": (
         {"A_log": torch.zeros(3)},
@@ -237,13 +247,30 @@ def test_bad_gate_arguments_are_named(changes, error, message):
         )
 
 
+def test_either_remedy_of_a_refused_gate_gives_the_same_numbers_and_the_flag_alone_does_not():
+    *tensors, a, z, A_log, dt_bias = (x.detach().double() for x in arguments())
+    g, beta = make_gates(a, z, A_log, dt_bias, 1.0)
+    parameters = {"A_log": A_log, "dt_bias": dt_bias}
+    with pytest.raises(
+        ValueError, match="leave A_log and dt_bias out if g is finished, or pass use_gate"
+    ):
+        gated_delta_rule(*tensors, g, beta, **parameters)
+    finished, _ = gated_delta_rule(*tensors, g, beta)
+    projected, _ = gated_delta_rule(*tensors, a, beta, use_gate_in_kernel=True, **parameters)
+    torch.testing.assert_close(projected, finished, rtol=1e-12, atol=1e-12)
+    again, _ = gated_delta_rule(*tensors, g, beta, use_gate_in_kernel=True, **parameters)
+    assert (again - finished).norm() > 1e-3 * finished.norm()
+
+
 @pytest.mark.parametrize("backend", ["chunked", IN_KERNELS])
 def test_check_mode_checks_the_computed_gates(backend):
     q, k, v, a, z, A_log, dt_bias = (x.detach() for x in arguments())
     a, z = a.abs() + 1, 5 * z.abs()  # as they stand, a is no log decay and z no write strength
     with checking():
         gated_delta_rule(q, k, v, a, z, backend=backend, **gate_options(A_log, dt_bias))
-        with pytest.raises(ValueError, match=r"g at .* above 0"):
+        with pytest.raises(
+            ValueError, match=r"g at .* above 0; .*projects, also use_gate_in_kernel=True"
+        ):
             gated_delta_rule(q, k, v, a, z.sigmoid(), backend=backend, use_qk_l2norm_in_kernel=True)
         A_log[1] = float("nan")
         with pytest.raises(ValueError, match="is not finite"):

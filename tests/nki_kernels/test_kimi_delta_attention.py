@@ -21,7 +21,7 @@ from delta_trn.nki_kernels import (
     plan,
 )
 from delta_trn.nki_kernels.kimi_delta_attention import bwd, fwd
-from nki_simulator.cost import estimates
+from nki_simulator.cost import estimate
 from tests.support.nki_judge import record_run
 
 NAME = "nki-simulator"
@@ -70,7 +70,7 @@ def test_a_decay_per_channel_keeps_its_price(ours, scalar, most):
     def time(module, **sizes):
         kernel, arguments = module.example(T=1024, H=4, K=128, V=128, dtype="bfloat16", **sizes)
         run_record = record_run(kernel, *arguments)
-        return estimates(run_record.trace, run_record.target)[-1].schedule
+        return estimate(run_record.trace, run_record.target).schedule
 
     assert time(ours, lanes=4, width=2) <= most * time(scalar, lanes=4, width=2)
 

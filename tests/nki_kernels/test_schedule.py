@@ -143,7 +143,8 @@ def test_the_tool_times_an_order_as_the_cost_model_does(name):
     run = record(kernel, *arguments, target=target, check_source=False)
     trace = record_kernel(search, SMALL | {"target": target})
     found = trace.time(search.module.ORDER, tool.build_timer())
-    assert found[0] == pytest.approx(estimate(run.trace, run.target).schedule)
+    timed = replace(run.target, refused="")  # of trn2, the report says no time
+    assert found[0] == pytest.approx(estimate(run.trace, timed).schedule)
     assert found[1:] == (run.sbuf_peak, run.psum_peak)
     with pytest.raises(ValueError, match="other entries than were recorded; remake it"):
         trace.time(search.module.ORDER[1:], tool.build_timer())

@@ -4,7 +4,7 @@ what the project rests on can fail.
 
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -41,24 +41,26 @@ from delta_trn.triton_kernels.launch import adjust
 from nki_simulator import StrictError, nisa, nl
 from tests.backends import test_gates
 from tests.backends.cpu_kernel import test_states
+from tests.backends.operator import test_stand_ins
 from tests.models import (
     test_ddl,
     test_ddl_options,
     test_language_model,
     test_lazy_product,
     test_loss,
+    test_replaced_layers,
 )
 from tests.models.ecosystem import test_fully_sharded, test_packing, test_weights, test_widths
 from tests.nki_kernels import test_gated_delta_layer
 from tests.support import families, tiny_models
 from tests.support.planted_bugs import BUGS, RULE, planted
 from tests.train import test_optimizers
+from tests.train.parallel import test_same_run
 
 WHOLE = Case(
     "planted", 1, 70, 2, 16, 16, "two chunks, groups, a state", HV=4, decay="weak", reflect=True,
     norm="random", state=True, loss=BOTH,
 )  # fmt: skip
-
 # sequences whose order by length is no exchange of two, some of them empty
 PACKED = replace(WHOLE, name="packed", T=111, lengths=(0, 5, 0, 70, 33, 3))
 SEGMENTS = replace(WHOLE, name="segments", T=40, H=1, HV=1, K=72, V=24)
@@ -324,15 +326,8 @@ class Counting(Loader):
 
     def __init__(self, rank):
         self.dataset, self.split = SimpleNamespace(fingerprint="x"), "train"
-        self._bos, self.batch, self.sequence, self.seed, self.rank, self.world, self._samples = (
-            None,
-            2,
-            3,
-            7,
-            rank,
-            2,
-            0,
-        )
+        self._bos, self.batch, self.sequence, self.seed = None, 2, 3, 7
+        self.rank, self.world, self._samples = rank, 2, 0
 
     def _windows(self, first):
         return np.repeat(np.arange(first, first + self.batch)[:, None], self.sequence + 1, axis=1)
@@ -362,6 +357,22 @@ def holds(test, *arguments):
     """Runs a test that stands elsewhere; its assertions decide."""
     test(*arguments)
     return True
+
+
+REPLACED = test_replaced_layers.test_layers_in_the_maps_places_compute_what_they_compute_alone
+WATCHED = test_replaced_layers.test_hooks_of_every_kind_are_called_once
+PACKED_GATES = (
+    test_replaced_layers.test_inputs_of_the_gates_are_not_rounded_to_what_a_quantizer_stores
+)
+READOUT = test_replaced_layers.test_a_loss_calls_what_stands_in_the_readouts_place
+
+
+def whole_layers_pass(name):
+    test = (
+        test_replaced_layers.test_a_kernel_of_a_whole_layer_passes_by_no_part_that_others_replaced
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        return holds(test, name, test_replaced_layers.hook, patched)
 
 
 def separate_numbers_pass():
@@ -471,8 +482,40 @@ CHECKS = {
     "sum": lambda: layer_passes("sum_one"),
     "cross-entropy": lambda: layer_passes("loss_ignored"),
     "residual": lambda: layer_passes("residual_odd"),
+    **{name: partial(holds, *check) for name, check in test_stand_ins.CHECKS.items()},
     "gates' bits": gate_bits_pass,
     "rows of a batch": rows_pass,
+    **{
+        f"replaced layers, {kind}": partial(holds, REPLACED, "gated_deltanet", kind)
+        for kind in ("subclass's call", "own forward", "hook", "pre-hook", "stored")
+    },
+    "replaced layers, class": lambda: holds(
+        test_replaced_layers.test_a_forward_that_was_put_into_the_class_computes
+    ),
+    "replaced layers, backward hook": lambda: holds(WATCHED, "register_full_backward_hook"),
+    "replaced layers, backward pre-hook": lambda: holds(WATCHED, "register_full_backward_pre_hook"),
+    "replaced layers, global hook": lambda: holds(
+        test_replaced_layers.test_hooks_of_all_modules_are_called,
+        torch.nn.modules.module.register_module_forward_hook,
+    ),
+    "replaced layers, bias": lambda: holds(
+        test_replaced_layers.test_a_bias_of_a_map_is_added, "gated_deltanet"
+    ),
+    "replaced layers, int32": lambda: holds(
+        PACKED_GATES, "kimi_delta_attention", ("b_proj",), "int32"
+    ),
+    "replaced layers, float8": lambda: holds(
+        PACKED_GATES, "gated_deltanet", ("a_proj", "b_proj"), "float8_e4m3fn"
+    ),
+    "replaced layers, readout": lambda: holds(READOUT, "own forward"),
+    "replaced layers, new readout": lambda: holds(
+        test_replaced_layers.test_a_readout_that_does_more_than_its_rows_say_is_taken_as_a_whole
+    ),
+    "replaced layers, norm": lambda: holds(
+        test_replaced_layers.test_what_stands_in_a_norms_place_computes, test_replaced_layers.hook
+    ),
+    "replaced layers, convolution": lambda: whole_layers_pass("conv"),
+    "replaced layers, norm after the readout": lambda: whole_layers_pass("o_norm"),
     "states": states_pass,
     "muP": widths_pass,
     "named roles": lambda: holds(
@@ -526,6 +569,7 @@ CHECKS = {
         test_optimizers.TestSchedule().test_decay_steps_replaces_steps_as_the_end_of_the_cosine
     ),
     "data order": data_passes,
+    "same run": lambda: holds(test_same_run.test_only_paths_of_their_own_disks_may_differ),
     "generator": generator_passes,
 }
 

@@ -6,7 +6,7 @@ import pytest
 
 from nki_simulator import Numerics, record
 from nki_simulator.core.tables import LOAD_US
-from nki_simulator.cost import ISSUE
+from nki_simulator.cost import COSTS
 from tools import first_hour_chain as chain
 from tools import first_hour_trn1 as hour
 
@@ -22,9 +22,9 @@ def test_every_stage_runs_dry_and_writes_what_it_decides(tmp_path):
         rows["precision"]["products"] == "float32"
         and "can be green" in rows["precision"]["decides"]
     )
-    assert rows["rate"]["reading"] == "issue"
-    assert rows["rate"]["cycles_per_pass"]["float32"]["64"] == pytest.approx(
-        ISSUE.cycles(64, 1), rel=0.02
+    assert "can be trusted" in rows["rate"]["decides"]
+    assert rows["rate"]["cycles"]["float32"]["64"] == pytest.approx(
+        COSTS.product(64, 128, 128, fp32=True), rel=0.02
     )
     assert LOAD_US / 2 < rows["tables"]["load_us"] < LOAD_US
     assert rows["kernel"]["us"] == pytest.approx(hour.MODEL_US, rel=0.05)

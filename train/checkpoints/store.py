@@ -104,6 +104,16 @@ class CheckpointStore:
         """Returns what is wrong with a checkpoint's files, or None. Reads all of them."""
         return _damage(self.path(step))
 
+    def identity(self, step: int) -> str:
+        """Returns a hash of what a checkpoint consists of. CheckpointError if it is not there."""
+        try:
+            return sha256_of(self.path(step) / MANIFEST)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path(step)} cannot be read ({(error.strerror or str(error)).lower()}); "
+                "give every process the same folder"
+            ) from error
+
     def require_whole(self, step: int) -> Path:
         """Returns the step's folder. CheckpointError if it is missing or damaged,
         naming the others.

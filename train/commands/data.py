@@ -19,7 +19,7 @@ from delta_trn.train.settings.errors import UsageError
 from delta_trn.train.settings.overrides import change, parse, read_arguments
 from delta_trn.train.settings.schema import DataSection, RunConfig, declaration
 
-PREPARE = """Tokenize the text of SOURCE into shards.
+PREPARE = """Tokenize the text of SOURCE into shards. If it is stopped, the same command continues.
 
 Of a folder every file below it is read that is UTF-8 (.txt, .md, .py, any name) and not hidden: .jsonl, .csv,
 .tsv and .parquet by their text field, each other file as one document, cut at {separator} and when it is

@@ -108,7 +108,8 @@ def main(arguments: Sequence[str]) -> int:
         if config.out is None:
             raise ConfigError("--or-resume needs out=DIR: without it every run gets a new folder")
         folder = RunFolder(Path(config.out).expanduser())
-        if ask_leader(folder.config_path.exists, config.distribution.timeout_minutes):
+        question, minutes = "whether there is a run to resume", config.distribution.timeout_minutes
+        if ask_leader(question, folder.config_path.exists, minutes):
             # auto, and where the run is, are what they were when it began
             words = {
                 key: value for key, value in changes.items() if key != "out" and value != "auto"

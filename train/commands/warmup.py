@@ -213,12 +213,16 @@ def _list_instructions(config: RunConfig, listed: list["Graph"]) -> None:
 
 def _warm(config: RunConfig) -> int:
     from delta_trn.train.neuron.compiling import compile_all, compiles
+    from delta_trn.train.parallel.team import ask_leader
     from delta_trn.train.run.setup import start
     from delta_trn.train.studies.probes import probe_of
     from delta_trn.train.watch.display import console, leads
 
     tell = console(quiet=not leads()).print
-    with tempfile.TemporaryDirectory(prefix="delta-trn-warmup-") as folder:
+    with tempfile.TemporaryDirectory(prefix="delta-trn-warmup-") as own:
+        # one for all processes, as a run's folder must be
+        minutes = config.distribution.timeout_minutes
+        folder = ask_leader("for the folder of a warm-up", lambda: own, minutes)
         here = config.model_copy(update={"out": str(Path(folder) / "run")})
         with start(here) as run:
             compile_all(run, tell, probe_of(run))

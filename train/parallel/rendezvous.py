@@ -16,7 +16,7 @@ So the leader draws a name, and gives it to those who live:
 
 Before there is a group, `leaders_word` tells all what the leader sees, such as whether a folder is
 there: processes that looked for themselves on a shared disk could go different ways, and wait for
-each other.
+each other. The leader hears a word of every process before, such as its configuration.
 """
 
 import functools
@@ -64,14 +64,19 @@ def fresh_part(store: Store, rank: int, world: int, timeout: timedelta) -> Store
     return PrefixStore(name, store)
 
 
-def leaders_word(say: Callable[[], str], timeout: timedelta) -> str:
-    """Returns what say() returns on the leader, which alone calls it. Waits for all."""
+def leaders_word(mine: str, say: Callable[[list[str]], str], timeout: timedelta) -> str:
+    """Returns what say(words) returns on the leader, which alone calls it, with every process's by
+    rank.
+
+    Waits for all. `mine` is this process's word.
+    """
     part, rank, world = _meet(timeout)
     if rank > 0:
+        part.set(f"mine/{rank}", mine)
         word = part.get("word").decode()
         part.set(f"heard/{rank}", "")
         return word
-    word = say()
+    word = say([mine, *(part.get(f"mine/{other}").decode() for other in range(1, world))])
     part.set("word", word)
     # the store may end with this process
     part.wait([f"heard/{other}" for other in range(1, world)], timeout)

@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from delta_trn.backends import machine
 from delta_trn.train.parallel.rendezvous import join, leaders_word
-from delta_trn.train.settings.errors import ProcessLost
+from delta_trn.train.settings.errors import ConfigError, ProcessLost
 from delta_trn.train.settings.schema import RunConfig
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 # How long the others wait while the leader prepares a corpus. Elsewhere
@@ -102,9 +103,7 @@ class Team:
         except Exception as error:
             failure = error
         outcomes: list[Any] = [None] * self.world
-        dist.all_gather_object(
-            outcomes, (result, failure and _picklable(failure)), group=self.hosts
-        )
+        dist.all_gather_object(outcomes, (result, failure and picklable(failure)), group=self.hosts)
         if failure is not None:
             raise failure
         for _, error in outcomes:
@@ -130,7 +129,7 @@ class Team:
             self.from_leader(None, self.patient)
 
 
-def _picklable(error: Exception) -> Exception:
+def picklable(error: Exception) -> Exception:
     """Returns the error, or one of the same words where another process could not read it."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -139,27 +138,56 @@ def _picklable(error: Exception) -> Exception:
     return error
 
 
-def ask_leader(look: Callable[[], T], minutes: float) -> T:
-    """Returns what look() returns on the leader, before there is a team. Its error is raised on
-    all.
+def ask_leader(question: str, look: Callable[[], T], minutes: float) -> T:
+    """Returns what look() returns on the leader, before there is a team.
+    Its error is raised on all.
+    """
+    return consult(question, None, lambda said: look(), minutes)
 
-    minutes     how long to wait for all processes
+
+def consult(question: str, said: S, judge: Callable[[list[S]], T], minutes: float) -> T:
+    """Returns what judge() returns on the leader of what all have said, by rank, before there is a
+    team.
+
+    Waits for all. What judge() raises is raised on all. So is a ConfigError where the question, a
+    few words, is not the same on all: then they run different commands.
     """
     world = machine.processes().world
     if world == 1:
-        return look()
+        return judge([said])
 
-    def say() -> str:
+    def say(words: list[str]) -> str:
         try:
-            return pickle.dumps((look(), None)).hex()
+            heard = [_unpacked(word) for word in words]
+            _require_one_question([asked for asked, _ in heard])
+            return _packed((judge([x for _, x in heard]), None))
         except Exception as error:
-            return pickle.dumps((None, _picklable(error))).hex()
+            return _packed((None, picklable(error)))
 
     with _naming_the_lost(world, minutes):
-        result, error = pickle.loads(bytes.fromhex(leaders_word(say, timedelta(minutes=minutes))))
+        word = leaders_word(_packed((question, said)), say, timedelta(minutes=minutes))
+    result, error = _unpacked(word)
     if error is not None:
         raise error
     return result
+
+
+def _require_one_question(asked: list[str]) -> None:
+    """ConfigError where processes that meet do not want to know the same."""
+    other = next((rank for rank, question in enumerate(asked) if question != asked[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"{len(asked)} processes run different commands: rank 0 asks {asked[0]}, rank {other} "
+            f"{asked[other]}; give every process the same command"
+        )
+
+
+def _packed(value: object) -> str:
+    return pickle.dumps(value).hex()
+
+
+def _unpacked(word: str) -> Any:
+    return pickle.loads(bytes.fromhex(word))
 
 
 @contextlib.contextmanager

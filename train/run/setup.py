@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,10 +25,11 @@ from delta_trn.train.data.preparation import prepare
 from delta_trn.train.files import write_file
 from delta_trn.train.neuron import sharding as neuron
 from delta_trn.train.neuron.feed import DeviceFeed
+from delta_trn.train.parallel.agreement import given, name_ranks, require_same
 from delta_trn.train.parallel.layout import Layout, is_divided, layout_of, require_divisible
 from delta_trn.train.parallel.pytorch import PyTorchSharding
 from delta_trn.train.parallel.sharding import Sharding
-from delta_trn.train.parallel.team import Team, ask_leader, assemble
+from delta_trn.train.parallel.team import Team, ask_leader, assemble, consult
 from delta_trn.train.run.model import (
     checkpoint_blocks,
     choose_backend,
@@ -39,7 +40,7 @@ from delta_trn.train.run.model import (
 )
 from delta_trn.train.run.optimizer import learning_rate, make_optimizer
 from delta_trn.train.settings.effects import is_prepared
-from delta_trn.train.settings.errors import ConfigError, DataError, RunFolderError
+from delta_trn.train.settings.errors import CheckpointError, ConfigError, DataError, RunFolderError
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.settings.schema import (
     DistributionSection,
@@ -94,15 +95,14 @@ def start(config: RunConfig) -> Iterator[Run]:
 
     Under torchrun every process calls this; the first one writes.
     """
-    trackers.require(config.log)
-    with _join(config) as (config, device, team):
+    with _join(lambda: config, "to start a run") as (config, device, team):
         path = team.leader_does(lambda: place_for(config))
         with team.leader_first():
             dataset = load_dataset(config)
-        config = with_data(config, dataset)
         origin = team.from_leader(new_origin(config, dataset.fingerprint))
-        words = "here than on the first process", "give every node the same folder"
-        team.agree(lambda: _require_same_data(dataset, origin, *words))
+        words = "than on rank 0", "give every node the same text, or the same prepared folder"
+        team.agree(lambda: _require_same_data(dataset, origin, team, *words))
+        config = with_data(config, dataset)
         run = _assemble(config, origin, RunFolder(path), dataset, device, team)
         team.leader_does(lambda: _make_folder(path))
         with _hold(run.folder, team):
@@ -122,13 +122,19 @@ def resume(path: Path, changes: dict[str, str], step: int | None, tell: Tell) ->
               0
 
     Raises ConfigError for a change that would make it another run, CheckpointError if the
-    checkpoint is of another one.
+    checkpoint is of another one. Of the run's folders the leader's counts; RunFolderError where a
+    process has another run's.
     """
     folder = RunFolder(path)
-    saved, origin = ask_leader(folder.read, DistributionSection().timeout_minutes)
-    config = _change(saved, changes)
-    trackers.require(config.log)
-    with _join(config) as (config, device, team), _hold(folder, team):
+    minutes = DistributionSection().timeout_minutes
+    saved, origin = ask_leader("for the run to resume", folder.read, minutes)
+
+    def change() -> RunConfig:
+        _require_same_folder(folder, saved, origin)
+        return _change(saved, changes)
+
+    also = {"--step": step}
+    with _join(change, "to resume a run", also) as (config, device, team), _hold(folder, team):
         # hashing every file of a checkpoint once is enough
         if step is None:
             step = team.leader_does(lambda: folder.checkpoints.newest_whole(tell))
@@ -138,12 +144,16 @@ def resume(path: Path, changes: dict[str, str], step: int | None, tell: Tell) ->
         if step:
             state, at_save = team.leader_does(lambda: _read_state(folder, where))
             checkpoint.require_same_run(at_save, config, where)
+            _require_same_checkpoint(folder, step, team)
         if config.steps < state.step:
             raise ConfigError(
                 f"steps={config.steps} is below step {state.step}, where the run stands; give more"
             )
         with team.leader_first():
-            dataset = _reload_dataset(config, origin)
+            dataset = _reload_dataset(config)
+        remedy = "put the old ones back, name their folder with data.folder=DIR, or start a new run"
+        words = "than the run began with", remedy
+        team.agree(lambda: _require_same_data(dataset, origin, team, *words))
         config = with_data(config, dataset)
         run = _assemble(config, origin, folder, dataset, device, team)
         if step:
@@ -276,12 +286,40 @@ def make_sharding(
 
 
 @contextlib.contextmanager
-def _join(config: RunConfig) -> Iterator[tuple[RunConfig, torch.device, Team]]:
-    """Yields the configuration without `auto`, this process's device,
-    and the team that it has joined.
+def _join(
+    make: Callable[[], RunConfig], purpose: str, also: Mapping[str, object] | None = None
+) -> Iterator[tuple[RunConfig, torch.device, Team]]:
+    """Yields the configuration without `auto`, this process's device, and the team that it has
+    joined.
+
+    make        returns the configuration
+    purpose     what the processes join for, in a few words
+    also        further values that must be the same on all processes, by name
+
+    Raises on all what make() or this process's device raises on one, and ConfigError where
+    processes have different configurations: before they join, since who joins whom is in the
+    configuration.
     """
-    require_divisible(config, machine.processes().world)
-    config, device = set_up_process(config)
+    config, device, failure = None, None, None
+    has_auto = True
+    try:
+        config = make()
+        trackers.require(config.log)
+        require_divisible(config, machine.processes().world)
+        config, device = set_up_process(config)
+        has_auto = False
+    except Exception as error:
+        failure = error
+    if machine.processes().world > 1:
+        minutes = (DistributionSection() if config is None else config.distribution).timeout_minutes
+        mine = given(config, resolved=not has_auto, also=also or {}, failure=failure)
+        try:
+            consult(purpose, mine, require_same, minutes)
+        except Exception as error:
+            raise error from failure
+    if failure is not None:
+        raise failure
+    assert config is not None and device is not None
     with _compiling_in_turns(config, device), assemble(config, device) as team:
         yield config, device, team
 
@@ -305,12 +343,51 @@ def _hold(folder: RunFolder, team: Team) -> Iterator[None]:
         yield
 
 
-def _require_same_data(dataset: TokenDataset, origin: Origin, than: str, remedy: str) -> None:
+def _require_same_data(
+    dataset: TokenDataset, origin: Origin, team: Team, than: str, remedy: str
+) -> None:
     found, expected = dataset.fingerprint, origin.data
     if found != expected:
+        here = f"on rank {team.rank} " if team.world > 1 else ""
         raise DataError(
-            f"{dataset.path} holds other tokens {than} (fingerprint {found[:16]}, expected "
+            f"{dataset.path} holds other tokens {here}{than} (fingerprint {found[:16]}, expected "
             f"{expected[:16]}); {remedy}"
+        )
+
+
+def _require_same_folder(folder: RunFolder, saved: RunConfig, origin: Origin) -> None:
+    """RunFolderError where this process finds another run in its folder than the leader, who read
+    `saved`.
+
+    On a shared disk this process may see nothing yet, or what the run had before its last resume.
+    """
+    if not folder.config_path.exists():
+        return
+    own, begun = folder.read()
+    pairs = {"run.id": (origin.id, begun.id)} if origin.id != begun.id else {}
+    pairs |= {
+        key: pair for key, pair in differences(saved, own).items() if not may_change_on_resume(key)
+    }
+    if pairs:
+        listed = ", ".join(
+            f"{key} is {there} on rank 0 and {here} here" for key, (there, here) in pairs.items()
+        )
+        raise RunFolderError(
+            f"{folder.config_path} is of another run than rank 0's: {listed}; give every node the "
+            "same folder"
+        )
+
+
+def _require_same_checkpoint(folder: RunFolder, step: int, team: Team) -> None:
+    """CheckpointError where a process has other files of a checkpoint:
+    it would go on with other weights.
+    """
+    identities = team.agree(lambda: folder.checkpoints.identity(step))
+    other = [rank for rank, identity in enumerate(identities) if identity != identities[0]]
+    if other:
+        raise CheckpointError(
+            f"the checkpoint of step {step} on {name_ranks(other)} is not rank 0's (other "
+            "manifest.json); give every node the same folder"
         )
 
 
@@ -360,17 +437,14 @@ def load_dataset(config: RunConfig) -> TokenDataset:
     return open_dataset(prepare(config.data))
 
 
-def _reload_dataset(config: RunConfig, origin: Origin) -> TokenDataset:
-    """Returns the tokens with which a run was started. DataError if they differ now."""
+def _reload_dataset(config: RunConfig) -> TokenDataset:
+    """Returns the tokens where the run had them when it was saved, or what its source gives now."""
     where = config.data.folder
-    dataset = (
+    return (
         open_dataset(where)
         if where and (Path(where) / "meta.json").is_file()
         else load_dataset(config)
     )
-    remedy = "put the old ones back, name their folder with data.folder=DIR, or start a new run"
-    _require_same_data(dataset, origin, "than the run began with", remedy)
-    return dataset
 
 
 def with_data(config: RunConfig, dataset: TokenDataset) -> RunConfig:

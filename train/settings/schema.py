@@ -47,15 +47,17 @@ class OptimizerSection(Section):
     lr: Positive = 1e-3
     """peak learning rate at base_width; a parameter's own rate is this times its factor"""
     embedding_lr: Positive = 1.0
-    """factor on the rate of the embedding, tied readout or not, at every width; so have the next four"""
+    """factor on the rate of the embedding, at every width, whether or not the readout is tied to it"""
     readout_lr: Positive = 1.0
-    """factor on the rate of an untied readout"""
+    """factor on the rate of an untied readout, at every width"""
     gate_lr: Positive = 1.0
-    """factor on the rate of the projections of decay and beta, or of whatever gives one number a head"""
+    """factor on the rate of the projections of decay and beta, and of whatever gives one number a
+    head, at every width
+    """
     scalar_lr: Positive = 1.0
-    """factor on the rate of A_log and dt_bias"""
+    """factor on the rate of A_log and dt_bias, at every width"""
     vector_lr: Positive = 1.0
-    """factor on the rate of norm gains and convolution taps"""
+    """factor on the rate of norm gains and convolution taps, at every width"""
     weight_decay: Real = 0.1
     """decoupled for AdamW, times the learning rate; models.mup's table says which parameters decay"""
     independent_weight_decay: bool = False
@@ -320,6 +322,9 @@ NOT_MATHEMATICS = frozenset(
         *("checkpoint", "log", "distribution"),
     )
 )
+# Keys that may name a path of one node's own. Processes with other paths there compare the tokens
+# instead.
+OF_ONE_NODE = frozenset(("data.source", "data.validation", "data.tokenizer"))
 # Keys that `resume` may change. With other crops the validation losses of one run could not be
 # compared.
 RESUMABLE = (NOT_MATHEMATICS | {"steps", "epochs"}) - {"name", "out"}

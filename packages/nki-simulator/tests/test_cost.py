@@ -3,8 +3,13 @@ dependencies, bounds, the report.
 """
 
 import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from itertools import pairwise
 from math import isclose
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +20,14 @@ from nki_simulator.__main__ import main
 from nki_simulator.core.errors import StrictError
 from nki_simulator.core.operators import OPERATORS
 from nki_simulator.core.tables import EVERYWHERE, LOAD_US, owners
-from nki_simulator.cost import ISSUE, RATE, estimate, estimates, instruction_cost
+from nki_simulator.cost import (
+    CALL_US,
+    COSTS,
+    LAUNCH_US,
+    estimate,
+    instruction_cost,
+    lay_out,
+)
 
 TRN1 = TARGETS["trn1"]
 
@@ -28,51 +40,134 @@ def traced(body, target="trn1"):
         return out
 
     trace = record(kernel, target=target, check_source=False).trace[:-2]  # without the output
-    return trace, estimate(trace, TARGETS[target])
+    return trace, estimate(trace, replace(TARGETS[target], refused=""))
 
 
-def busy(body, op, target="trn1", reading=ISSUE):
+def busy(body, op, target="trn1"):
     """Cycles of the last `op` that the body issues."""
     last = [r for r in traced(body, target)[0] if r.op == op][-1]
     clock = getattr(TARGETS[target], f"{last.engine.name}_ghz")
-    return instruction_cost(last, TARGETS[target], reading)[0] * clock * 1e3
+    return instruction_cost(last, TARGETS[target])[0] * clock * 1e3
+
+
+FP32 = COSTS.tensor_fp32 + 512 * COSTS.tensor_fp32_column  # passes at 512 columns
 
 
 @pytest.mark.parametrize(
-    ("M", "N", "dtype", "onezero", "columns", "passes"),
+    ("K", "M", "N", "dtype", "onezero", "cycles"),
     [
-        (128, 512, "bfloat16", False, 512, 1),
-        (128, 16, "bfloat16", False, 64, 1),
-        (16, 8, "bfloat16", False, 16, 1),
-        (128, 512, "float32", False, 512, 4),
-        (128, 512, "float32", "stationary", 512, 2),
-        (128, 512, "float32", "moving", 512, 2),
-        (128, 512, "bfloat16", "stationary", 512, 1),
+        (128, 128, 512, "bfloat16", "", 512 * 7 / 6),
+        (128, 128, 16, "bfloat16", "", 64 * 7 / 6),
+        (128, 16, 8, "bfloat16", "", 64 * 7 / 6),
+        (128, 128, 512, "bfloat16", "stationary", 512 * 7 / 6),
+        (128, 128, 512, "float32", "", 512 * 7 / 6 * FP32),
+        (128, 128, 512, "float32", "moving", 256 * 7 / 6 * FP32),
+        (128, 8, 512, "bfloat16", "", 512 * 7 / 6 * (1 + 512 * COSTS.tensor_narrow)),
+        (64, 128, 512, "bfloat16", "", 512 * 7 / 6 * (1 + 64 * COSTS.tensor_short)),
     ],
-)
-def test_matmul_takes_its_columns_in_each_pass(M, N, dtype, onezero, columns, passes):
+)  # fmt: skip
+def test_a_product_takes_its_columns(K, M, N, dtype, onezero, cycles):
     def body():
         ps = nl.ndarray((M, N), F32, nl.psum)
-        left, right = ones(64, M, dtype=dtype), ones(64, N, dtype=dtype)
+        left, right = ones(K, M, dtype=dtype), ones(K, N, dtype=dtype)
         declared = {f"is_{onezero}_onezero": True} if onezero else {}
         nisa.nc_matmul(dst=ps, stationary=left, moving=right, **declared)
 
-    assert isclose(busy(body, "nc_matmul", reading=ISSUE), passes * (columns + 512 / 6))
-    assert isclose(busy(body, "nc_matmul", reading=RATE), passes * columns * 7 / 6)
+    assert isclose(busy(body, "nc_matmul"), cycles)
 
 
-def test_the_two_readings_agree_at_512_columns_and_the_last_is_slower_at_fewer():
-    assert isclose(RATE.cycles(512, 4), ISSUE.cycles(512, 4))
-    assert all(ISSUE.cycles(n, 1) > RATE.cycles(n, 1) for n in (16, 64, 128, 256, 480))
+def test_fewer_rows_or_stationary_columns_are_never_cheaper():
+    """Measured: they are dearer, so nobody gains by cutting a product down."""
+    for fp32 in (False, True):
+        for columns in (64, 128, 512):
+            whole = COSTS.product(columns, 128, 128, fp32)
+            assert all(COSTS.product(columns, K, 128, fp32) > whole for K in (1, 32, 64, 96, 127))
+            assert all(COSTS.product(columns, 128, M, fp32) > whole for M in (1, 8, 15))
+            assert COSTS.product(columns, 128, 16, fp32) == whole
+    many, few = (COSTS.product(n, 128, 128, True) / COSTS.product(n, 128, 128) for n in (512, 128))
+    assert 4.9 < many < 5.6 and 3.4 < few < 3.9
+
+
+@pytest.mark.parametrize("op", ["tensor_tensor", "scalar_tensor_tensor"])
+def test_a_second_input_costs_nothing_where_one_is_in_psum(op):
+    def body(buffer):
+        def issue():
+            a, b, dst = nl.ndarray((128, 512), F32, buffer), ones(128, 512), ones(128, 512)
+            if buffer is nl.psum:
+                half = ones(128, 128, dtype="bfloat16")
+                nisa.nc_matmul(dst=a, stationary=half, moving=ones(128, 512, dtype="bfloat16"))
+            else:
+                nisa.memset(dst=a, value=1.0)
+            if op == "tensor_tensor":
+                nisa.tensor_tensor(dst=dst, data1=b, data2=a, op=nl.add)
+            else:
+                nisa.scalar_tensor_tensor(
+                    dst=dst, data=a, op0=nl.add, operand0=1.0, op1=nl.add, operand1=b
+                )
+
+        return issue
+
+    assert isclose(busy(body(nl.psum), op), 512 + COSTS.vector_overhead)
+    assert isclose(busy(body(nl.sbuf), op), (1 + COSTS.vector_second) * 512 + COSTS.vector_overhead)
+
+
+def test_an_instruction_is_busy_longer_where_it_waits_for_another_engine():
+    """Once for each instruction of the other engine; its own engine's results cost no semaphore."""
 
     def body():
-        x = ones(128, 64)
-        ps = nl.ndarray((64, 64), F32, nl.psum)
-        nisa.nc_matmul(dst=ps, stationary=x, moving=x)
+        a, b = ones(128, 64), ones(128, 64)
+        nisa.activation(dst=a, op=nl.copy, data=a)  # waits for the memset, on Vector
+        nisa.activation(dst=b, op=nl.copy, data=b)
+        nisa.tensor_scalar(dst=b, data=b, op0=nl.add, operand0=1.0)  # waits for Scalar
+        nisa.tensor_scalar(dst=a, data=a, op0=nl.add, operand0=1.0)  # which had done this before
+        nisa.tensor_scalar(dst=a, data=a, op0=nl.add, operand0=1.0)
 
-    fast, slow = estimates(traced(body)[0], TRN1)
-    assert (fast.reading, slow.reading) == (RATE, ISSUE) and fast.lower < slow.lower
-    assert isclose(slow.engines["tensor"] / fast.engines["tensor"], (64 + 512 / 6) / 64 * 6 / 7)
+    trace, e = traced(body)
+    alone = [instruction_cost(record, TRN1)[0] for record in trace]
+    extra = [step.busy - own for step, own in zip(e.steps, alone, strict=True)]
+    scalar, vector = COSTS.scalar_wait, COSTS.vector_wait
+    assert min(scalar, vector) > 0.02
+    expected = [0, 0, scalar, scalar, vector, 0, 0]
+    assert all(isclose(x, y, abs_tol=1e-9) for x, y in zip(extra, expected, strict=True))
+
+
+def test_engines_wait_for_whole_tensors():
+    """Two halves of one tensor wait for each other between engines, not within one; two tensors
+    do not.
+    """
+
+    def body(shared):
+        def issue():
+            whole = nl.ndarray((128, 128), F32, nl.sbuf)
+            nisa.memset(dst=whole, value=1.0)
+            other = ones(128, 64)
+            left, right = whole[:, 0:64], whole[:, 64:128] if shared else other
+            for _ in range(8):
+                nisa.tensor_scalar(dst=left, data=left, op0=nl.add, operand0=1.0)
+                nisa.activation(dst=right, op=nl.copy, data=right)
+
+        return issue
+
+    one, two = traced(body(True))[1], traced(body(False))[1]
+    assert one.schedule > 1.8 * two.schedule
+    trace = traced(body(True))[0]
+    waits = [[j for j, _ in place.needs] for place in lay_out(trace, TRN1).places]
+    assert waits[4] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
+def test_no_time_is_estimated_where_the_model_is_not_calibrated(target, capsys, tmp_path):
+    with pytest.raises(ValueError, match=f"no time is estimated for {target}: "):
+        estimate([], TARGETS[target])
+    numbers = tmp_path / "t.jsonl"
+    argv = ["report", "test_kernels:matmul_tiled", "8x8,8x8", "--target", target]
+    assert main([*argv, "--jsonl", str(numbers)]) == 0
+    printed = capsys.readouterr().out
+    assert f"No time is estimated for {target}" in printed and "bytes read" in printed
+    assert " us" not in printed.replace("240 us", "").replace("time, us", "")
+    (line,) = map(json.loads, numbers.read_text().splitlines())
+    assert line["refused"] and line["instructions"]["nc_matmul"] == 1 and line["hbm_moved"] > 0
+    assert not {"schedule", "lower", "upper", "path", "dma"} & line.keys()
 
 
 def scalar_time(*functions, size=64):
@@ -168,9 +263,12 @@ def test_elementwise_instructions_take_their_cycles():
         nisa.iota(dst=y, pattern=[[1, 300]])
         nisa.tensor_copy(dst=column, src=x[:, 0:1])
 
+    vector, scalar = COSTS.vector_overhead, COSTS.scalar_overhead
     expected = {
-        "tensor_tensor": 600, "tensor_scalar": 300, "reciprocal": 900, "activation": 355,
-        "activation_reduce": 355 + 64, "tensor_tensor_scan": 300, "iota": 450, "tensor_copy": 64,
+        "tensor_tensor": 300 * (1 + COSTS.vector_second) + vector, "tensor_scalar": 300 + vector,
+        "reciprocal": 900 + vector, "activation": 300 + scalar,
+        "activation_reduce": 300 + scalar + COSTS.sum_overhead,
+        "tensor_tensor_scan": 300 + vector, "iota": 450, "tensor_copy": 64,
     }  # fmt: skip
     for op, cycles in expected.items():
         assert isclose(busy(body, op), cycles), op
@@ -295,7 +393,11 @@ def test_estimate_counts_hbm_bytes_and_multiply_adds():
         nisa.nc_matmul(dst=ps, stationary=tile, moving=tile)
 
     _, e = traced(body)
-    assert (e.hbm_read, e.hbm_written, e.multiply_adds) == (128 * 64 * 4, 0, 128 * 64 * 64)
+    assert (e.traffic.hbm_read, e.traffic.hbm_written, e.traffic.multiply_adds) == (
+        128 * 64 * 4,
+        0,
+        128 * 64 * 64,
+    )
 
 
 def test_report_prints_a_labeled_table_and_appends_a_line_per_shape(tmp_path, capsys):
@@ -309,8 +411,11 @@ def test_report_prints_a_labeled_table_and_appends_a_line_per_shape(tmp_path, ca
     assert main([*argv, "--target", "trn2", "--jsonl", str(numbers)]) == 0
     printed = capsys.readouterr().out
     label = "ESTIMATE from the instruction trace, not a measurement"
-    for words in (label, "| **lower bound** (set by ", "| | rate | issue |"):
+    for words in (label, "| **lower bound** (set by ", "| | microseconds |"):
         assert words in printed
+    assert (
+        f"{LAUNCH_US:.0f} us for the launch" in printed and f"{CALL_US:.0f} us for each" in printed
+    )
     assert printed.index("one core of trn1") < printed.index("one core of trn2")
     lines = [json.loads(line) for line in numbers.read_text().splitlines()]
     assert [(x["shape"], x["target"]) for x in lines] == [
@@ -319,8 +424,7 @@ def test_report_prints_a_labeled_table_and_appends_a_line_per_shape(tmp_path, ca
     written = lines[0]
     assert written["label"].startswith("ESTIMATE") and written["lower"] <= written["upper"]
     assert written["instructions"]["nc_matmul"] == 4
-    fast, slow = written["readings"]["rate"], written["readings"]["issue"]
-    assert fast["upper"] < slow["upper"] == written["upper"] and written["reading"] == "issue"
+    assert written["path"] <= written["schedule"] and written["call_beside"] == CALL_US
     assert written["hbm_least"] == 4 * (256 * 64 + 256 * 600 + 64 * 600) <= written["hbm_moved"]
 
 
@@ -348,6 +452,22 @@ def test_report_takes_the_example_of_a_module(capsys, package):
     assert main(["report", f"{package}.products", "rows=16"]) == 0
     assert main(["--package", package, "report", "products", "rows=16"]) == 0
     assert capsys.readouterr().out.count("lower bound** (set by") == 2
+
+
+def test_the_installed_command_finds_a_kernel_in_the_current_folder(tmp_path):
+    (tmp_path / "mine.py").write_text(EXAMPLE)
+    code = (
+        "import sys; sys.path.remove(''); from nki_simulator.__main__ import main; sys.exit(main())"
+    )
+    tests = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", "mine", "rows=16"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": tests},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "lower bound" in done.stdout, done.stderr
 
 
 def test_report_says_what_a_module_lacks(package):

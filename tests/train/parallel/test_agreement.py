@@ -32,9 +32,11 @@ def leads() -> bool:
 def check_agreement(arguments: list[str], log: str) -> None:
     """Checks on each of two processes what a team agrees on. An AssertionError ends the process."""
     tiny_run.redirect_output(log)
-    assert ask_leader(lambda: os.environ["RANK"], minutes=1) == "0"
+    assert ask_leader("who leads", lambda: os.environ["RANK"], minutes=1) == "0"
     with pytest.raises(ConfigError, match="only the leader looks"):
-        ask_leader(refuse_on_the_leader, minutes=1)
+        ask_leader("who refuses", refuse_on_the_leader, minutes=1)
+    with pytest.raises(ConfigError, match="rank 0 asks to start, rank 1 to resume; give"):
+        ask_leader("to start" if leads() else "to resume", lambda: None, minutes=1)
     with assemble(recipe("tiny"), torch.device("cpu")) as team:
         assert team.agree(lambda: team.rank) == [0, 1]
         assert team.leader_does(lambda: team.rank) == 0

@@ -14,14 +14,15 @@ and the instructions:
     SHAPE    for MODULE:FUNCTION one array per argument: 128x512,128x64:bfloat16
              for a module the keywords of its example: B=1,T=256,H=2,K=64,V=128
 
-Every time is an estimate, under two readings of the Tensor engine's rate: a range until a chip
-decides. Nothing was ever measured on a chip here.
+Every time is an estimate for Trn1, and lacks the launch of the graph and the call of the kernel.
+Nothing was ever measured on a chip here. For Trn2 and Trn3 instructions, bytes and memory are
+printed, and no time.
 """
 
 import argparse
 import json
-from collections import Counter
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from itertools import zip_longest
@@ -38,7 +39,7 @@ from nki_simulator.core.memory import HBM
 from nki_simulator.core.releases import RELEASES
 from nki_simulator.core.tables import LOAD_US
 from nki_simulator.core.targets import TARGETS
-from nki_simulator.cost import Estimate, estimates
+from nki_simulator.cost import CALL_US, LAUNCH_US, Estimate, Layout, estimate, lay_out
 from nki_simulator.kernel import Run, record
 
 LABEL = "ESTIMATE from the instruction trace, not a measurement"
@@ -69,20 +70,31 @@ def main(argv: list[str] | None = None) -> int:
         help="appends the numbers to this file, a line per shape; hbm_moved and hbm_least are the bytes that "
         "move and the fewest that could: each input and output once",
     )
-    commands.add_parser("calibrate", help="compares the model with published measurements")
+    calibrate = commands.add_parser(
+        "calibrate", help="compares the model with published measurements"
+    )
+    calibrate.add_argument(
+        "--kernels",
+        type=Path,
+        metavar="DIR",
+        help="a folder with delta_rule.py, delta_rule_v2.py and kda_decode.py of kiln/kernels of "
+        "github.com/foxl-ai/kiln (f5a7faf3): their published times join the points",
+    )
     options = parser.parse_args(argv)
     if options.command == "calibrate":
-        return compare.main()
+        return compare.main(options.kernels)
+    sys.path.insert(0, str(Path.cwd()))  # a console script does not look there by itself
     module = _module(options.kernel, options.package)
     for shape in options.shape:
         kernel, arguments = load(module, options.kernel, shape)
         run = record(kernel, *arguments, target=options.target, nki=options.nki)
-        readings = estimates(run.trace, run.target)
-        print(table(options.kernel, shape, run, readings))
+        layout = lay_out(run.trace, run.target)
+        costs = None if run.target.refused else estimate(run.trace, run.target, layout=layout)
+        print(table(options.kernel, shape, run, layout, costs))
         if options.jsonl:
             title = {"kernel": options.kernel, "shape": shape}
             with options.jsonl.open("a") as lines:
-                lines.write(json.dumps(title | numbers(run, readings, arguments)) + "\n")
+                lines.write(json.dumps(title | numbers(run, layout, costs, arguments)) + "\n")
     return 0
 
 
@@ -132,26 +144,25 @@ def _array(word: str) -> np.ndarray:
     return values.astype(BY_NAME[dtype or "float32"].numpy)
 
 
-def numbers(run: Run, readings: Sequence[Estimate], arguments: Any) -> dict[str, Any]:
-    """Return the slowest estimate without its steps, the other readings' bounds,
-    memory peaks and traffic.
+def numbers(run: Run, layout: Layout, costs: Estimate | None, arguments: Any) -> dict[str, Any]:
+    """Return the estimate without its steps, memory peaks and traffic; without a time where the
+    target has none.
     """
-    costs = readings[-1]
-    fields = vars(costs).copy()
-    del fields["steps"], fields["target"]
-    fields["reading"] = costs.reading.name
-    fields["readings"] = {
-        e.reading.name: {"lower": e.lower, "schedule": e.schedule, "upper": e.upper}
-        for e in readings
-    }
+    times: dict[str, Any] = {"refused": run.target.refused}
+    if costs is not None:
+        times = {"unit": "microseconds", **vars(costs)}
+        for name in ("steps", "target", "traffic"):
+            del times[name]
+        times |= {"binding": costs.binding, "tensor_share": costs.tensor_share}
+        times |= {"launch_beside": LAUNCH_US, "call_beside": CALL_US}
     moved, least = traffic(run, arguments)
     return {
         "label": LABEL,
-        "unit": "microseconds",
-        "target": costs.target.name,
-        **fields,
-        "binding": costs.binding,
-        "tensor_share": costs.tensor_share,
+        "target": run.target.name,
+        **times,
+        **vars(layout.traffic),
+        **({"engines": times["engines"]} if costs is not None else {}),
+        "engine_instructions": layout.traffic.engines,
         "count": run.instructions,
         "sbuf_peak": run.sbuf_peak,
         "psum_peak": run.psum_peak,
@@ -160,54 +171,59 @@ def numbers(run: Run, readings: Sequence[Estimate], arguments: Any) -> dict[str,
     }
 
 
-def table(name: str, shape: str, run: Run, readings: Sequence[Estimate]) -> str:
-    """Return the estimates of a kernel call as a Markdown table;
-    shares are those of the slowest reading.
+def table(name: str, shape: str, run: Run, layout: Layout, costs: Estimate | None) -> str:
+    """Return what a kernel call takes as a Markdown table, without times where the target has
+    none.
     """
-    slow, target = readings[-1], readings[-1].target
-    whole = slow.lower or 1
-    counts = Counter(step.engine for step in slow.steps)
-
-    def times(of: Callable[[Estimate], float]) -> str:
-        return " | ".join(f"{of(e):.1f}" for e in readings)
-
-    lines = [
-        f"## {name} {shape} on one core of {target.name}",
-        "",
-        f"_{LABEL}. Microseconds under each reading of the Tensor engine's rate; the slower one "
-        "counts._",
-        "",
-        f"| | {' | '.join(e.reading.name for e in readings)} | share of lower bound | instructions "
-        "|",
-        f"| --- |{' ---: |' * len(readings)} ---: | ---: |",
-    ]
-    rows: list[tuple[str, Callable[[Estimate], float], str]] = [
-        (engine, lambda e, engine=engine: e.engines[engine], str(counts[engine]))
-        for engine in slow.engines
-    ]
-    rows.append(("dma", lambda e: e.dma, str(counts["dma"])))
-    rows += [(f"{p}, in turns on gen2", lambda e, p=p: e.ports[p], "") for p in slow.ports]
-    rows.append(("dependency path", lambda e: e.path, ""))
-    lines += [f"| {row} | {times(of)} | {of(slow) / whole:.0%} | {n} |" for row, of, n in rows]
+    target, own = run.target, layout.traffic
+    lines = [f"## {name} {shape} on one core of {target.name}", "", f"_{LABEL}._", ""]
+    if costs is None:
+        lines += [
+            f"No time is estimated for {target.name}: {target.refused}.",
+            "",
+            "| | instructions |",
+            "| --- | ---: |",
+        ]
+        lines += [f"| {engine} | {n} |" for engine, n in own.engines.items()]
+        lines.append(f"| **all** | {run.instructions} |")
+    else:
+        whole = costs.lower or 1
+        lines += [
+            "| | microseconds | share of lower bound | instructions |",
+            "| --- | ---: | ---: | ---: |",
+        ]
+        rows = [
+            (engine, time, own.engines.get(engine, 0)) for engine, time in costs.engines.items()
+        ]
+        rows.append(("dma", costs.dma, own.engines.get("dma", 0)))
+        rows += [(f"{port}, in turns on gen2", time, "") for port, time in costs.ports.items()]
+        rows.append(("dependency path", costs.path, ""))
+        lines += [f"| {row} | {time:.1f} | {time / whole:.0%} | {n} |" for row, time, n in rows]
+        lines += [
+            f"| **lower bound** (set by {costs.binding}) | {costs.lower:.1f} | | "
+            f"{run.instructions} |",
+            f"| **in program order** | {costs.schedule:.1f} | {costs.schedule / whole:.0%} | |",
+            f"| **upper bound** (no overlap) | {costs.upper:.1f} | | |",
+            "",
+            f"Beside it, not included: {LAUNCH_US:.0f} us for the launch of a graph, {CALL_US:.0f} us "
+            "for each kernel that is called in one.",
+        ]
     lines += [
-        f"| **lower bound** (set by {slow.binding}) | {times(lambda e: e.lower)} | | "
-        f"{run.instructions} |",
-        f"| **in program order** | {times(lambda e: e.schedule)} | {slow.schedule / whole:.0%} | |",
-        f"| **upper bound** (no overlap) | {times(lambda e: e.upper)} | | |",
         "",
-        f"HBM: {slow.hbm_read:,} bytes read, {slow.hbm_written:,} written. "
-        f"Matmul: {slow.multiply_adds:,} multiply-adds. "
+        f"HBM: {own.hbm_read:,} bytes read, {own.hbm_written:,} written. "
+        f"Matmul: {own.multiply_adds:,} multiply-adds. "
         f"Peak live SBUF: {run.sbuf_peak:,} of {target.sbuf:,} bytes per partition; "
         f"PSUM: {run.psum_peak} of 8 banks. "
-        f"The Scalar engine loads {slow.loads} tables ({', '.join(slow.tables) or 'none'}), "
-        f"{slow.loads * LOAD_US:.1f} us of its time.",
+        f"The Scalar engine loads {own.loads} tables ({', '.join(own.tables) or 'none'})"
+        + (f", {own.loads * LOAD_US:.1f} us of its time." if costs is not None else "."),
         f"Forms that no public kernel has: {', '.join(run.unprecedented) or 'none'}.",
         "",
         "| instruction | count | | longest path | count | time, us |",
         "| --- | ---: | --- | --- | ---: | ---: |",
     ]
-    issued = [f"| {op} | {count} |" for op, count in slow.instructions.items()]
-    longest = [f" | {op} | {count} | {time:.1f} |" for op, (count, time) in slow.critical.items()]
+    issued = [f"| {op} | {count} |" for op, count in own.instructions.items()]
+    path = costs.critical.items() if costs is not None else ()
+    longest = [f" | {op} | {count} | {time:.1f} |" for op, (count, time) in path]
     for left, right in zip_longest(issued, longest):
         lines.append((left or "| | |") + (right or " | | | |"))
     return "\n".join(lines)

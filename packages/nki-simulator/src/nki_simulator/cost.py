@@ -14,31 +14,40 @@ much longer an instruction waits that needs its result. From them and the depend
               stores are two queues that share the DMA bandwidth
     upper     one instruction after the other
 
+An instruction that waits for another engine is busy for `Costs.wait` longer: its engine tests a
+semaphore, and its pipeline starts empty. Where its engine has waited for that instruction already,
+or for a later one of the same engine, there is nothing to wait for. Engines wait for whole tensors,
+as the compiler tracks dependencies, not for the bytes that an instruction touches; within one
+engine, bytes count.
+
 Sources: cycles from the instruction pages of NKI Beta 1 (SDK 2.26), which later pages dropped;
 clocks and bandwidths from the architecture guides; latencies from both and from the performance
 guide (100 cycles between dependent Vector instructions, 264 Scalar cycles per small dependent
 activation, 64 cycles to fill the Tensor engine's array, 60 to reach SBUF or PSUM). Three costs are
-inferred: a DMA descriptor costs at least 512 bytes of bandwidth; a float32 transposition on the
-Tensor engine costs four passes; elementwise work on GpSimd costs 150 cycles, and one more per
+inferred: a DMA descriptor costs at least 512 bytes of bandwidth; a table of functions is loaded as
+soon as the Scalar engine is free; elementwise work on GpSimd costs 150 cycles, and one more per
 element, or four for roots and powers (NKI's documentation has a root there four times as slow as
 the Scalar engine's).
 
-Four constants differ from the documentation, because published measurements do:
+`Costs` has what published measurements on Trn1 decide, most of them by `tools/probe_engine_rates.py`
+of foxl-ai/kiln (trn1.2xlarge, nki 0.6.0), which times one more instruction of a kind, at 2.8 GHz of
+the Tensor, 1.12 GHz of the Vector and 1.4 GHz of the Scalar engine:
 
-    Tensor      512 columns take a sixth longer than documented, in bfloat16 and in float32. Nobody
-                has published what fewer columns take on Trn1, so there are two `READINGS`, which
-                agree at 512:
-                    rate    every column takes 7/6 cycle, as if the clock were 2.4 GHz
-                    issue   every pass takes 85 cycles more, as if loading weights were not hidden
-                The issue reading is the slower one at every size, and the default.
-    Scalar      an instruction takes 55 cycles more than its elements
-    reciprocal  3 cycles per element on the Vector engine, not 8
+    Tensor      a column takes a sixth longer than documented: 78.6 TFLOPS, as a second source has
+                it for large products. float32 takes three passes and a part that grows with the
+                columns; fewer than 16 stationary columns, or fewer than 128 rows, make it dearer
+    Vector      38 cycles beside the elements; a second input costs a little more than the first
+                where both are in SBUF (between the probe and AccelOpt), and nothing where one is in
+                PSUM
+    Scalar      32 cycles beside the elements
+    waiting     0.11 microseconds on each of these engines, by the busy times of kiln's kernels
+    reciprocal  3 cycles per element on the Vector engine, not 8 (AccelOpt)
     scan        1 cycle per element on the Vector engine, not 2 as other instructions with two full
-                inputs
+                inputs (AccelOpt)
 
-Beside its instructions, the Scalar engine loads tables of functions (`core.tables`): as soon as it
-is free, as the compiler moves loads forward, before the first instruction whose function the
-resident table lacks.
+`nki-simulator calibrate` prints the model beside each published point. What is outside of a kernel
+is in no estimate: `LAUNCH_US` for a graph, `CALL_US` more for every kernel in it. For Trn2 and Trn3
+no time is estimated (`Target.refused`).
 """
 
 from bisect import bisect_right, insort
@@ -55,11 +64,11 @@ from nki_simulator.core.targets import Target
 LATENCY = {Engine.tensor: 64 + 60, Engine.vector: 100, Engine.scalar: 264 - 64, Engine.gpsimd: 100}
 DESCRIPTOR_BYTES = 512
 MIN_CYCLES = 64  # of any instruction
-SCALAR_OVERHEAD = 55  # cycles of each Scalar instruction beside its elements
-RECIPROCAL = 3  # cycles per element on the Vector engine
 SLOW = 4  # cycles per element of roots and powers on GpSimd
 SBUF_PORT = "vector+gpsimd on SBUF"
 PSUM_PORT = "vector+scalar on PSUM"
+LAUNCH_US = 140.0  # of a graph, measured on trn1 by foxl-ai/kiln: 137 to 145
+CALL_US = 210.0  # of each NKI call in a graph, beside its own work, by the same source
 
 TWO_INPUTS = (
     "tensor_tensor", "scalar_tensor_tensor", "tensor_copy_predicated", "select_reduce",
@@ -67,25 +76,47 @@ TWO_INPUTS = (
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How the Tensor engine's measured rate at 512 columns is taken to hold for fewer columns."""
+class Costs:
+    """What published measurements decide, in cycles of the engine that is named first.
 
-    name: str
-    per_column: float  # cycles per moving column
-    per_pass: float  # cycles beside the columns; float32 takes four passes
+    >>> round(COSTS.product(512, 128, 128)), round(COSTS.product(512, 128, 128, fp32=True))
+    (597, 3227)
+    """
 
-    def cycles(self, columns: float, passes: int) -> float:
-        """Return the cycles of one Tensor instruction.
+    tensor_column: float = 7 / 6
+    tensor_fp32: float = 3.2  # passes of a float32 product,
+    tensor_fp32_column: float = 0.0043  # and of a pass more for each column
+    tensor_narrow: float = 0.0019  # of the price more, for each column, below 16 stationary ones
+    tensor_short: float = 0.0056  # of the price more, for each row fewer than 128
+    vector_overhead: float = 38.0
+    vector_second: float = 1.15  # cycles per element of a second input, if both are in SBUF
+    vector_reciprocal: float = 3.0  # cycles per element
+    scalar_overhead: float = 32.0
+    sum_overhead: float = 110.0  # of an instruction that sums as well, on either engine
+    tensor_wait: float = 0.11  # microseconds more of an instruction that waits for another engine
+    vector_wait: float = 0.11
+    scalar_wait: float = 0.11
 
-        >>> round(RATE.cycles(512, 1)), round(ISSUE.cycles(512, 1)), round(ISSUE.cycles(64, 4))
-        (597, 597, 597)
-        """
-        return passes * (self.per_column * columns + self.per_pass)
+    def product(self, columns: float, rows: int, stationary: int, fp32: bool = False) -> float:
+        """Returns the cycles of one product of moving `columns` on the Tensor engine."""
+        cycles = self.tensor_column * columns
+        if fp32:
+            cycles *= self.tensor_fp32 + columns * self.tensor_fp32_column
+        if stationary < 16:
+            cycles *= 1 + columns * self.tensor_narrow
+        return cycles * (1 + self.tensor_short * (128 - rows))
+
+    def wait(self, engine: Engine) -> float:
+        """Returns how much longer an instruction is busy that waits for another engine."""
+        waits = {
+            Engine.tensor: self.tensor_wait,
+            Engine.scalar: self.scalar_wait,
+            Engine.vector: self.vector_wait,
+        }
+        return waits.get(engine, 0.0)
 
 
-RATE = Reading("rate", 7 / 6, 0.0)
-ISSUE = Reading("issue", 1.0, 512 / 6)
-READINGS = (RATE, ISSUE)  # the slower one comes last
+COSTS = Costs()
 
 
 @dataclass(frozen=True)
@@ -100,13 +131,41 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """What a kernel call issues and moves, of which nothing is estimated."""
+
+    instructions: dict[str, int]
+    engines: dict[str, int]  # instructions by engine
+    hbm_read: int
+    hbm_written: int
+    multiply_adds: int
+    tables: tuple[str, ...]  # sets that the Scalar engine loads
+    loads: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an instruction stands among the others, whatever they cost."""
+
+    queues: tuple[str, ...]  # its own, and the ports that it occupies
+    loads: bool  # a table of functions
+    needs: tuple[tuple[int, bool], ...]  # what it waits for, and whether its sums stream on
+    waits: bool  # for another engine
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places of a trace, and its traffic."""
+
+    places: tuple[Place, ...]
+    traffic: Traffic
+
+
+@dataclass(frozen=True)
 class Estimate:
-    """Estimated times of one kernel call in microseconds, the bytes that it moves,
-    and instruction counts.
-    """
+    """Estimated times of one kernel call in microseconds, and its traffic."""
 
     target: Target
-    reading: Reading
     engines: dict[str, float]
     ports: dict[str, float]
     dma: float
@@ -114,14 +173,23 @@ class Estimate:
     lower: float
     schedule: float
     upper: float
-    instructions: dict[str, int]
-    hbm_read: int
-    hbm_written: int
-    multiply_adds: int
+    traffic: "Traffic"
     critical: dict[str, tuple[int, float]]  # op -> count and time on the longest path
-    loads: int  # of the Scalar engine's tables
-    tables: tuple[str, ...]
     steps: tuple[Step, ...]
+
+    @property
+    def instructions(self) -> dict[str, int]:
+        return self.traffic.instructions
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The sets of functions that the Scalar engine loads."""
+        return self.traffic.tables
+
+    @property
+    def loads(self) -> int:
+        """How often it loads one."""
+        return self.traffic.loads
 
     @property
     def binding(self) -> str:
@@ -135,24 +203,15 @@ class Estimate:
         return self.engines.get("tensor", 0.0) / self.lower if self.lower else 0.0
 
 
-def estimates(trace: Sequence[Record], target: Target) -> tuple[Estimate, ...]:
-    """Estimate a traced kernel call under each of READINGS, the slower reading last.
-
-    >>> from nki_simulator import TARGETS
-    >>> [costs.reading.name for costs in estimates([], TARGETS["trn1"])]
-    ['rate', 'issue']
-    """
-    dependencies = list_dependencies(trace)
-    return tuple(estimate(trace, target, reading, dependencies) for reading in READINGS)
-
-
 def estimate(
-    trace: Sequence[Record], target: Target, reading: Reading = ISSUE,
-    dependencies: Sequence[set[int]] | None = None,
+    trace: Sequence[Record], target: Target, costs: Costs = COSTS,
+    layout: "Layout | None" = None, prices: Sequence[tuple[float, float]] | None = None,
 ) -> Estimate:  # fmt: skip
     """Estimate the time that a traced kernel call takes on one core of the target.
 
-    `dependencies` are what `list_dependencies` returns, where that is known.
+    `layout` is what `lay_out` returns, and `prices` what `instruction_cost` returns for each
+    instruction, where they are known. Raises ValueError for a target whose
+    times are not calibrated.
 
     >>> from nki_simulator import nl, record
     >>> def ones():
@@ -164,7 +223,9 @@ def estimate(
     >>> costs.binding, costs.instructions, 3.4 < costs.lower < 3.6
     ('dependency path', {'memset': 1, 'dma_copy': 1}, True)
     """
-    dependencies = list_dependencies(trace) if dependencies is None else dependencies
+    if target.refused:
+        raise ValueError(f"no time is estimated for {target.name}: {target.refused}")
+    layout = lay_out(trace, target) if layout is None else layout
     steps: list[Step] = []
     free: dict[str, float] = defaultdict(float)
     busy_of: dict[str, float] = defaultdict(float)
@@ -173,27 +234,25 @@ def estimate(
     path_ends: list[float] = []  # of each instruction if only its dependencies delay it
     causes: list[int | None] = []  # which instruction delays it most on that path
     transfers: list[tuple[float, float]] = []
-    read = written = macs = 0
     upper = 0.0
-    tables = Tables()
-    for i, record in enumerate(trace):
-        busy, latency = instruction_cost(record, target, reading)
+    prices = [instruction_cost(r, target, costs) for r in trace] if prices is None else prices
+    for record, place, (busy, latency) in zip(trace, layout.places, prices, strict=True):
+        if place.waits:
+            busy += costs.wait(record.engine)
         engine = record.engine.name
-        if record.engine is Engine.scalar and tables.load_for(record.flags.get("function", "copy")):
+        if place.loads:
             free[engine] += LOAD_US
             busy_of[engine] += LOAD_US
             upper += LOAD_US
-        queues = (*list_ports(record, target), find_queue(record))
-        start, longest, cause = max(free[q] for q in queues), 0.0, None
-        for j in dependencies[i]:
-            # An accumulation group streams through the array without waiting for its own sums.
-            wait = steps[j].latency if not accumulates(trace[j], record) else 0.0
+        start, longest, cause = max(free[q] for q in place.queues), 0.0, None
+        for j, streams in place.needs:
+            wait = 0.0 if streams else steps[j].latency
             start = max(start, ends[j] + wait)
             if path_ends[j] + wait > longest:
                 longest, cause = path_ends[j] + wait, j
         if record.engine is Engine.dma:
             start = _reserve(transfers, start, busy)
-        for queue in queues:
+        for queue in place.queues:
             free[queue] = start + busy
             ports[queue] += busy
         busy_of[engine] += busy
@@ -202,10 +261,6 @@ def estimate(
         causes.append(cause)
         steps.append(Step(record, engine, start, busy, latency))
         upper += busy + latency
-        read += sum(o.bytes for o in record.reads if o.buffer in HBM)
-        written += sum(o.bytes for o in record.writes if o.buffer in HBM)
-        if record.op == "nc_matmul":
-            macs += record.flags["K"] * record.flags["M"] * record.flags["N"]
     engines = {
         e.name: busy_of[e.name]
         for e in (Engine.tensor, Engine.vector, Engine.scalar, Engine.gpsimd)
@@ -216,7 +271,6 @@ def estimate(
     path = max(finish, default=0.0)
     return Estimate(
         target=target,
-        reading=reading,
         engines=engines,
         ports=shared,
         dma=dma,
@@ -224,21 +278,47 @@ def estimate(
         lower=max([*engines.values(), *shared.values(), dma, path]),
         schedule=max((s.start + s.busy + s.latency for s in steps), default=0.0),
         upper=upper,
-        instructions=dict(Counter(r.op for r in trace).most_common()),
-        hbm_read=read,
-        hbm_written=written,
-        multiply_adds=macs,
+        traffic=layout.traffic,
         critical=_critical(steps, causes, finish),
-        loads=tables.loads,
-        tables=tables.names(),
         steps=tuple(steps),
     )
 
 
-def instruction_cost(
-    record: Record, target: Target, reading: Reading = ISSUE
-) -> tuple[float, float]:
-    """Return what one instruction costs in microseconds: (busy, latency)."""
+def lay_out(trace: Sequence[Record], target: Target) -> Layout:
+    """Return what waits for what in a traced kernel call, and what it issues and moves."""
+    tables, places = Tables(), []
+    known: dict[tuple[str, str], int] = {}  # the last that a queue has waited for, by queue
+    queues = [find_queue(record) for record in trace]
+    read = written = macs = 0
+    for i, needs in enumerate(list_dependencies(trace)):
+        record = trace[i]
+        function = record.flags.get("function", "copy")
+        loads = record.engine is Engine.scalar and tables.load_for(function)
+        # An accumulation group streams through the array without waiting for its own sums.
+        waits = tuple((j, accumulates(trace[j], record)) for j in sorted(needs))
+        others = False
+        for j in needs:
+            if queues[j] != queues[i] and j > known.get((queues[i], queues[j]), -1):
+                known[queues[i], queues[j]] = j
+                others = True
+        own = (*list_ports(record, target), queues[i])
+        places.append(Place(own, loads, waits, others))
+        read += sum(o.bytes for o in record.reads if o.buffer in HBM)
+        written += sum(o.bytes for o in record.writes if o.buffer in HBM)
+        if record.op == "nc_matmul":
+            macs += record.flags["K"] * record.flags["M"] * record.flags["N"]
+    counts = Counter(record.op for record in trace).most_common()
+    engines = Counter(record.engine.name for record in trace)
+    traffic = Traffic(
+        dict(counts), dict(engines), read, written, macs, tables.names(), tables.loads
+    )
+    return Layout(tuple(places), traffic)
+
+
+def instruction_cost(record: Record, target: Target, costs: Costs = COSTS) -> tuple[float, float]:
+    """Return what one instruction costs in microseconds, where it waits for nothing:
+    (busy, latency).
+    """
     operands, flags = (*record.reads, *record.writes), record.flags
     if record.engine is Engine.dma:  # its data, and at least DESCRIPTOR_BYTES per contiguous piece
         size, run = max(o.bytes for o in operands), max(1, min(o.run for o in operands))
@@ -246,24 +326,25 @@ def instruction_cost(
         return size / (target.dma_gb_s * 1e3), target.dma_latency_us
     engine = record.engine if record.engine in LATENCY else Engine.vector
     F = max((o.free for o in (*record.reads[:1], *record.writes[:1])), default=1)
-    summing = MIN_CYCLES if flags.get("reduces") else 0
+    summing = costs.sum_overhead if flags.get("reduces") else 0
     if record.op == "nc_matmul":
-        passes = (2 if flags["onezero"] else 4) if flags["fp32"] else 1
-        cycles = reading.cycles(max(min(MIN_CYCLES, flags["M"]), flags["N"]), passes)
+        K, M, N, fp32 = flags["K"], flags["M"], flags["N"], flags["fp32"]
+        cycles = costs.product(max(MIN_CYCLES, N), min(K, 128), M, fp32)
+        if fp32 and flags["onezero"]:
+            cycles /= 2
     elif engine is Engine.tensor:
-        cycles = reading.cycles(
-            max(flags["P"], min(MIN_CYCLES, flags["F"])), 4 if flags["fp32"] else 1
-        )
+        P = flags["P"]
+        cycles = costs.product(max(MIN_CYCLES, P), P, flags["F"], flags["fp32"])
     elif engine is Engine.scalar:
-        cycles = max(MIN_CYCLES, F + SCALAR_OVERHEAD) + summing
+        cycles = max(MIN_CYCLES, F + costs.scalar_overhead) + summing
     elif engine is Engine.gpsimd:
         cycles = 150 + (SLOW * F if flags.get("slow") else F)
     elif record.op == "reciprocal":
-        cycles = max(MIN_CYCLES, RECIPROCAL * F)
-    elif record.op in TWO_INPUTS:
-        cycles = max(MIN_CYCLES, 2 * F)
+        cycles = costs.vector_overhead + costs.vector_reciprocal * F
+    elif record.op in TWO_INPUTS and not any(o.buffer is PSUM for o in record.reads):
+        cycles = costs.vector_overhead + (1 + costs.vector_second) * F
     else:
-        cycles = max(MIN_CYCLES, F) + summing
+        cycles = max(MIN_CYCLES, costs.vector_overhead + F) + summing
     clock = getattr(target, f"{engine.name}_ghz")
     return cycles / clock / 1e3, LATENCY[engine] / clock / 1e3
 
@@ -312,32 +393,38 @@ def list_dependencies(trace: Sequence[Record]) -> list[set[int]]:
     """Return which instructions each one waits for: writers of what it reads, users of what it
     overwrites.
 
-    This holds on chip and in HBM alike, except that two writes to HBM never wait for each other:
-    there the tiles of different heads interleave without overlapping.
+    Between engines a whole tensor is waited for, and of each engine its last such instruction, as
+    it runs in order; within an engine, or a queue of DMA, the bytes decide. This holds on chip and
+    in HBM alike, except that two writes to HBM never wait for each other: there the tiles of
+    different heads interleave without overlapping.
     """
-    writers: dict[int, list[tuple[Operand, int]]] = defaultdict(list)
-    readers: dict[int, list[tuple[Operand, int]]] = defaultdict(list)
+    writers: dict[int, dict[str, int]] = defaultdict(dict)  # the last of each queue
+    readers: dict[int, dict[str, int]] = defaultdict(dict)
+    wrote: dict[tuple[int, str], list[tuple[Operand, int]]] = defaultdict(list)  # within a queue
+    read: dict[tuple[int, str], list[tuple[Operand, int]]] = defaultdict(list)
     result: list[set[int]] = []
     for i, record in enumerate(trace):
         needs: set[int] = set()
+        queue = find_queue(record)
         for operand in record.reads:
             key = operand.region.storage
-            needs.update(j for other, j in writers[key] if _overlap(operand, other))
-            readers[key].append((operand, i))
+            needs.update(j for other, j in writers[key].items() if other != queue)
+            needs.update(j for other, j in wrote[key, queue] if _overlap(operand, other))
+            readers[key][queue] = i
+            read[key, queue].append((operand, i))
         for operand in record.writes:
             key = operand.region.storage
-            if operand.buffer in HBM:
-                writers[key].append((operand, i))
-                continue
-            needs.update(
-                j
-                for other, j in (*writers[key], *readers[key])
-                if j != i and _overlap(operand, other)
-            )
-            writers[key] = [(o, j) for o, j in writers[key] if not _covers(operand, o)] + [
-                (operand, i)
-            ]
-            readers[key] = [(o, j) for o, j in readers[key] if j == i or not _covers(operand, o)]
+            if operand.buffer not in HBM:
+                for users in (writers[key], readers[key]):
+                    needs.update(j for other, j in users.items() if other != queue)
+                mine = (*wrote[key, queue], *read[key, queue])
+                needs.update(j for other, j in mine if j != i and _overlap(operand, other))
+                for users in (wrote, read):
+                    left = [(o, j) for o, j in users[key, queue] if not _covers(operand, o)]
+                    users[key, queue] = left
+            writers[key][queue] = i
+            wrote[key, queue].append((operand, i))
+        needs.discard(i)
         result.append(needs)
     return result
 

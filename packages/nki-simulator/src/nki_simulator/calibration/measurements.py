@@ -11,10 +11,11 @@ those engines were busy, in milliseconds or, by `busy`, as the share of that tim
     AWS        device time in the tutorial's profiles; it names no chip, but 192 KiB of SBUF, which
                Trn1 has
 
-The constants of the cost model were fitted to AccelOpt alone. AWS and Autocomp are held out. Not
-here: LayerNorm of AWS, whose time includes the launch; kernels that spill SBUF, which the simulator
-refuses (SwiGLU, LoRA, attention, softmax and the first mamba of AccelOpt, the second mamba of AWS
-from 1024 steps on); and Trn2, of which no published run states its configuration.
+The points of single instructions are in instructions.csv, those of other people's delta-rule kernels
+in kernels.csv (`points` reads all three). Not here: LayerNorm of AWS, whose time includes the
+launch; kernels that spill SBUF, which the simulator refuses (SwiGLU, LoRA, attention, softmax and
+the first mamba of AccelOpt, the second mamba of AWS from 1024 steps on); and Trn2, of which no
+published run of them states its configuration.
 """
 
 import csv
@@ -29,11 +30,12 @@ SOURCES = {
         "https://github.com/zhang677/AccelOpt/tree/47e29a7c24704e3c3e534b5bcbf39cfac3f831e3"
     ),
     "Autocomp": "https://github.com/ucb-bar/autocomp/tree/dd26a5656bcd3158b80c36bc97500d76a495c765",
+    "kiln": "https://github.com/foxl-ai/kiln (f5a7faf3: docs/neuron-notes.md, tools/probe_engine_rates.py)",
+    "pantheonneuron": "https://github.com/pantheongpu/pantheonneuron",
     "AWS": (
         "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/nki/guides/tutorials/fused_mamba.html"
     ),
 }
-FITTED = "AccelOpt"
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ class Measurement:
     size: int = 0  # K of a product, T of a scan
     vector: float | None = None  # published busy time of the Vector engine, ms
     scalar: float | None = None
+    reason: str = ""  # why the model is far from the time, where it is, and from the busy times
+    vector_reason: str = ""
+    scalar_reason: str = ""
 
 
 def _read(row: dict[str, str]) -> Measurement:
@@ -68,6 +73,7 @@ def _read(row: dict[str, str]) -> Measurement:
     return Measurement(
         row["kernel"], row["source"], row["where"], ms, getattr(programs, row["program"]),
         float(row["parts"]), samples, int(row["runs"]), int(row["size"]), vector, scalar,
+        row["reason"], row["vector_reason"], row["scalar_reason"],
     )  # fmt: skip
 
 

@@ -486,6 +486,11 @@ def _operand(role: str, tensor: NkiTensor) -> Operand:
     partitions = (tensor.partition, tensor.partition + shape[0]) if chip else (0, 1)
     region = Region(tensor.storage.number, partitions, span)
     run = array.itemsize
+    if tensor.indirection is not None:  # what it touches one behind the other
+        where = tensor.indirection[1]
+        whole = where.ndim > 0 and bool((np.diff(where, axis=-1) == 1).all())
+        run *= where.shape[-1] if whole else 1
+        return Operand(role, tensor.name, shape, tensor.dtype, tensor.buffer, region, run)
     for axis in range(array.ndim - 1, 0 if chip else -1, -1):
         if shape[axis] > 1 and array.strides[axis] != run:
             break
