@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 
-from delta_trn.backends.stand_in.cuda import card, pretend
+from delta_trn.backends.gpu_stand_in.cuda import card, pretend
 from tests.support.emulator import driver
 
 

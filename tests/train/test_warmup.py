@@ -138,8 +138,8 @@ print("LAUNCHED", json.dumps(sorted(launched)))
 # What warmup notes, by the same name.
 NOTED = """
 import json, sys
-from delta_trn.backends.stand_in.cuda import card
-from delta_trn.backends.stand_in.launch_adapter import record_launches
+from delta_trn.backends.gpu_stand_in.cuda import card
+from delta_trn.backends.gpu_stand_in.launch_adapter import record_launches
 from delta_trn.train.commands.warmup import _configuration
 from delta_trn.train.run.launches import launch_run
 from delta_trn.train.settings.overrides import apply, parse

@@ -137,8 +137,8 @@ def _compile(options: argparse.Namespace, launch: Callable[[], None]) -> int:
         raise ConfigError(f"nothing can be compiled: backend triton {reason}")
     if machine.processes().local_rank:
         return 0  # the first process of the node compiles for all
-    from delta_trn.backends.stand_in.cuda import card
-    from delta_trn.backends.stand_in.launch_adapter import fill, record_launches
+    from delta_trn.backends.gpu_stand_in.cuda import card
+    from delta_trn.backends.gpu_stand_in.launch_adapter import fill, record_launches
 
     try:
         meant = card(_capability(options.capability))

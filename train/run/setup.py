@@ -330,7 +330,7 @@ def _compiling_in_turns(
     """Lets one of a node's processes compile each of Triton's kernels, and the others wait for it."""
     if device.type != "cuda" or config.backend != "triton" or machine.processes().world == 1:
         return contextlib.nullcontext()
-    from delta_trn.backends.stand_in.launch_adapter import compile_in_turns
+    from delta_trn.backends.gpu_stand_in.launch_adapter import compile_in_turns
 
     return compile_in_turns()
 

@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 from delta_trn.backends import __main__ as backends
 from delta_trn.backends import card_adapter
 from delta_trn.backends.card_adapter import needs
+from delta_trn.backends.gpu_stand_in.cuda import CARDS, pretend
 from delta_trn.backends.parity import __main__ as parity
-from delta_trn.backends.stand_in.cuda import CARDS, pretend
 from delta_trn.triton_kernels.compiling import trivial
 
 

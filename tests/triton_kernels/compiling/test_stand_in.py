@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 BEGIN = """
 import torch
 from delta_trn.backends import gated_delta_rule
-from delta_trn.backends.stand_in.cuda import card
-from delta_trn.backends.stand_in.launch_adapter import *
+from delta_trn.backends.gpu_stand_in.cuda import card
+from delta_trn.backends.gpu_stand_in.launch_adapter import *
 def call(T=64, H=1, HV=2, K=32, dtype=torch.bfloat16):
     q, v = (torch.randn(1, T, n, K, device="cuda", dtype=dtype, requires_grad=True) for n in (H, HV))
     g = torch.randn(1, T, HV, device="cuda")

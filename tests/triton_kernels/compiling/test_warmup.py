@@ -33,8 +33,8 @@ def warm(*words, cache, **variables):
 
 COMPILE = """
 import sys
-from delta_trn.backends.stand_in.cuda import card
-from delta_trn.backends.stand_in.launch_adapter import compile_only, counting
+from delta_trn.backends.gpu_stand_in.cuda import card
+from delta_trn.backends.gpu_stand_in.launch_adapter import compile_only, counting
 from delta_trn.train.run.launches import launch_model
 with counting() as compiled, compile_only(card((9, 0))):
     launch_model(sys.argv[1], 1, int(sys.argv[2]))

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from delta_trn.backends.stand_in.cuda import CPU, is_cuda
+from delta_trn.backends.gpu_stand_in.cuda import CPU, is_cuda
 
 ALIGNED = 512  # bytes, of torch's allocator
 

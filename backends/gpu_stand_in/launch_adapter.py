@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from unittest import mock
 
+from torch._subclasses import FakeTensor
+
+from delta_trn.backends import stand_ins
 from delta_trn.backends.gated_delta_rule import triton_adapter
-from delta_trn.backends.stand_in.cuda import Properties, pretend
-from delta_trn.backends.stand_in.memory import Weightless, address
+from delta_trn.backends.gpu_stand_in.cuda import Properties, pretend
+from delta_trn.backends.gpu_stand_in.memory import Weightless, address
 from delta_trn.triton_kernels.compiling.cache import compile_in_turns as compile_in_turns
 from delta_trn.triton_kernels.compiling.cache import counting as counting
 from delta_trn.triton_kernels.compiling.cache import fill as fill
@@ -44,7 +48,9 @@ def _device(card: Properties) -> Device:
 @contextlib.contextmanager
 def _torch_on(card: Properties) -> Iterator[None]:
     caches = triton_adapter.card_of, triton_adapter._kept_bytes
-    with pretend(card, address), Weightless():
+    # to everyone else a fake tensor has no kernel; here its kernels are what is asked for
+    plain = mock.patch.object(stand_ins, "PLAIN", stand_ins.PLAIN | {FakeTensor})
+    with plain, pretend(card, address), Weightless():
         for cached in caches:  # of a GPU that is here
             cached.cache_clear()
         try:
