@@ -136,7 +136,7 @@ bench: $(READY)
 
 # What the GPU is compared with is installed beside it; without it, and without a network, the rest runs.
 measure: $(READY)
-	$(if $(DRY),,$(RUN) -c 'import fla' 2>/dev/null || $(RUN) -m pip install --quiet --disable-pip-version-check --no-deps flash-linear-attention fla-core || \
+	$(if $(DRY),,$(RUN) -c 'import fla' 2>/dev/null || $(RUN) -m pip install --quiet --disable-pip-version-check --no-deps flash-linear-attention fla-core einops || \
 		echo "flash-linear-attention could not be installed: nothing is timed beside it")
 	$(RUN) -m tools.measure_gpu --out $(OUT) $(if $(DRY),--dry tests.support.emulated) $(ARGS)
 

@@ -72,16 +72,13 @@ def _launch_documents(run: Run) -> None:
     loss = loss_function(run.sharding, run.config, run.device)
     for training in (True, False):
         run.model.train(training)
-        batch = run.batches.next_batch() if training else next(_crops(run))
+        (crop,) = held_out_crops(run.config, run.dataset, run.layout, at_most=1)
+        batch = run.batches.next_batch() if training else crop
         for batch_of in _documents(batch.split(run.layout.micro)[0] if training else batch):
             if training:
                 loss(*batch_of.each(lambda x: x.to(run.device))).backward()
             else:
                 evaluate(loss, [batch_of], run.device, run.team)
-
-
-def _crops(run: Run) -> Iterator[Batch]:
-    yield from held_out_crops(run.config, run.dataset, run.layout, at_most=1)
 
 
 def _documents(batch: Batch) -> Iterator[Batch]:
