@@ -40,8 +40,8 @@ COMMANDS: dict[str, Command] = {
         "tokens/s and memory of a step, beside a peer's operator",
     ),
     "warmup": (
-        "RECIPE|RUN_DIR [key=value ...]",
-        "compile every graph of a run before it",
+        "RECIPE|RUN_DIR|--bench|--model DIR [--capability X.Y]",
+        "compile every kernel or graph of a run before it",
     ),
     "convert": (
         "FROM --to DIR [--format fla]",

@@ -52,18 +52,14 @@ from delta_trn.triton_kernels import (
     segments,
     short_convolution,
 )
+from delta_trn.triton_kernels.compiling.driver import AMD
+from delta_trn.triton_kernels.compiling.driver import SHARED as SHARED
 from delta_trn.triton_kernels.hopper import gradients as hopper_gradients
 from delta_trn.triton_kernels.launch import Card, assume
 from delta_trn.triton_kernels.sass import count_unfenced, disassemble, parse
 from delta_trn.triton_kernels.variants import Variant
 
 HOPPER = GPUTarget("cuda", 90, 32)
-# an MI300X, on which dispatch refuses these kernels: nothing was executed, with an A100's launches
-AMD = 942
-KIBIBYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, AMD: 64}
-SHARED = {
-    architecture: 1024 * size for architecture, size in KIBIBYTES.items()
-}  # that a program may have
 SHARED_BYTES = SHARED[90]
 TENSOR_COLUMNS = 512
 # the bounds on stack are those of this Triton; others compile to other code

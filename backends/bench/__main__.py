@@ -13,9 +13,9 @@ Beside packed sequences the same tokens are timed as one sequence ("in one"): wh
 Beside Kimi Delta Attention the gated delta rule is timed on the same shapes ("one decay"): what
 decays per channel cost.
 
-The exit status is 1 where a case fails parity, which is then not timed, and where a pass takes less
-time than its floor: then the machine was busy while its best was measured, and that line has no
-floor.
+A case that fails, in parity or by an exception, is named and not timed, and the others are. The exit
+status is then 1, as where a pass takes less time than its floor: then the machine was busy while its
+best was measured, and that line has no floor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -35,7 +37,7 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends import machine
-from delta_trn.backends.bench import figures
+from delta_trn.backends.bench import figures, roofline, timing
 from delta_trn.backends.bench.figures import passes
 from delta_trn.backends.bench.peers import PEERS, Run, name_backends
 from delta_trn.backends.bench.roofline import Ceilings, ceilings, work
@@ -62,6 +64,7 @@ ONE_DECAY = " one decay"  # the rule with the first channel's decay
 #   memory_bytes    only with the pass forward+backward
 #   computed_by     what flash-linear-attention has handed its calls to; only with it
 #   worst_error     error over allowed in the parity before the timing; only with ours
+#   failed          why there are no times; then only case, pass, backend and dtype stand beside it
 Row = dict[str, Any]
 
 
@@ -89,7 +92,11 @@ def contender(name: str) -> Run:
 
 def inputs_of(name: str, x: Inputs) -> Inputs:
     """Returns what a contender gets: a decay per channel, or the first one for all."""
-    return replace(x, g=x.g[..., 0].contiguous()) if name.endswith(ONE_DECAY) else x
+    if not name.endswith(ONE_DECAY):
+        return x
+    dt_bias = None if x.dt_bias is None else x.dt_bias[..., 0].contiguous()
+    case = replace(x.case, lower_bound=None)  # which the gated delta rule does not have
+    return replace(x, case=case, g=x.g[..., 0].contiguous(), dt_bias=dt_bias)
 
 
 def pass_call(run: Run, x: Inputs, phase: str) -> Callable[[], None]:
@@ -189,12 +196,20 @@ def bench(
     for phase in passes(case):
         memories: dict[str, int | None] = dict.fromkeys(names)
         if phase == "step":
-            calls = {name: step_call(name, x) for name in names}
+            makers = {name: partial(step_call, name, x) for name in names}
         else:
-            calls = {name: pass_call(contender(name), inputs_of(name, x), phase) for name in names}
+            makers = {
+                name: partial(pass_call, contender(name), inputs_of(name, x), phase)
+                for name in names
+            }
         if phase == "forward+backward":
             memories = {name: memory(name, case, dtype, device) for name in names}
-        for mode, running in modes(calls, device).items():
+        for mode, calls in modes(makers, device).items():
+            about = {"case": case.name, "pass": phase + mode, "dtype": dtype_name(dtype)}
+            for name, reason in calls.items():
+                if isinstance(reason, str):
+                    yield {**about, "backend": name, "failed": f"not captured: {reason}"}
+            running = {name: call for name, call in calls.items() if not isinstance(call, str)}
             if subject.backend not in running:
                 continue
             times = time_in_turns(running, device, seconds)
@@ -202,11 +217,9 @@ def bench(
             for name, milliseconds in times.items():
                 ours = name == subject.backend
                 yield {
+                    **about,
                     "op": STEP if phase == "step" else case.op,
                     "backend": name,
-                    "pass": phase + mode,
-                    "case": case.name,
-                    "dtype": dtype_name(dtype),
                     "ms": Spread.of(milliseconds),
                     "ratio": over[name],
                     "rounds": len(milliseconds),
@@ -221,7 +234,7 @@ def bench(
 
 def beaten_floor(row: Row) -> str | None:
     """Returns what there is to say where a pass took less time than its floor."""
-    if row["floor_ms"] is None or row["floor_ms"] <= row["ms"].p50:
+    if row.get("floor_ms") is None or row["floor_ms"] <= row["ms"].p50:
         return None
     return (
         f"no floor: {row['case']}, {row['pass']} took {row['ms'].p50:.4g} ms, less than the "
@@ -232,7 +245,12 @@ def beaten_floor(row: Row) -> str | None:
 
 def describe(row: Row) -> str:
     """Formats a row for the terminal."""
-    text = f"{row['case']:16}  {row['pass']:16}  {row['backend']:10}  {row['ms']} ms"
+    if "failed" in row:
+        return (
+            f"{row['case']:16}  {row['pass'] or 'failed':16}  {row['backend']:10}  {row['failed']}"
+        )
+    text = f"{row['case']:16}  {row['pass']:16}  {row['backend']:10}  "
+    text += f"{row['ms']} ms"
     if row["ratio"] is not None:
         text += f"  {row['ratio']} times ours"
     if row["floor_ms"] is not None:
@@ -260,6 +278,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seconds", type=float, default=3.0, help="per pass (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object per line")
+    parser.add_argument(
+        "--small", action="store_true", help="cut every case to a few tokens: to try the command"
+    )
     options = parser.parse_args(argv)
     if options.action == "table":
         print(figures.markdown(figures.read(options.files)))
@@ -269,11 +290,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         tag = "bench-cpu" if subject.device == "cpu" else "bench"
         known = {**BY_NAME, **channel_cases.BY_NAME}
         timed = [find(name, known) for name in options.case or ()]
+        if stateful := [x.name for x in timed if x.state and "step" not in x.tags]:
+            raise ValueError(
+                f"{stateful[0]} starts from a state; only cases that do not are timed by pass"
+            )
         cases = timed or [case for case in known.values() if tag in case.tags]
     except (BackendRefusal, ValueError) as complaint:
         print(complaint, file=sys.stderr)
         return 2
+    if options.small:
+        cases = [smaller(case) for case in cases]
+        timing.shrink()
+        roofline.shrink()
     return _run(options, subject, cases)
+
+
+def smaller(case: Case) -> Case:
+    """Returns a case of few tokens and heads; head sizes, and value heads per key head, stay."""
+    lengths = case.lengths and tuple(min(length, 9) for length in case.lengths[:4])
+    T = sum(lengths) if lengths else min(case.T, 17)
+    return replace(case, B=1, T=T, lengths=lengths, H=1, HV=case.value_heads // case.H)
 
 
 def _run(options: argparse.Namespace, subject: Subject, cases: Sequence[Case]) -> int:
@@ -283,7 +319,7 @@ def _run(options: argparse.Namespace, subject: Subject, cases: Sequence[Case]) -
     wanted = options.peer or list(PEERS)
     absent = {name: reason for name in wanted if (reason := PEERS[name].absent(subject.device))}
     limits = ceilings(device, dtype)
-    machine_facts: Mapping[str, Any] = facts(device)
+    machine_facts: Mapping[str, Any] = facts(device) | ({"small": True} if options.small else {})
     print(
         f"{describe_choice(subject.backend, dtype, device.type)} on {machine_facts['device']}, "
         f"{machine_facts['threads']} threads, "
@@ -296,29 +332,48 @@ def _run(options: argparse.Namespace, subject: Subject, cases: Sequence[Case]) -
             if name in absent
             else f"peer {PEERS[name].label()}"
         )
-    rows: list[Row] = []
-    red = False
+    timed, red = False, False
+    with open(options.json or os.devnull, "w") as lines:
+        for row in _rows(options, subject, cases, dtype, absent, limits):
+            line = row | machine_facts
+            if complaint := beaten_floor(row):
+                line["floor_ms"] = None
+                print(complaint)
+            red |= complaint is not None or (row.get("failed") is not None and row["pass"] is None)
+            timed |= "ms" in row
+            print(describe(line), flush=True)
+            # at once: whoever is stopped keeps what was measured before
+            print(json.dumps(line, default=asdict), file=lines, flush=True)
+    return 1 if red or not timed else 0
+
+
+def _rows(
+    options: argparse.Namespace,
+    subject: Subject,
+    cases: Sequence[Case],
+    dtype: torch.dtype,
+    absent: Mapping[str, str],
+    limits: Ceilings,
+) -> Iterator[Row]:
+    """Yields the rows of all cases; of one that fails, a row that says why, without a pass."""
+    wanted = options.peer or list(PEERS)
     for case in cases:
         missing = {name: PEERS[name].absent(subject.device, case.has_channels) for name in wanted}
         for name in missing:
             if missing[name] and name not in absent:
                 print(f"case {case.name}: peer {name} {NOT_RUN}, {missing[name]}")
         able = [x for x in wanted if not missing[x] and (PEERS[x].packed or not case.lengths)]
+        about = {"case": case.name, "pass": None, "dtype": dtype_name(dtype)}
+        about["backend"] = subject.backend
         try:
-            for row in bench(subject, case, dtype, able, options.seconds, limits):
-                rows.append(row | machine_facts)
-                if complaint := beaten_floor(row):
-                    red, rows[-1]["floor_ms"] = True, None
-                    print(complaint)
-                print(describe(rows[-1]), flush=True)
-        except ParityError as failure:
-            red = True
-            print(failure)
+            yield from bench(subject, case, dtype, able, options.seconds, limits)
         except BackendRefusal as refusal:
             print(f"case {case.name}: {NOT_RUN}, {refusal}")
-    if options.json:
-        options.json.write_text("".join(json.dumps(row, default=asdict) + "\n" for row in rows))
-    return 1 if red or not rows else 0
+        except ParityError as failure:
+            yield {**about, "failed": str(failure)}
+        except Exception as error:  # Triton has a class for each way in which a launch can fail
+            traceback.print_exc()
+            yield {**about, "failed": f"{type(error).__name__}: {error}"}
 
 
 if __name__ == "__main__":

@@ -34,12 +34,13 @@ def passes(case: Case) -> tuple[str, ...]:
 
 
 def read(files: Sequence[Path] = ()) -> list[dict[str, Any]]:
-    """Reads the lines of bench's files, in order; default: those stored under results/."""
+    """Reads what bench's files say of times, in order; default: those stored under results/."""
     files = files or sorted((ROOT / "results").glob("*/data.jsonl.gz"))
     texts = [
         gzip.decompress(x.read_bytes()) if x.suffix == ".gz" else x.read_bytes() for x in files
     ]
-    return [json.loads(line) for text in texts for line in text.splitlines()]
+    lines = [json.loads(line) for text in texts for line in text.splitlines()]
+    return [line for line in lines if not (line.get("failed") or line.get("small"))]
 
 
 def ratios(rows: Rows, backend: str, case: Case, phase: str) -> list[float]:

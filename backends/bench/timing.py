@@ -68,36 +68,51 @@ def ratios(times: Mapping[str, Sequence[float]], ours: str) -> dict[str, Spread 
     }
 
 
-def modes(calls: Mapping[str, Call], device: torch.device) -> dict[str, Mapping[str, Call]]:
-    """Maps a mode's suffix to its calls: as they are and, on a GPU,
-    as CUDA graphs where possible.
+Make = Callable[[], Call]
+
+
+def modes(makers: Mapping[str, Make], device: torch.device) -> dict[str, dict[str, Call | str]]:
+    """Maps a mode's suffix to its calls: as they are and, on a GPU, as CUDA graphs.
+
+    makers      name -> a function that makes the call; it does what need not be timed
+    returns     in place of a graph that cannot be captured: why not
     """
-    by_mode = {"": calls}
+    by_mode: dict[str, dict[str, Call | str]] = {
+        "": {name: make() for name, make in makers.items()}
+    }
     if device.type == "cuda":
-        by_mode[" (graph)"] = {
-            name: graph for name, call in calls.items() if (graph := _graph(call))
-        }
+        by_mode[" (graph)"] = {name: _graph(make) for name, make in makers.items()}
     return by_mode
 
 
-def _graph(call: Call) -> Call | None:
-    """Captures a call as a CUDA graph, which the host does not slow down;
-    None if the call waits for it.
+def _graph(make: Make) -> Call | str:
+    """Captures a call as a CUDA graph, which the host does not slow down; or returns why it cannot.
+
+    The call is made on the stream that is captured. Autograd runs a backward operation on the stream
+    of its forward operation: made on the default stream, which no graph may take in, the backward
+    pass alone could not be captured. `torch.cuda.make_graphed_callables` does the same.
     """
     try:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
+            call = make()
             for _ in range(3):
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             call()
         return graph.replay
-    except RuntimeError:
+    except RuntimeError as error:
         torch.cuda.synchronize()
-        return None
+        return str(error).splitlines()[0]
+
+
+def shrink() -> None:
+    """Lets this process time few rounds, behind a small cache: to try a command, not to measure."""
+    global ROUNDS, CACHE_BYTES
+    ROUNDS, CACHE_BYTES = (2, 2), 2**20
 
 
 def _cpu_clock(call: Call, device: torch.device) -> float:

@@ -20,6 +20,7 @@ import json
 import math
 import os
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,10 @@ GRIDS: Mapping[str, Grid] = {
     "layers": Grid(layer_cases.BY_NAME, layer_cases.verdicts),
     "mixer": Grid(mixer_cases.BY_NAME, mixer_cases.verdicts),
 }
+
+
+class CaseError(Exception):
+    """Says which cases ended by an exception; the others are judged."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +165,12 @@ def measure(
     cases: Iterable[Any],
     refused: dict[tuple[str, torch.dtype], str],
     dtypes: Sequence[torch.dtype] = DTYPES,
+    failed: dict[tuple[str, torch.dtype], str] | None = None,
 ) -> Iterator[Verdict]:
-    """Judges one backend; `refused` gets what is outside its declared limits, with the reason."""
+    """Judges one backend; `refused` gets what is outside its declared limits, with the reason.
+
+    failed gets what ends in another exception, with its first line; None: the exception is raised.
+    """
     for case in cases:
         for dtype in subject.dtypes(case.op):
             if dtype not in dtypes:
@@ -170,6 +179,11 @@ def measure(
                 yield from grid.verdicts(case, dtype, subject.backend, subject.device)
             except BackendRefusal as refusal:
                 refused[case.name, dtype] = str(refusal)
+            except Exception as error:  # Triton has a class for each way in which a launch can fail
+                if failed is None or isinstance(error, (ValueError, OSError)):  # of what was asked
+                    raise
+                lines = f"{type(error).__name__}: {error}".splitlines()
+                failed[case.name, dtype] = lines[0]
 
 
 def row(verdict: Verdict, machine_facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,7 +209,10 @@ def worst_first(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 def report(
-    console: Console, verdicts: Sequence[Verdict], refused: Mapping[tuple[str, torch.dtype], str]
+    console: Console,
+    verdicts: Sequence[Verdict],
+    refused: Mapping[tuple[str, torch.dtype], str],
+    failed: Mapping[tuple[str, torch.dtype], str] = types.MappingProxyType({}),
 ) -> None:
     """Prints the worst SHOWN rows and every failure, then one line per backend and dtype."""
     failures = sum(not verdict.passed for verdict in verdicts)
@@ -216,6 +233,8 @@ def report(
     console.print(table)
     for (name, dtype), reason in refused.items():
         console.print(f"case {name} refused in {dtype_name(dtype)}: {reason}", highlight=False)
+    for (name, dtype), reason in failed.items():
+        console.print(f"case {name} failed in {dtype_name(dtype)}: {reason}", style="bold red")
     for backend, dtype in dict.fromkeys((v.backend, v.dtype) for v in verdicts):
         group = [v for v in verdicts if (v.backend, v.dtype) == (backend, dtype)]
         failed, cases = sum(not v.passed for v in group), len({v.case for v in group})
@@ -262,6 +281,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 130)
     try:
         verdicts = _ACTIONS[options.action](options, console)
+    except CaseError as failure:
+        print(failure, file=sys.stderr)
+        return 1
     except (BackendRefusal, ValueError, OSError) as complaint:
         print(complaint, file=sys.stderr)
         return 2
@@ -278,6 +300,7 @@ def _run(options: argparse.Namespace, console: Console) -> list[Verdict]:
     dtypes = [getattr(torch, options.dtype)] if options.dtype else DTYPES
     verdicts: list[Verdict] = []
     refused: dict[tuple[str, torch.dtype], str] = {}
+    failed: dict[tuple[str, torch.dtype], str] = {}
     chosen = subjects(options.backend)
     # Line by line as cases are judged: whoever is stopped keeps what was judged before.
     with open(options.json or os.devnull, "w") as lines:
@@ -292,10 +315,18 @@ def _run(options: argparse.Namespace, console: Console) -> list[Verdict]:
                 progress = track(
                     cases, subject.backend, console=Console(stderr=True), transient=True
                 )
-                for verdict in measure(subject, GRIDS[key], progress, refused, dtypes):
+                ended: dict[tuple[str, torch.dtype], str] = {}
+                for verdict in measure(subject, GRIDS[key], progress, refused, dtypes, ended):
                     verdicts.append(verdict)
                     print(json.dumps(row(verdict, machine_facts)), file=lines, flush=True)
-    report(console, verdicts, refused)
+                for (name, dtype), reason in ended.items():
+                    about = {"backend": subject.backend, "case": name, "dtype": dtype_name(dtype)}
+                    print(json.dumps({**about, "failed": reason, "passed": False}), file=lines)
+                failed |= ended
+    report(console, verdicts, refused, failed)
+    if failed:
+        names = ", ".join(dict.fromkeys(name for name, _ in failed))
+        raise CaseError(f"ended by an exception: {names}")
     if options.markdown:
         reasons = {name: case.reason for name, case in known.items()}
         options.markdown.write_text(

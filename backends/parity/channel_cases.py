@@ -9,10 +9,21 @@ from dataclasses import replace
 from functools import partial
 
 from delta_trn.backends.parity import rule_cases
-from delta_trn.backends.parity.rule_cases import SLOW, SMALL, Both, Case, Cpu, Small, decoded
+from delta_trn.backends.parity.rule_cases import (
+    SLOW,
+    SMALL,
+    Both,
+    Case,
+    Cpu,
+    Headline,
+    Hopper,
+    Small,
+    decoded,
+)
 
 OP = "kimi_delta_attention"
-_Case, _Both, _Small, _Cpu = (partial(x, op=OP) for x in (Case, Both, Small, Cpu))
+_Case, _Both, _Small, _Cpu, _Hopper = (partial(x, op=OP) for x in (Case, Both, Small, Cpu, Hopper))
+_Headline = partial(Headline, op=OP, lower_bound=-5.0)
 
 
 def _as(same: str, name: str, reason: str) -> Case:
@@ -74,6 +85,14 @@ CASES: tuple[Case, ...] = (
     _Both("kimi_long",         1,  2048, 1,  64,  64,  decay="weak", tags=SLOW,
           reason="32 hand-overs of a state whose rows fade apart"),
     _as("cpu_train", "kimi_train", "what a CPU user trains, with decays per channel"),
+    _Hopper("kimi_hopper",     1,  130,  2,  gates="plain", lower_bound=-5.0, state=True,
+            reason="heads of 128:128 with a bound, which a kernel of their own prepares on Hopper"),
+    _Hopper("kimi_hopper_2",   2,  70,   1,  HV=2, gates="wide", lower_bound=-5.0, reflect=True,
+            reason="the same, two value heads a key head, projections of -40 to 40"),
+    _Hopper("kimi_hopper_3",   1,  168,  1,  HV=3, gates="plain", lower_bound=-5.0,
+            lengths=(0, 3, 0, 100, 64, 1), reason="the same, packed, some sequences empty"),
+    _Headline("kimi_8192",     1,  8192, 32, 128, 128, "Kimi Linear's heads, with a bound"),
+    _Headline("kimi_four",     4,  8192, 32, 128, 128, "the same, four sequences"),
     _Cpu("kimi_2048",          1,  2048, 6,  32,  64,  "one sequence of 2048 tokens"),
 )
 # fmt: on

@@ -74,7 +74,8 @@ class Case:
     state       there is an initial state, and it gets a gradient
     loss        the outputs that the gradient comes from; (): there are no gradients
     tags        small: for interpreters and simulators; slow: not in default tests; bench,
-                bench-cpu: timed; step: timed as one token of generation
+                bench-cpu: timed; step: timed as one token of generation; headline: timed first on
+                a new machine
     """
 
     name: str
@@ -150,6 +151,7 @@ class Case:
 SMALL = frozenset({"small"})
 SLOW = frozenset({"slow"})
 BENCH = frozenset({"slow", "bench"})
+HEADLINE = BENCH | {"headline"}
 TIMED = BENCH | {"bench-cpu"}
 STEP = TIMED | {"step"}
 BOTH: tuple[Literal["o", "final_state"], ...] = ("o", "final_state")
@@ -158,7 +160,10 @@ Both = partial(Case, loss=BOTH)
 Small = partial(Both, tags=SMALL)
 Cpu = partial(Case, norm="random", tags=TIMED)
 Bench = partial(Case, norm="random", gates="plain", tags=BENCH)
+Headline = partial(Bench, tags=HEADLINE)
 Step = partial(Case, norm="random", state=True, tags=STEP)
+# heads of 128:128, which kernels of their own compute on Hopper in 16 bits
+Hopper = partial(Both, K=128, V=128, norm="random")
 
 # Where nothing decays, the error of dg is one number per head. Cases about that have 4 heads or 8, so that
 # the error is not a matter of luck: with 2 heads, seeds moved it by a factor of 9; with 8, by 2.
@@ -203,6 +208,14 @@ CASES: tuple[Case, ...] = (
     Both("odd",              1,  70,   3,  60,  100, state=True,
          reason="no size is a power of two or a multiple of 8"),
     Case("k96",              1,  130,  2,  96,  192, "the paper's d = 768: K is no power of two"),
+    Hopper("hopper_2",       2,  100,  1,  HV=2, gates="plain", state=True,
+           reason="two value heads a key head, gates made in the kernels, from a state"),
+    Hopper("hopper_3",       1,  168,  1,  HV=3, gates="plain", lengths=(0, 3, 0, 100, 64, 1), state=True,
+           reason="three value heads a key head, packed, some sequences empty"),
+    Hopper("hopper_4",       1,  130,  2,  HV=8, decay="reset", reflect=True,
+           reason="four value heads a key head, gates given, resets"),
+    Hopper("hopper_96",      1,  130,  1,  K=96, V=96, HV=2, gates="wide", state=True,
+           reason="K is no power of two: keys are padded, and gates made in the kernels"),
     Both("k192",             1,  130,  1,  192, 384, "the paper's d = 1536"),
     Both("k256",             1,  130,  1,  256, 512, "the largest heads: d = 2048 and GDN 1.3B", state=True),
     Small("k256_short",      1,  3,    2,  256, 16,  state=True,
@@ -278,16 +291,19 @@ CASES: tuple[Case, ...] = (
     Case("cpu_one_token",    1,  512,  6,  32,  64,  norm="random", lengths=(1,) * 512,
          tags=SLOW | {"bench-cpu"}, reason="hundreds of sequences of one token"),
     Bench("paper_256",       30, 1024, 6,  32,  64,  "arXiv:2606.04048, d = 256, its micro-batch under SGD"),
-    Bench("paper_512",       30, 1024, 6,  64,  128, "the same, d = 512"),
+    Headline("paper_512",    30, 1024, 6,  64,  128, "the same, d = 512"),
     Bench("paper_768",       30, 1024, 6,  96,  192, "the same, d = 768"),
-    Bench("paper_1024",      30, 1024, 6,  128, 256, "the same, d = 1024"),
+    Headline("paper_1024",   30, 1024, 6,  128, 256, "the same, d = 1024"),
     Bench("paper_2048",      30, 1024, 6,  256, 512, "the same family, d = 2048"),
     Bench("gdn_1b",          8,  2048, 6,  256, 512, "GDN 1.3B (arXiv:2412.06464)"),
-    Bench("qwen3_next",      1,  8192, 16, 128, 128, "Qwen3-Next: 16 key heads, 32 value heads", HV=32),
+    Headline("qwen3_next",   1,  8192, 16, 128, 128, "Qwen3-Next: 16 key heads, 32 value heads", HV=32),
+    Headline("qwen3_four",   4,  8192, 16, 128, 128, "the same, four sequences", HV=32),
+    Headline("qwen3_wide",   1,  8192, 16, 128, 128, "16 key heads, 64 value heads", HV=64),
     Bench("qwen3_packed",    1,  32768, 16, 128, 128, HV=32, lengths=(8192,) * 4,
           reason="the same, four sequences of 8192 packed"),
     Bench("qwen3_quarter",   1,  32768, 4,  128, 128, HV=8,
           reason="its heads over four devices, one long sequence: whole, it keeps 16 programs busy"),
+    Headline("qwen3_eighth", 1,  32768, 2, 128, 128, "2 key heads, 8 value heads, one long sequence", HV=8),
     Step("step_paper_512",   1,  1,    6,  64,  128,
          reason="generation, one sequence of d = 512: the launch takes longer than the work"),
     Step("step_qwen3_next",  1,  1,    16, 128, 128, "generation, one sequence: 4 MB of states", HV=32),

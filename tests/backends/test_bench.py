@@ -2,6 +2,7 @@
 and says what it did not run.
 """
 
+import contextlib
 import json
 import sys
 from dataclasses import replace
@@ -120,7 +121,8 @@ def test_a_wrong_step_is_not_timed(monkeypatch, capsys, tmp_path):
         return o, state
 
     monkeypatch.setattr(rule, "gated_delta_rule_step", late)
-    assert run("step_paper_512", tmp_path / "bench.jsonl") == (1, [])
+    status, (line,) = run("step_paper_512", tmp_path / "bench.jsonl")
+    assert status == 1 and line["pass"] is None and "its parity is red" in line["failed"]
     output = capsys.readouterr().out
     assert (
         "step_paper_512 is not timed, its parity is red" in output
@@ -130,8 +132,101 @@ def test_a_wrong_step_is_not_timed(monkeypatch, capsys, tmp_path):
 
 def test_a_case_whose_parity_fails_is_not_timed(tmp_path, capsys, quick, without_cpu_kernel):
     with planted_bugs.planted(planted_bugs.BY_NAME["chunked: decays are masked after exp"]):
-        assert run("forget", tmp_path / "bench.jsonl") == (1, [])
-    assert "forget is not timed, its parity is red" in capsys.readouterr().out
+        status, (line,) = run("heavy", tmp_path / "bench.jsonl")
+    assert status == 1 and "its parity is red" in line["failed"] and "ms" not in line
+    assert "heavy is not timed, its parity is red" in capsys.readouterr().out
+
+
+def test_a_case_that_raises_is_named_and_the_others_are_timed(tmp_path, capsys, monkeypatch, quick):
+    judge = bench.judge
+
+    def fail(subject, case, dtype):
+        if case.name == "ragged":
+            raise RuntimeError("out of resource: shared memory")
+        return judge(subject, case, dtype)
+
+    monkeypatch.setattr(bench, "judge", fail)
+    monkeypatch.setattr(bench, "ceilings", lambda device, dtype: Ceilings(1e15, {2**21: 1e13}))
+    file = tmp_path / "bench.jsonl"
+    status, lines = run("ragged", file, "--case", "overwrite", "--peer", "hf")
+    assert status == 1 and (lines[0]["case"], lines[0]["pass"]) == ("ragged", None)
+    assert lines[0]["failed"] == "RuntimeError: out of resource: shared memory"
+    assert [line["case"] for line in lines[1:]] == ["overwrite"] * len(bench.figures.PASSES) * 2
+    assert all(line["ms"]["p50"] > 0 for line in lines[1:])
+    assert "ragged" in capsys.readouterr().out
+    assert {line["case"] for line in bench.figures.read([file])} == {"overwrite"}
+
+
+def test_small_cases_are_never_taken_for_measurements(tmp_path, monkeypatch, quick):
+    monkeypatch.setattr(bench, "ceilings", lambda device, dtype: Ceilings(1e15, {2**21: 1e13}))
+    for name in ("ROUNDS", "CACHE_BYTES"):
+        monkeypatch.setattr(timing, name, getattr(timing, name))
+    for name in ("PRODUCT", "COPY_BYTES"):
+        monkeypatch.setattr(roofline, name, dict(getattr(roofline, name)))
+    file = tmp_path / "bench.jsonl"
+    status, lines = run("qwen3_packed", file, "--small", "--peer", "fla")
+    assert status == 0 and all(line["small"] for line in lines) and lines
+    assert bench.figures.read([file]) == []
+    cut = bench.smaller(BY_NAME["qwen3_packed"])
+    assert (cut.B, cut.T, cut.H, cut.HV, cut.K) == (1, 36, 1, 2, 128)
+
+
+class _Cuda:
+    """torch.cuda of a device whose default stream no graph may take in, as CUDA's rules are."""
+
+    def __init__(self):
+        self.now, self.captures = "default", None
+
+    def Stream(self):
+        return SimpleNamespace(wait_stream=lambda other: None, name="side")
+
+    def current_stream(self):
+        return SimpleNamespace(wait_stream=lambda other: None, name=self.now)
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.now = self.now, stream.name
+        yield
+        self.now = before
+
+    def CUDAGraph(self):
+        return SimpleNamespace(replay=lambda: None)
+
+    @contextlib.contextmanager
+    def graph(self, graph, stream=None):
+        self.captures = "other" if stream is None else stream.name
+        with self.stream(SimpleNamespace(name=self.captures)):
+            yield
+        self.captures = None
+
+    def synchronize(self):
+        pass
+
+
+def test_a_backward_pass_is_captured_on_the_stream_of_its_forward_pass(monkeypatch):
+    """Autograd runs a backward operation where its forward operation ran."""
+    cuda = _Cuda()
+    monkeypatch.setattr(timing.torch, "cuda", cuda)
+
+    def make():
+        forward_ran_on = cuda.now
+
+        def backward():
+            if cuda.captures and forward_ran_on != cuda.captures:
+                raise RuntimeError("operation would make the legacy stream depend on a capture")
+
+        return backward
+
+    def waits():
+        def call():
+            if cuda.captures:
+                raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+        return call
+
+    calls = timing.modes({"ours": make, "peer": waits}, torch.device("cuda"))[" (graph)"]
+    assert callable(calls["ours"])
+    assert calls["peer"] == "operation not permitted when stream is capturing"
 
 
 def test_the_peers_outputs_and_step_equal_ours():
@@ -168,6 +263,8 @@ def test_an_absent_peer_says_why():
 def test_unknown_cases_and_backends_are_refused_by_name(capsys):
     assert bench.main(["--case", "nope"]) == 2
     assert "no case is named 'nope'" in capsys.readouterr().err
+    assert bench.main(["--case", "three"]) == 2
+    assert "three starts from a state" in capsys.readouterr().err
     assert bench.main(["--backend", "nope"]) == 2
     assert "no backend is named 'nope'" in capsys.readouterr().err
 

@@ -91,8 +91,8 @@ def test_a_launch_that_the_device_refuses_is_named(stopped_clock, monkeypatch, c
     output, err = capsys.readouterr()
     assert "carry starts from a state" in err
     refusal = (
-        "stages=2, rows=0, registers=None, upright=False): RuntimeError: out of resource: shared "
-        "memory\n"
+        "stages=2, rows=0, registers=None, upright=False, gluon=False): RuntimeError: out of "
+        "resource: shared memory\n"
     )
     assert refusal in output
     if not torch.cuda.is_available():

@@ -625,3 +625,26 @@ def test_parity_judges_the_first_and_last_sequence_of_a_large_batch():
         judged = verdicts(large, torch.float32, "chunked")
         assert all(verdict.passed for verdict in judged)
     assert {"dA_log", "ddt_bias"} <= {verdict.tensor for verdict in judged}
+
+
+def test_a_case_that_raises_is_named_and_the_others_are_judged(tmp_path, capsys, monkeypatch):
+    """A launch fails in many ways, and one must not cost the rest of a machine's time."""
+    judge = parity.rule.verdicts
+
+    def fail(case, dtype, *rest):
+        if case.name == "two":
+            raise RuntimeError("out of resource: shared memory\nsecond line")
+        return judge(case, dtype, *rest)
+
+    grid = parity.GRIDS["rule"]._replace(verdicts=fail)
+    monkeypatch.setattr(parity, "GRIDS", {**parity.GRIDS, "rule": grid})
+    file = tmp_path / "parity.jsonl"
+    words = ("--backend", "chunked", "--case", "one", "--case", "two", "--dtype", "float32")
+    assert parity.main([*words, "--json", str(file)]) == 1
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {row["case"] for row in rows if "tensor" in row} == {"one"}
+    (row,) = [row for row in rows if "failed" in row]
+    assert (row["case"], row["dtype"], row["passed"]) == ("two", "float32", False)
+    assert row["failed"] == "RuntimeError: out of resource: shared memory"
+    output, error = capsys.readouterr()
+    assert "case two failed in float32" in output and "ended by an exception: two" in error

@@ -2,9 +2,11 @@
 and the launch scripts start it as they start training.
 """
 
+import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,92 @@ class TestGraphs:
     )
     def test_impossible_warmup_arguments_are_refused(self, arguments, complaint):
         status, _, error = tiny_run.run_command("warmup", "tiny", *arguments)
+        assert status == 2 and complaint in error
+
+
+# A run in the emulator, which computes on CPU tensors: it has nothing of the stand-in.
+RUN = """
+import json, sys
+from tests.support.emulator import driver
+driver.install()
+from triton import knobs
+from delta_trn.train.__main__ import main
+launched, keys = set(), sys.argv[1:]
+def note(*, key, fn, **rest): launched.add(f"{fn.module}.{fn.name} {key}")
+knobs.runtime.jit_cache_hook = note
+assert main(["run", "tiny", "device=cpu", "backend=triton", *keys]) == 0
+print("LAUNCHED", json.dumps(sorted(launched)))
+"""
+# What warmup notes, by the same name.
+NOTED = """
+import json, sys
+from delta_trn.backends.gpu_stand_in.cuda import card
+from delta_trn.backends.gpu_stand_in.launch_adapter import record_launches
+from delta_trn.train.commands.warmup import _configuration
+from delta_trn.train.run.launches import launch_run
+from delta_trn.train.settings.overrides import apply, parse
+from triton import knobs
+noted, keys = set(), sys.argv[1:]
+with record_launches(card((9, 0))):
+    inner = knobs.runtime.jit_cache_hook
+    def note(*, key, fn, **rest):
+        noted.add(f"{fn.module}.{fn.name} {key}")
+        return inner(key=key, fn=fn, **rest)
+    knobs.runtime.jit_cache_hook = note
+    launch_run(apply(_configuration("tiny"), parse(keys)), 1)
+print("LAUNCHED", json.dumps(sorted(noted)))
+"""
+
+
+def launched(program: str, keys: list[str], cache: Path) -> set[str]:
+    """Returns the kernels that a program names; Triton is not interpreted there."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *keys],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return set(json.loads(re.findall(r"^LAUNCHED (.*)$", done.stdout, re.MULTILINE)[-1]))
+
+
+class TestGpu:
+    @pytest.mark.timeout(900)
+    @pytest.mark.parametrize("mixer", ["gated_deltanet", "kimi_delta_attention"])
+    def test_a_run_launches_what_warmup_notes(self, mixer, data, tmp_path):
+        """Real steps, evaluations and a sample in the emulator; the notes by the stand-in alone."""
+        pytest.importorskip("triton", reason="the triton extra is not installed")
+        own = {"precision": "bf16", "model__mixer": mixer, "model__layers": 1, "steps": 2}
+        own |= {"sample__tokens": 3, "evaluation__final_tokens": 200}
+        keys = [*map(str, tiny_run.keys(data, tmp_path / "run", **own))]
+        keys = [key for key in keys if key.split("=")[0] not in ("device", "backend")]
+        noted = launched(NOTED, keys, tmp_path)
+        assert len(noted) >= 15
+        assert launched(RUN, keys, tmp_path) - noted == set()
+        keys = ["model.width=64" if key.startswith("model.width=") else key for key in keys]
+        other = launched(NOTED, keys, tmp_path)
+        assert noted - other, "another width has kernels of its own"
+
+    @pytest.mark.parametrize(
+        ("arguments", "complaint"),
+        [
+            (["tiny", "--bench"], "name one thing"),
+            ([], "name one thing"),
+            (["--bench", "--capability", "9"], "expected a compute capability such as 9.0"),
+            (["--bench", "--capability", "7.5"], "7.5 has no card here; there are: 8.0 (A100)"),
+            (["--bench", "--case", "x", "--capability", "9.0"], "no case is named 'x'"),
+            (["--model", "nowhere", "--capability", "9.0"], "no config.json there"),
+            (
+                ["tiny", "--capability=9.0", "--processes=2", "distribution.mode=fsdp"],
+                "start the run, in which they compile each kernel once",
+            ),
+        ],
+    )
+    def test_impossible_warmups_are_refused(self, arguments, complaint):
+        status, _, error = tiny_run.run_command("warmup", *arguments)
         assert status == 2 and complaint in error
 
 

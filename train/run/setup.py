@@ -320,8 +320,19 @@ def _join(
     if failure is not None:
         raise failure
     assert config is not None and device is not None
-    with assemble(config, device) as team:
+    with _compiling_in_turns(config, device), assemble(config, device) as team:
         yield config, device, team
+
+
+def _compiling_in_turns(
+    config: RunConfig, device: torch.device
+) -> contextlib.AbstractContextManager[None]:
+    """Lets one of a node's processes compile each of Triton's kernels, and the others wait for it."""
+    if device.type != "cuda" or config.backend != "triton" or machine.processes().world == 1:
+        return contextlib.nullcontext()
+    from delta_trn.backends.gpu_stand_in.launch_adapter import compile_in_turns
+
+    return compile_in_turns()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from triton.runtime import driver
 
 from delta_trn.backends import compiler, dispatch
 from delta_trn.triton_kernels import launch
-from delta_trn.triton_kernels.compile_only import SHARED
+from delta_trn.triton_kernels.compiling.driver import Device
 from tests.support.emulator.decode import decode
 
 ARCHITECTURE = int(os.environ.get("DELTA_TRN_EMULATED", "90"))
@@ -167,26 +166,13 @@ class _Launcher:
         function((x, y, z), metadata[0], *zip(*kept, strict=True))
 
 
-# the emulator as Triton's device: what Triton's compiler asks about it
-DEVICE = SimpleNamespace(
-    launcher_cls=_Launcher,
-    utils=SimpleNamespace(
-        load_binary=lambda name, text, shared, device: (
-            None,
-            Function(text.decode(), shared),
-            0,
-            0,
-            1024,
-        ),
-        get_device_properties=lambda device: {"max_shared_mem": SHARED[ARCHITECTURE]},
-    ),
-    get_current_device=lambda: 0,
-    get_current_stream=lambda device: 0,
-    set_current_device=lambda device: None,
-    get_current_target=lambda: GPUTarget("cuda", ARCHITECTURE, 32),
-    get_active_torch_device=lambda: torch.device("cpu"),
-    map_python_to_cpp_type=lambda kind: kind,
-)
+def _load(name: str, text: bytes, shared: int, device: Any) -> tuple[Any, ...]:
+    """Returns module, function, registers, spills and the most threads of a kernel."""
+    return None, Function(text.decode(), shared), 0, 0, 1024
+
+
+# the emulator as Triton's device
+DEVICE = Device(ARCHITECTURE, _Launcher, _load)
 
 
 class _Backend(CUDABackend):
