@@ -78,7 +78,7 @@ def train(run: Run, display: Display, probe: Probe | None = None) -> Outcome:
             loop.close()
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     """Returns whether a device, or the host, has too little memory; on a CPU, torch has no class
     for it.
     """
