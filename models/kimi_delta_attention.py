@@ -18,7 +18,7 @@ from delta_trn.backends import (
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.initialization import constant
-from delta_trn.models.layers import Linear, at_least_float32, project
+from delta_trn.models.layers import Linear, project
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag
 from delta_trn.models.sequence import Sequences
@@ -65,7 +65,7 @@ class KimiDeltaAttention(GatedDeltaNet):
             return torch.cat([f, self.b_proj(x.to(self.b_proj.weight.dtype))], dim=-1)
 
     def _gate_output(self, o: Tensor, gate: Tensor) -> Tensor:
-        return (self.o_norm(o) * at_least_float32(gate).sigmoid()).to(o.dtype)
+        return self.o_norm(o, gate, "sigmoid")
 
     def gates(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Returns g [B, T, HV, K] and beta [B, T, HV], in float32."""

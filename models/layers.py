@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from delta_trn.backends import add_rms_norm, gated_rms_norm
+from delta_trn.backends.layers import GateActivation
 from delta_trn.backends.rows import find_whole
 from delta_trn.models.initialization import constant
 from delta_trn.models.mup import Role
@@ -225,9 +226,13 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
         self.tags = {"weight": Tag(Role.VECTOR, law=partial(constant, value=1.0))}
 
-    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Returns y of x [..., size], or y * SiLU(z) with z of the same shape."""
-        return gated_rms_norm(x, z, self.weight, eps=self.eps)
+    def forward(
+        self, x: Tensor, z: Tensor | None = None, activation: GateActivation = "swish"
+    ) -> Tensor:
+        """Returns y of x [..., size]; with z of the same shape y * SiLU(z),
+        or y * sigmoid(z) where `activation` is "sigmoid".
+        """
+        return gated_rms_norm(x, z, self.weight, eps=self.eps, activation=activation)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the norm of residual + x, and that sum, by one operation.

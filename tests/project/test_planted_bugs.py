@@ -411,6 +411,7 @@ CHECKS = {
     "triton's many rows": lambda: judged_with(
         rms_norm, "PROGRAMS", 2, lambda: layer_passes("norm_head", "triton")
     ),
+    "triton's sigmoid norm": lambda: layer_passes("sigmoid_norm_head", "triton"),
     "triton's sum": lambda: layer_passes("sum_odd", "triton"),
     "triton's ignored words": lambda: layer_passes("loss_ignored", "triton"),
     "triton's residual": lambda: layer_passes("residual_blocks", "triton"),
@@ -449,6 +450,7 @@ CHECKS = {
     "nki's norm": lambda: all(
         layer_passes(case, "nki-simulator") for case in (WIDE_ROWS, "norm_head")
     ),
+    "nki's sigmoid norm": lambda: layer_passes("sigmoid_norm_head", "nki-simulator"),
     "nki's residual": lambda: all(
         layer_passes(f"residual_{name}", "nki-simulator") for name in ("odd", "blocks")
     ),
@@ -468,6 +470,7 @@ CHECKS = {
     "nki, layer's sequences": lambda: mixer_passes("mixer_carry"),
     "convolution": lambda: layer_passes("conv_packed"),
     "norm": lambda: layer_passes("gated_norm_tiny"),
+    "norm's sigmoid": lambda: layer_passes("sigmoid_norm_head"),
     "sum": lambda: layer_passes("sum_one"),
     "cross-entropy": lambda: layer_passes("loss_ignored"),
     "residual": lambda: layer_passes("residual_odd"),
