@@ -104,7 +104,7 @@ class GatedDeltaNet(Float32Numbers):
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d], zero at padding, or on XLA [B T, d], to the same shape."""
         qkv, gate = self._project(x)
-        qkv, (a, b) = _in_sequences(qkv, sequences), self._gate_inputs(x, sequences)
+        qkv, (a, b) = in_sequences(qkv, sequences), self._gate_inputs(x, sequences)
         gate = gate.view(*qkv.shape[:2], -1, self.V)
         backend = self._find_kernel(qkv, sequences, cache)
         if backend is None:
@@ -186,7 +186,7 @@ class GatedDeltaNet(Float32Numbers):
         The first token of a sequence gets a value that forgets all, which is exact: exp(g) is 0,
         and so is every gradient that would pass.
         """
-        both = _in_sequences(self._project_gates(x), sequences)
+        both = in_sequences(self._project_gates(x), sequences)
         if sequences.real is not None:
             both = both.masked_fill(~sequences.real, CLOSED)
         HV = both.shape[-1] // (self.decays + 1)
@@ -213,6 +213,6 @@ class GatedDeltaNet(Float32Numbers):
         }
 
 
-def _in_sequences(y: Tensor, sequences: Sequences) -> Tensor:
+def in_sequences(y: Tensor, sequences: Sequences) -> Tensor:
     """Returns y [B, T, n], or rows [B T, n], as [B, T, n]."""
     return y if y.dim() == 3 else y.view(-1, sequences.position.shape[-1], y.shape[-1])

@@ -16,11 +16,12 @@ from torch import Tensor
 from delta_trn.backends.gated_delta_rule import triton_adapter as rule
 from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_counts, chunk_tables
+from delta_trn.backends.rows import as_rows, empty_like_parts
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.gated_delta_rule_bwd import sum_heads
 from delta_trn.triton_kernels.kimi_delta_attention import bwd, fwd
 
-MAKES_GATES = TAKES_POOL = True
+MAKES_GATES = TAKES_POOL = TAKES_PLACES = True
 step = rule.step
 
 
@@ -32,12 +33,11 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     kept.
     """
     dtype, call = call.q.dtype, _widen(call)
-    q, k, v, g, beta, A_log, dt_bias = rule.contiguous(
-        call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias
-    )
+    q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta)
+    A_log, dt_bias, position = rule.contiguous(call.A_log, call.dt_bias, call.position)
     row = rule.launches(call, "kimi_")
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
-    o = torch.empty_like(v)
+    o = v.new_empty(v.shape)
     final_state = rule.new_final_state(call)
     prepared = [q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared_shapes(call, chunks)]
     T, P, qg, kg, kl, last, rows = prepared
@@ -48,6 +48,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
         beta,
         A_log,
         dt_bias,
+        position,
         T=T,
         P=P,
         qg=qg,
@@ -84,16 +85,9 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
 def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor]) -> Gradients:
     """Returns the gradients; those of A_log and dt_bias only where the kernels make the gates."""
     dtype, call = call.q.dtype, _widen(call)
-    q, k, v, g, beta, A_log, dt_bias, dstate, do = rule.contiguous(
-        call.q,
-        call.k,
-        call.v,
-        call.g,
-        call.beta,
-        call.A_log,
-        call.dt_bias,
-        dstate,
-        do.to(call.q.dtype),
+    q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta)
+    A_log, dt_bias, position, dstate, do = rule.contiguous(
+        call.A_log, call.dt_bias, call.position, dstate, do.to(call.q.dtype)
     )
     (B, length, H, K), HV = q.shape, v.shape[2]
     row = rule.launches(call, "kimi_")
@@ -116,14 +110,12 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         kl=kl,
         last=last,
     )
-    dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
+    (dq, dk, dv), (dg, dbeta) = empty_like_parts((q, k, v)), empty_like_parts((g, beta))
     products = [torch.empty_like(x) for x in (P, P, qg, qg, qg, last)]
     products.append(rows.new_empty(chunks.count, HV, row.C))
-    combined = HV != H or call.l2norm
-    dq, dk = (
-        q.new_empty((B, length, HV, K), dtype=torch.float32 if combined else q.dtype)
-        for _ in range(2)
-    )
+    combined, of_heads = HV != H or call.l2norm, (dq, dk)
+    if combined:
+        of_heads = [q.new_empty((B, length, HV, K), dtype=torch.float32) for _ in range(2)]
     dgates = None
     if A_log is not None:  # only packed sequences leave slots unused, which no program fills
         make = torch.zeros if chunks.packed else torch.empty
@@ -137,6 +129,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         beta,
         A_log,
         dt_bias,
+        position,
         rows,
         S,
         U,
@@ -144,20 +137,19 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         dS,
         carry,
         products=products,
-        dq=dq,
-        dk=dk,
+        dq=of_heads[0],
+        dk=of_heads[1],
         dv=dv,
         dg=dg,
         dbeta=dbeta,
         dgates=dgates,
         scale=call.scale,
         beta_max=call.beta_max,
-        lower_bound=call.lower_bound,
+        lower_bound=None if A_log is None else call.lower_bound,
         chunks=chunks,
         config=row,
     )
     if combined:
-        of_heads, dq, dk = (dq, dk), torch.empty_like(q), torch.empty_like(k)
         for x, dy, dx in zip((q, k), of_heads, (dq, dk), strict=True):
             sum_heads(x if call.l2norm else None, dy, dx=dx, config=row)
     dA_log = ddt_bias = None

@@ -497,7 +497,9 @@ CHECKS = {
     "loss": loss_passes,
     "padding": padding_passes,
     "kimi": lambda: all(holds(EQUATIONS, variant, 3) for variant in ("kimi", "bounded")),
-    "kimi, packed": lambda: holds(PACKING, "bounded", [1, 2, 3, 0, 4]),
+    "kimi, packed": lambda: all(
+        holds(PACKING, variant, [1, 2, 3, 0, 4]) for variant in ("kimi", "bounded")
+    ),
     "hidden states": lambda: holds(
         test_language_model.TestPadding().test_hidden_states_of_padded_rows_are_those_of_the_rows_alone
     ),

@@ -286,7 +286,7 @@ class _Calls:
         rows = shape.sequences * shape.tokens // tile("sum_heads", shape.K).rows
         combine = Work(rows * shape.H, 2 * scaled + self.keys)
         for name, backward, kernel, options, work in (
-            ("prepare", False, "prepare_hopper", "dense", prepare),
+            ("prepare", False, "prepare_hopper", "dense, gates with a bound", prepare),
             ("scan", False, "scan", "dense", scan),
             ("reverse scan", True, "reverse", "dense", scan),
             ("products", True, "products", "dense", multiply),

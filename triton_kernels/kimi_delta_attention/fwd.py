@@ -31,8 +31,12 @@ x = a + dt_bias:
 Layout, beyond that of gated_delta_rule_fwd:
 
     g [B, tokens, HV, K]           dt_bias [HV, K]              last [NC, HV, K] float32, gam_C
+    position [B, tokens] int64     each token's place in its own sequence, or None; one whose place
+                                   is 0 forgets what was before it, whatever its g is
     qg, kg, kl [B, tokens, HV, K]  which the scans take for q and k; rows has factors of 1 and, as
                                    there, beta
+
+qg, kg and kl are contiguous. Tokens of q, k, g and beta lie QR, KR, GR and BR elements apart.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false,
@@ -44,12 +48,19 @@ import triton.language as tl
 from delta_trn.triton_kernels import gated_delta_rule_fwd as rule
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.kimi_delta_attention import prepare_hopper as hopper
-from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
+from delta_trn.triton_kernels.launch import (
+    Config,
+    config,
+    power_of_two,
+    row_stride,
+    take_turns,
+)
 from delta_trn.triton_kernels.tiles import (
     LOG2E,
     ROWS,
     accumulate,
     exp2_of_words,
+    forget_before,
     invert_unit_lower,
     load_decays,
     load_rate,
@@ -58,12 +69,20 @@ from delta_trn.triton_kernels.tiles import (
     round_to,
     sigmoid,
 )
-from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, Variant, layouts, of_tile, rows_of
+from delta_trn.triton_kernels.variants import (
+    GATE_ARGUMENTS,
+    PACKED_ARGUMENTS,
+    Variant,
+    channel_rows_of,
+    layouts,
+    of_tile,
+    rows_of,
+)
 
 TYPES = {
     "*x": "q k T P qg kg kl",
     "*fp32": "g beta A_log dt_bias last rows",
-    "*i64": "chunk_start chunk_length",
+    "*i64": "chunk_start chunk_length position",
     "fp32": "scale beta_max lower_bound",
     "i32": "tokens NT",
 }
@@ -127,16 +146,17 @@ def find_cut_factors(b_g, o_i, o_j, level, dtype: tl.constexpr, DOT: tl.constexp
 
 
 @triton.jit
-def find_norms(q, k, p_q, m_t, o_c, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """Returns r_q and r_k [C], the reciprocal norms of a chunk's rows."""
+def find_norms(
+    q, k, m_t, o_c, K: tl.constexpr, BK: tl.constexpr, QR: tl.constexpr, KR: tl.constexpr
+):
+    """Returns r_q and r_k [C], the reciprocal norms of a chunk's rows; q and k point at its first."""
     b_qq = tl.zeros(o_c.shape, tl.float32)
     b_kk = tl.zeros(o_c.shape, tl.float32)
     for i_k in range(0, (K + BK - 1) // BK):
         o_k = i_k * BK + tl.arange(0, BK)
-        p = p_q + o_c[:, None] * (H * K) + o_k[None, :]
         m = m_t[:, None] & (o_k < K)[None, :]
-        b_q = tl.load(q + p, mask=m, other=0.0).to(tl.float32)
-        b_k = tl.load(k + p, mask=m, other=0.0).to(tl.float32)
+        b_q = tl.load(q + o_c[:, None] * QR + o_k[None, :], mask=m, other=0.0).to(tl.float32)
+        b_k = tl.load(k + o_c[:, None] * KR + o_k[None, :], mask=m, other=0.0).to(tl.float32)
         b_qq += tl.sum(b_q * b_q, axis=1)
         b_kk += tl.sum(b_k * b_k, axis=1)
     return tl.rsqrt(b_qq + 1e-6), tl.rsqrt(b_kk + 1e-6)
@@ -177,6 +197,7 @@ def prepare_kernel(
     beta,
     A_log,
     dt_bias,
+    position,
     T,
     P,
     qg,
@@ -196,6 +217,10 @@ def prepare_kernel(
     K: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
+    QR: tl.constexpr,
+    KR: tl.constexpr,
+    GR: tl.constexpr,
+    BR: tl.constexpr,
     L2NORM: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -211,14 +236,15 @@ def prepare_kernel(
     m_t = o_c < length
     dtype = k.dtype.element_ty
     tile = i_c * HV + i_h
-    p_q = (start * H + i_h // (HV // H)) * K
-    b_beta = tl.load(beta + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
+    p_q = q + start * QR + i_h // (HV // H) * K
+    p_k = k + start * KR + i_h // (HV // H) * K
+    b_beta = tl.load(beta + start * BR + i_h + o_c * BR, mask=m_t, other=0.0).to(tl.float32)
     if beta_max is not None:
         b_beta = tl.where(m_t, beta_max * sigmoid(b_beta), 0.0)
     b_rq = tl.full([C], 1.0, tl.float32)
     b_rk = tl.full([C], 1.0, tl.float32)
     if L2NORM:
-        b_rq, b_rk = find_norms(q, k, p_q, m_t, o_c, H, K, BK)
+        b_rq, b_rk = find_norms(p_q, p_k, m_t, o_c, K, BK, QR, KR)
 
     b_kk, b_P = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     b_kk_16 = tl.zeros([C // 16, 16, 16], tl.float32)
@@ -230,13 +256,14 @@ def prepare_kernel(
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < K
         m = m_t[:, None] & m_k[None, :]
-        p = p_q + o_c[:, None] * (H * K) + o_k[None, :]
-        b_q = tl.load(q + p, mask=m, other=0.0)
-        b_k = tl.load(k + p, mask=m, other=0.0)
-        p_g = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
+        b_q = tl.load(p_q + o_c[:, None] * QR + o_k[None, :], mask=m, other=0.0)
+        b_k = tl.load(p_k + o_c[:, None] * KR + o_k[None, :], mask=m, other=0.0)
+        p_g = start * GR + i_h * K + o_c[:, None] * GR + o_k[None, :]
         b_g, _ = load_decays(
             g, rate, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, m_k[None, :]
         )
+        b_g = forget_before(b_g, position, start, o_c, m_t)
+        p_g = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
         b_q = b_q.to(tl.float32) * (scale * b_rq)[:, None]
         b_k = b_k.to(tl.float32) * b_rk[:, None]
         b_gam, b_lam, b_last = find_factors(b_g, o_c, C, dtype)
@@ -278,6 +305,7 @@ def prepare(
     beta,
     A_log,
     dt_bias,
+    position,
     *,
     T,
     P,
@@ -296,9 +324,11 @@ def prepare(
     """Launches a `prepare_kernel`, this or `hopper`'s: fills what stands behind the star, up to
     rows.
 
-    A_log None: g is given as it is. beta_max 0: beta is given as it is. lower_bound None: softplus.
+    A_log None: g is given as it is, and lower_bound, if not None, is what it is promised to keep.
+    beta_max 0: beta is given as it is. lower_bound None: softplus. position None: no token forgets.
     """
     H, K, HV = q.shape[2], q.shape[3], g.shape[2]
+    takes = l2norm and hopper.takes(q, k, g, lower_bound, config)
     arguments = (
         q,
         k,
@@ -306,6 +336,7 @@ def prepare(
         beta,
         A_log,
         dt_bias,
+        position,
         T,
         P,
         qg,
@@ -317,12 +348,13 @@ def prepare(
         chunks.length,
         scale,
         beta_max or None,
-        lower_bound,
+        None if A_log is None else lower_bound,
         chunks.tokens,
         chunks.per_sequence,
     )
     sizes = {"H": H, "HV": HV, "K": K, "C": chunks.size} | config.prepare.options()
-    if l2norm and hopper.takes(q, k, g, A_log, lower_bound, config):
+    sizes |= {"QR": row_stride(q), "KR": row_stride(k), "GR": row_stride(g), "BR": row_stride(beta)}
+    if takes:
         hopper.prepare_kernel[(chunks.count * HV,)](
             *arguments, SLICES=hopper.count_slices(K), **sizes
         )
@@ -339,6 +371,14 @@ def gates_of(quick: bool):
     return bounded if quick else given | bounded
 
 
+def layouts_of(quick: bool):
+    """Returns the layouts of sequences: those of the gated delta rule, and rows of documents, which
+    `position` tells apart.
+    """
+    tables = {name: absent | {"position": None} for name, absent in layouts(quick).items()}
+    return tables if quick else tables | {"documents": dict.fromkeys(PACKED_ARGUMENTS)}
+
+
 def variants(K: int, V: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module: nothing in float16."""
     row = config(K, V, itemsize=itemsize, rule="kimi_")
@@ -351,20 +391,23 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         "V": V,
         "C": row.C,
     }
-    sizes |= {"L2NORM": True, "DOT": row.dot}
+    sizes |= {"L2NORM": True, "DOT": row.dot} | channel_rows_of(2, 4, K, V)
     tile = row.scan
     own = sizes | rows_of(4, 4, K, V) | of_tile(tile) | dict.fromkeys(("QR", "KR"), 4 * K)
     own |= {"units": None, "STAGES": tile.stages}
-    for layout, tables in layouts(quick).items():
+    for layout, tables in layouts_of(quick).items():
         for form, arguments in gates_of(quick).items():
             values = sizes | tables | arguments
             yield Variant(
                 "kimi_prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, values
             )
-            if form == "gates with a bound" and row.prepare.gluon:
+            if form != "gates made" and row.prepare.gluon:
                 values |= {"SLICES": hopper.count_slices(K)}
-                kernel = hopper.prepare_kernel
-                yield Variant("kimi_prepare_hopper", layout, kernel, TYPES, row.prepare, values)
+                yield Variant(
+                    "kimi_prepare_hopper", f"{layout}, {form}", hopper.prepare_kernel, TYPES,
+                    row.prepare, values,
+                )  # fmt: skip
+    for layout, tables in layouts(quick).items():
         states = ("initial_state", "final_state") if layout == "dense" else ()
         uses = {"": ("transition", *states), " segments": ("initial_state", "o", "S", "U")}
         for use, absent in uses.items():
