@@ -115,7 +115,7 @@ def places(position: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> None:
             f"position is {position.dtype}, not torch.int64; convert it once with .long()"
         )
     require_one_device(q, "q", {"position": position})
-    if is_checking() and not (compiler.is_compiling() or position.is_meta):
+    if not (compiler.is_compiling() or position.is_meta) and is_checking():
         expected = F.pad(position[:, :-1] + 1, (1, 0))
         expected[:, :1] = position[:, :1].clamp(min=0)
         why = "neither is 0 nor follows the token before; it counts a sequence's tokens from 0 on"

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from delta_trn.backends.checks import BackendRefusal
 from delta_trn.backends.dispatch import Call, choose, describe_choice
+from delta_trn.backends.kimi_delta_attention import SAFE
 from delta_trn.backends.machine import compute_capability
 from delta_trn.models.ecosystem.heads import check_weights, keep_float32, widen
-from delta_trn.models.ecosystem.operations import replacements
+from delta_trn.models.ecosystem.operations import gate_norm, replacements
 from delta_trn.models.sequence import packed_bounds, packed_places, places_in_sequences
 
 # the function of transformers by which a layer is known, and which rule of ours computes it
@@ -32,6 +33,8 @@ FAMILIES = dict.fromkeys(
     ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid"), "gated_delta_rule"
 ) | dict.fromkeys(("kimi_linear", "bailing_hybrid", "glm5_next"), "kimi_delta_attention")
 BY_DEVICE = "the backend of its tensors' device"
+# Triton's faster kernel on Hopper takes bounded decays alone
+UNBOUNDED = "plain kernel: decay unbounded"
 # under which names transformers passes a cache
 CACHES = ("past_key_values", "cache", "cache_params")
 NO_CACHE = (
@@ -133,10 +136,12 @@ def patch_transformers(model: nn.Module | None = None, backend: str | None = Non
         returns   a Patch, whose rows say which layer or family got which kernel, or why it did not;
                   they are printed, too. It is a context manager, and `undo()` takes the patch back
 
-    Replaced are the delta rule, its step of one token, and the short convolution; caches and the
-    rest of a layer stay. A_log and dt_bias in half precision become float32, and remain so after
-    `undo`; without a model, from_pretrained keeps them in float32 from now on. Dead heads are
-    reported (`check_weights`).
+    Replaced are the delta rule, its step of one token, the short convolution, and behind Kimi Delta
+    Attention the gated norm; caches and the rest of a layer stay. Where a model's config bounds the
+    decay to -5 or more, as that of GLM-5 Next and Bailing Hybrid may, the rule is promised so, and a
+    faster kernel computes it on Hopper; else the row says that the plain one does. A_log and
+    dt_bias in half precision become float32, and remain so after `undo`; without a model,
+    from_pretrained keeps them in float32 from now on. Dead heads are reported (`check_weights`).
 
     Packed sequences are kept apart in every layer, attention too, whether `position_ids` start
     again at 0, `cu_seq_lens_q`, `seq_idx` or numbers in the mask tell of them; they cannot use a
@@ -155,12 +160,11 @@ def patch_transformers(model: nn.Module | None = None, backend: str | None = Non
         short_convolution
     """
     patch = Patch()
-    ours = replacements(backend)
     try:
         if model is None:
-            _patch_families(patch, ours, backend)
+            _patch_families(patch, backend)
         else:
-            _patch_model(patch, model, ours, backend)
+            _patch_model(patch, model, backend)
     except BaseException:
         patch.undo()
         raise
@@ -168,7 +172,7 @@ def patch_transformers(model: nn.Module | None = None, backend: str | None = Non
     return patch
 
 
-def _patch_families(patch: Patch, ours: dict[str, Any], backend: str | None) -> None:
+def _patch_families(patch: Patch, backend: str | None) -> None:
     for name, rule in FAMILIES.items():
         path = f"transformers.models.{name}"
         if find_spec(path) is None:
@@ -177,16 +181,21 @@ def _patch_families(patch: Patch, ours: dict[str, Any], backend: str | None) -> 
             module = import_module(f"{path}.modeling_{name}")
             classes = [value for value in vars(module).values() if isinstance(value, type)]
             for layer in filter(_rule_of, classes):
-                patch.replace(layer, _rebind(layer.forward, ours, backend))
+                patch.replace(layer, _forward_of(layer, rule, backend))
+            for norm in filter(_is_gated_norm, classes):
+                patch.replace(norm, _gate_by_sigmoid(norm.forward, backend))
             for base in classes:
                 if PreTrainedModel in base.__bases__:
                     patch.add_undo(keep_float32(base))
             for stack in filter(_is_stack, classes):
                 patch.replace(stack, _keep_apart(stack.forward))
-            patch.rows.append(Row(name, dict.fromkeys(_operations(rule), backend or BY_DEVICE)))
+            kernels = dict.fromkeys(_operations(rule), backend or BY_DEVICE)
+            by_config = f"{UNBOUNDED}, unless a model's config bounds it"
+            notes = (by_config,) if _may_be_plain(rule, kernels) else ()
+            patch.rows.append(Row(name, kernels, notes=notes))
 
 
-def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: str | None) -> None:
+def _patch_model(patch: Patch, model: nn.Module, backend: str | None) -> None:
     for name, layer in model.named_modules():
         if (rule := _rule_of(type(layer))) is None:
             continue
@@ -195,7 +204,11 @@ def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: 
         except BackendRefusal as refusal:
             patch.rows.append(Row(name, {}, str(refusal)))
             continue
-        patch.replace(layer, _rebind(type(layer).forward, ours, backend))
+        patch.replace(layer, _forward_of(type(layer), rule, backend))
+        norm = getattr(layer, "o_norm", None)
+        if _is_gated_norm(type(norm)):
+            patch.replace(norm, _gate_by_sigmoid(type(norm).forward, backend))
+        plain = _may_be_plain(rule, kernels) and not _is_bounded(layer)
         if any(p.is_meta for p in layer.parameters()):
             notes = (
                 "its weights are not in memory: A_log and dt_bias are neither checked nor made "
@@ -207,7 +220,7 @@ def _patch_model(patch: Patch, model: nn.Module, ours: dict[str, Any], backend: 
                 *widen(layer),
                 *map(str, check_weights(layer).dead),
             )
-        patch.rows.append(Row(name, kernels, notes=notes))
+        patch.rows.append(Row(name, kernels, notes=(UNBOUNDED, *notes) if plain else notes))
     if not patch.rows:
         raise ValueError(_explain_no_layer(model))
     if not any(row.kernels for row in patch.rows):
@@ -248,17 +261,20 @@ def _choose_kernels(layer: Any, rule: str, backend: str | None) -> dict[str, str
     heads = dict(zip(("H", "HV", "K", "V"), sizes, strict=True))
     convolution = {"C": weight.shape[0], "W": weight.shape[-1]}
     fused = layer.conv1d.bias is None and layer.activation in ("silu", "swish")
+    sizes_of = {"short_convolution": convolution, "gated_rms_norm": {"N": heads["V"]}}
+    options_of = {
+        "short_convolution": ("silu" if fused else "linear",),
+        "gated_rms_norm": ("sigmoid",),
+    }
     kernels = {}
     for op in operations:
-        is_convolution = op == "short_convolution"
-        options = ("silu" if fused else "linear",) if is_convolution else ()
         gradients = torch.is_grad_enabled() and not op.endswith("_step")
         call = Call(
             op,
             weight.device.type,
             _dtype(layer),
-            convolution if is_convolution else heads,
-            options,
+            sizes_of.get(op, heads),
+            options_of.get(op, ()),
             gradients,
             compute_capability(weight.device.type, weight.device.index),
         )
@@ -266,8 +282,58 @@ def _choose_kernels(layer: Any, rule: str, backend: str | None) -> dict[str, str
     return kernels
 
 
-def _operations(rule: str) -> tuple[str, str, str]:
-    return rule, f"{rule}_step", "short_convolution"
+def _operations(rule: str) -> tuple[str, ...]:
+    norm = ("gated_rms_norm",) if rule == "kimi_delta_attention" else ()
+    return rule, f"{rule}_step", "short_convolution", *norm
+
+
+def _may_be_plain(rule: str, kernels: dict[str, str]) -> bool:
+    """Returns whether it matters to the rule's kernel that decays are bounded."""
+    return rule == "kimi_delta_attention" and kernels[rule] in ("triton", BY_DEVICE)
+
+
+def _is_bounded(layer: Any) -> bool:
+    """Returns whether a layer's config bounds its decay so that safe_gate promises it."""
+    gate = getattr(layer, "forget_gate", None)
+    bound = getattr(gate, "safe_gate_lower_bound", None)  # of GLM-5 Next
+    if getattr(gate, "safe_gate", False):  # of Bailing Hybrid
+        bound = getattr(gate, "lower_bound", None)
+    return bound is not None and SAFE <= bound < 0
+
+
+def _is_gated_norm(kind: type) -> bool:
+    """Returns whether a class is a norm of transformers that a gate's activation multiplies."""
+    return {"activation", "variance_epsilon"} <= set(_names(kind))
+
+
+def _gate_by_sigmoid(forward: Callable[..., Any], backend: str | None) -> Callable[..., Any]:
+    """Returns a norm's forward by our operation, for a module whose gate is a sigmoid."""
+
+    @functools.wraps(forward)
+    def normalize(self: Any, hidden_states: Tensor, gate: Any = None) -> Tensor:
+        if self.activation != "sigmoid" or gate is None:
+            return forward(self, hidden_states, gate)
+        return gate_norm(self, hidden_states, gate, backend=backend)
+
+    return normalize
+
+
+def _forward_of(kind: type, rule: str, backend: str | None) -> Callable[..., Any]:
+    """Returns a layer's forward with our functions, which promise bounded decays where its config
+    bounds them.
+    """
+    own: Any = vars(kind)["forward"]
+    plain = _rebind(own, replacements(backend), backend or "by_device")
+    if rule != "kimi_delta_attention":
+        return plain
+    name = f"{backend or 'by_device'}__bounded"
+    bounded = _rebind(own, replacements(backend, safe=True), name)
+
+    @functools.wraps(plain)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (bounded if _is_bounded(self) else plain)(self, *args, **kwargs)
+
+    return forward
 
 
 def _dtype(layer: Any) -> torch.dtype:
@@ -296,9 +362,7 @@ def _names(kind: type) -> tuple[str, ...]:
     return () if forward is None else inspect.unwrap(forward).__code__.co_names
 
 
-def _rebind(
-    forward: Callable[..., Any], ours: dict[str, Any], backend: str | None
-) -> Callable[..., Any]:
+def _rebind(forward: Callable[..., Any], ours: dict[str, Any], suffix: str) -> Callable[..., Any]:
     """Returns the same forward, which looks our functions up where it looked up transformers'.
 
     A copy of the function with globals of its own needs no switch, so that threads, torch.compile
@@ -307,7 +371,7 @@ def _rebind(
     imported under that name.
     """
     inner: Any = inspect.unwrap(forward)
-    name = f"{inner.__globals__['__name__']}__delta_trn_{backend or 'by_device'}"
+    name = f"{inner.__globals__['__name__']}__delta_trn_{suffix}"
     module = types.ModuleType(name)
     vars(module).update({**inner.__globals__, **ours, "__name__": name})
     module = sys.modules.setdefault(name, module)

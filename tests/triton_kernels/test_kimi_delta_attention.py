@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 from delta_trn.backends.checks import BackendRefusal
 from delta_trn.backends.kimi_delta_attention import kimi_delta_attention
 from delta_trn.backends.parity import channel_cases, rule
-from delta_trn.backends.parity.rule_cases import BOTH, Case
+from delta_trn.backends.parity.rule_cases import BOTH, Case, inputs
 from delta_trn.triton_kernels.kimi_delta_attention import prepare_hopper
 from delta_trn.triton_kernels.launch import Card, assume, config
 from tests.support.planted_bugs import Bug, planted
@@ -38,6 +38,7 @@ WHOLE = Case(
 PLAIN = replace(WHOLE, decay="plain")
 GATES, BOUND = replace(WHOLE, gates="plain"), replace(WHOLE, gates="plain", lower_bound=-5.0)
 PACKED = replace(GATES, T=45, lengths=(0, 3, 0, 40, 2))
+DOCUMENTS = replace(GATES, T=45, documents=(3, 40, 2))
 ONE = channel_cases.BY_NAME["kimi_packed_single"]
 STEP = "decode_kimi_gates"
 KERNELS = "triton_kernels.kimi_delta_attention."
@@ -50,6 +51,7 @@ SCAN, REVERSE, STEPS = (
 PREPARE, GRADIENTS = f"{KERNELS}fwd:prepare_kernel", f"{KERNELS}bwd:gradients_kernel"
 BETWEEN, ADDED = f"{KERNELS}fwd:lies_between", f"{KERNELS}fwd:add_cuts"
 CUTS, PRODUCTS = f"{KERNELS}bwd:differentiate_cuts", f"{KERNELS}bwd:products_kernel"
+FORGET = "triton_kernels.tiles:forget_before"
 COMBINE, GATE = f"{RULE}bwd:sum_heads_kernel", f"{KERNELS}bwd:differentiate_gates"
 # fmt: off
 BUGS = (
@@ -83,6 +85,7 @@ BUGS = (
     ("dA_log of one slice", GRADIENTS, "dA += tl.sum", "dA = tl.sum", GATES),
     ("softplus has no derivative", GATE, "sigmoid(b_x)", "sigmoid(0.0 * b_x)", GATES),
     ("the bounded gate without its rate", GATE, "b_rate * b_dy", "b_dy", BOUND),
+    ("a document does not forget the one before", FORGET, "b_place == 0", "b_place < 0", DOCUMENTS),
     ("one value head of a group", COMBINE, "range(0, HV // H)", "range(0, 1)", PLAIN),
     ("dq keeps its part along q", COMBINE, "b_dx - b_x * tl.sum", "b_dx - 0.0 * b_x * tl.sum", PLAIN),
     ("a step decays by its first channel", STEPS, "exp(b_g), 1", "exp(tl.max(b_g, axis=0)), 1", STEP),
@@ -104,8 +107,30 @@ HOPPERS_BUGS = (
     ("keys of the second 16 tokens decay twice", "block % 2 == 0", "block >= 0"),
     ("kl decays over its own 16 tokens twice", "b_all - b_start - b_s", "b_all - b_start"),
     ("no bias", "b_bias.to(gl.float32)", "0.0 * b_bias.to(gl.float32)"),
-    ("tokens behind the end decay", "gl.where(m_g, b_g, 0.0)", "gl.where(m_g | True, b_g, 0.0)"),
+    ("tokens behind the end decay", "gl.where(m_t, b_g, 0.0)", "gl.where(m_t | True, b_g, 0.0)"),
     ("one slice alone", "for i in range(SLICES)", "for i in range(1)"),
+)
+# several documents in 16 tokens, one that begins in the second chunk, and one at its last token
+PLACES = replace(BOUNDED, name="places", documents=(3, 1, 18, 47, 1))
+SAFE_GATE = replace(BOUNDED, name="safe", gates=None, lower_bound=None, decay="bounded")
+RESET_BUGS = (
+    ("pairs of two documents see each other", "m_P & together", "m_P", PLACES),
+    ("keys of two documents do", "m_L & together", "m_L", PLACES),
+    (
+        "the state before passes into a document",
+        "gl.where(b_first < 0, 1.0, 0.0)",
+        "gl.where(b_first < 64, 1.0, 0.0)",
+        PLACES,
+    ),
+    (
+        "a document before the last one writes the state",
+        "gl.where(b_first == b_end, 1.0, 0.0)",
+        "gl.where(b_first < 64, 1.0, 0.0)",
+        PLACES,
+    ),
+    ("the state stays behind the chunk", "gl.where(b_end_n < 0, b_last, 0.0)", "b_last", PLACES),
+    ("-inf is no reset", 'b_given == -float("inf")', "b_given > 0.0", SAFE_GATE),
+    ("a g that is given is that of a gate", "b_x) * LOG2E", "0.5 * b_x) * LOG2E", SAFE_GATE),
 )
 
 
@@ -128,7 +153,9 @@ def test_a_planted_bug_turns_parity_red(name, place, line, mistake, case):
         assert not is_green(case)
 
 
-@pytest.mark.parametrize("case", [WHOLE, PLAIN, GATES, BOUND, PACKED, ONE, STEP], ids=str)
+@pytest.mark.parametrize(
+    "case", [WHOLE, PLAIN, GATES, BOUND, PACKED, DOCUMENTS, ONE, STEP], ids=str
+)
 def test_parity_is_green_without_them(case):
     assert is_green(case)
 
@@ -147,8 +174,8 @@ compiled = pytest.mark.skipif(
 )
 
 
-def bounded_is_green(**changes):
-    judged = rule.verdicts(replace(BOUNDED, **changes), torch.bfloat16, "triton", DEVICE)
+def bounded_is_green(case=BOUNDED, **changes):
+    judged = rule.verdicts(replace(case, **changes), torch.bfloat16, "triton", DEVICE)
     return all(verdict.passed for verdict in judged)
 
 
@@ -159,6 +186,43 @@ def bounded_is_green(**changes):
 def test_a_planted_bug_of_gluons_kernel_turns_parity_red(name, line, mistake):
     with planted(Bug(name, HOPPER, line, mistake, "")):
         assert not bounded_is_green()
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("name", "line", "mistake", "case"), RESET_BUGS, ids=[bug[0] for bug in RESET_BUGS]
+)
+def test_a_planted_bug_of_resets_in_gluons_kernel_turns_parity_red(name, line, mistake, case):
+    with planted(Bug(name, HOPPER, line, mistake, "")):
+        assert not bounded_is_green(case)
+
+
+@compiled
+@pytest.mark.parametrize("case", [PLACES, SAFE_GATE], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"K": 128, "state": True}, {"T": 1, "documents": None}], ids=str
+)
+def test_gluons_kernel_forgets_where_the_judge_does(case, changes, monkeypatch):
+    ran, kernel = [], prepare_hopper.prepare_kernel
+
+    class Watched:
+        def __getitem__(self, grid):
+            ran.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(prepare_hopper, "prepare_kernel", Watched())
+    assert bounded_is_green(case, **changes) and ran
+
+
+@compiled
+def test_a_broken_promise_of_a_safe_gate_stays_finite():
+    x = inputs(replace(SAFE_GATE, decay="deep"), torch.bfloat16).to(DEVICE)
+    leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, x.beta)]
+    o, _ = kimi_delta_attention(
+        *leaves, safe_gate=True, use_qk_l2norm_in_kernel=True, backend="triton"
+    )
+    gradients = torch.autograd.grad(o.float().square().sum(), leaves)
+    assert all(y.isfinite().all() for y in (o, *gradients))
 
 
 @compiled

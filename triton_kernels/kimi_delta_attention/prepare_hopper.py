@@ -12,8 +12,9 @@ times what depends on the 16 tokens and the channel alone. Above the diagonal su
 overflow, and are not read. Nothing decays below what is left of it: kl = k . 2^(s - p) . ..., s the
 sum of p's 16 tokens.
 
-A token that forgets what was before it has no bound, so it decays nothing, and masks do what it
-would have done. With first_i the last such token up to i, in the chunk, or -1 where there is none,
+A token that forgets what was before it decays no more than another one here, since 0 would be no
+factor, and masks do the rest. With first_i the last such token of the chunk up to i, or -1 where
+there is none,
 
     kk_ij = P_ij = 0 unless first_i = first_j,  qg_i = kg_i = 0 unless first_i = -1
     kl_i = 0 unless first_i = first_C,  gam_C = 0 unless first_C = -1
@@ -247,11 +248,10 @@ def prepare_kernel(
     if RESETS:
         b_first = s_first.load(TOKENS)
         b_end = s_first.slice(C - 1, 1).load(TOKENS)
-        m_g = m_t & (b_first != b_t)[:, None]
         b_open = gl.where(b_first < 0, 1.0, 0.0)[:, None]
         b_stays = gl.where(b_first == b_end, 1.0, 0.0)[:, None]
     else:
-        m_g, b_open, b_stays = m_t, 1.0, 1.0
+        b_open, b_stays = 1.0, 1.0
     async_copy.wait_group(0)
     for i in range(SLICES):
         m_k = i * N + b_n < K
@@ -265,7 +265,7 @@ def prepare_kernel(
             b_g = gl.where(b_x < SAFE, SAFE, b_x) * LOG2E
         else:
             b_g = _divide(lower_bound * LOG2E, 1.0 + _exp2(b_x * rate))
-        b_g = gl.where(m_g, b_g, 0.0)
+        b_g = gl.where(m_t, b_g, 0.0)
         b_g = by_blocks(b_g, BLOCKS)
         b_p = gl.associative_scan(b_g, 1, add)
         b_s = gl.sum(b_g, axis=1)
