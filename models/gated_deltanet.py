@@ -103,8 +103,8 @@ class GatedDeltaNet(Float32Numbers):
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d], zero at padding, or on XLA [B T, d], to the same shape."""
-        qkv, gate = self._project(x)
-        qkv, (a, b) = in_sequences(qkv, sequences), self._gate_inputs(x, sequences)
+        qkv, gate, *more = self._project(x)
+        qkv, (a, b) = in_sequences(qkv, sequences), self._gate_inputs(x, sequences, *more)
         gate = gate.view(*qkv.shape[:2], -1, self.V)
         backend = self._find_kernel(qkv, sequences, cache)
         if backend is None:
@@ -114,7 +114,7 @@ class GatedDeltaNet(Float32Numbers):
         return self.o_proj(y.reshape(*x.shape[:-1], -1))
 
     def _project(self, x: Tensor) -> Sequence[Tensor]:
-        """Returns q, k and v side by side, and the output's gate."""
+        """Returns q, k and v side by side, the output's gate, and what `_gate_inputs` takes more."""
         return project(x, (self.q_proj, self.k_proj, self.v_proj), (self.g_proj,))
 
     def _find_kernel(

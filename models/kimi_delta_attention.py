@@ -18,7 +18,7 @@ from delta_trn.backends import (
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.gated_deltanet import CLOSED, GatedDeltaNet, in_sequences
 from delta_trn.models.initialization import constant
-from delta_trn.models.layers import Linear, project
+from delta_trn.models.layers import Linear, consecutive_parts, project
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag
 from delta_trn.models.sequence import Sequences
@@ -57,7 +57,14 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.g_proj = nn.Sequential(Linear(d, V), Linear(V, HV * V, heads=HV, bias=True))
 
     def _project(self, x: Tensor) -> Sequence[Tensor]:
-        return *project(x, (self.q_proj, self.k_proj, self.v_proj)), self.g_proj(x)
+        """Returns q, k and v side by side, the output's gate, and f without its bias.
+
+        The first maps of both gates are one product, whose gradient of x is one, too.
+        """
+        (f0, f1), (g0, g1) = self.f_proj, self.g_proj
+        qkv, low = project(x, (self.q_proj, self.k_proj, self.v_proj), (f0, g0))
+        f, gate = consecutive_parts(low, (self.V, self.V))
+        return qkv, g1(gate), f1(f)
 
     def _gate_output(self, o: Tensor, gate: Tensor) -> Tensor:
         return self.o_norm(o, gate, "sigmoid")
@@ -71,24 +78,27 @@ class KimiDeltaAttention(GatedDeltaNet):
                 g = g.masked_fill(sequences.begins[..., None], -torch.inf)
             return g, write_strength(z, self.beta_max)
 
-    def _project_apart(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns f without its bias, and W_b x in the dtype of its weight."""
+    def _project_gates(self, x: Tensor) -> Tensor:
+        """Returns f without its bias and W_b x side by side, for who looks at both."""
         with torch.autocast(x.device.type, enabled=False):
             z = self.b_proj(x.to(self.b_proj.weight.dtype))
-        return self.f_proj(x), z
+        return torch.cat([self.f_proj(x), z], dim=-1)
 
-    def _project_gates(self, x: Tensor) -> Tensor:
-        """Returns both side by side, as the gated rule has them; `_gate_inputs` copies nothing."""
-        return torch.cat(self._project_apart(x), dim=-1)
-
-    def _gate_inputs(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    def _gate_inputs(
+        self, x: Tensor, sequences: Sequences, f: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Returns f [B, T, HV, K] without its bias and W_b x [B, T, HV], each a tensor of its own;
         padding gets values that neither forget nor write.
 
         Where sequences begin, the rule is told, since a bounded decay forgets nothing at once,
         whatever it is made of.
         """
-        a, z = (in_sequences(y, sequences) for y in self._project_apart(x))
+        with torch.autocast(x.device.type, enabled=False):
+            z = self.b_proj(x.to(self.b_proj.weight.dtype))
+        a, z = (
+            in_sequences(self.f_proj(x) if f is None else f, sequences),
+            in_sequences(z, sequences),
+        )
         if sequences.real is not None:
             a, z = a.masked_fill(~sequences.real, CLOSED), z.masked_fill(~sequences.real, CLOSED)
         return a.unflatten(-1, (-1, self.K)), z

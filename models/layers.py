@@ -46,6 +46,10 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps input [..., inputs] to [..., outputs]."""
+        if self.bias is not None and input.device.type != "xla":
+            # of rows: of a part of wider ones, in three dimensions, the bias would be added after
+            y = F.linear(input.flatten(0, -2), self.weight, self.bias)
+            return y.view(*input.shape[:-1], -1)
         (y,) = multiply(input, [self.weight])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
