@@ -87,7 +87,7 @@ class _Moved(TorchDispatchMode):
         self.count: Counter[tuple[str, bool]] = Counter()
         self.bytes: Counter[tuple[str, bool]] = Counter()
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         schema = function._schema
         name = schema.name.removeprefix("aten::")
         if name in PRODUCTS:  # takes long, and its values do not matter
