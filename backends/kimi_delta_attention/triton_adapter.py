@@ -26,11 +26,10 @@ step = rule.step
 
 
 def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Returns o, final_state and what `backward` reads: T, P, qg, kg, kl, last, rows; states, A; S,
-    U.
+    """Returns o, final_state and what `backward` reads: T, P, last, rows; states, A; S, U.
 
-    Empty are states and A, of segments, where sequences stay whole, and S and U where they are not
-    kept.
+    qg, kg and kl, three times q, are not kept: backward makes them once more. Empty are states and
+    A, of segments, where sequences stay whole, and S and U where they are not kept.
     """
     dtype, call = call.q.dtype, _widen(call)
     q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta)
@@ -40,7 +39,8 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     o = v.new_empty(v.shape)
     final_state = rule.new_final_state(call)
     prepared = [q.new_empty(shape, dtype=dtype) for shape, dtype in _prepared_shapes(call, chunks)]
-    T, P, qg, kg, kl, last, rows = prepared
+    T, P, last, rows = prepared
+    qg, kg, kl = (q.new_empty(g.shape) for _ in range(3))
     fwd.prepare(
         q,
         k,
@@ -92,7 +92,24 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     (B, length, H, K), HV = q.shape, v.shape[2]
     row = rule.launches(call, "kimi_")
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
-    T, P, qg, kg, kl, last, rows, *kept = saved
+    T, P, last, rows, *kept = saved
+    qg, kg, kl = (q.new_empty(g.shape) for _ in range(3))
+    fwd.copy(
+        q,
+        k,
+        g,
+        A_log,
+        dt_bias,
+        position,
+        rows,
+        qg=qg,
+        kg=kg,
+        kl=kl,
+        scale=call.scale,
+        lower_bound=call.lower_bound,
+        chunks=chunks,
+        config=row,
+    )
     S, U, dY, dS, carry, dinitial = rule.scan_backward(
         call,
         qg,
@@ -176,7 +193,7 @@ def _widen(call: Rule) -> Rule:
 
 
 def _prepared_shapes(call: Rule, chunks: Chunks) -> Shapes:
-    """Returns the shapes of T, P, qg, kg, kl, last and rows."""
+    """Returns the shapes of T, P, last and rows."""
     HV, K, dtype = call.v.shape[2], call.q.shape[3], call.q.dtype
     T, P, rows = rule.prepared_shapes(chunks, HV, dtype)
-    return [T, P, *[(tuple(call.g.shape), dtype)] * 3, ((chunks.count, HV, K), torch.float32), rows]
+    return [T, P, ((chunks.count, HV, K), torch.float32), rows]

@@ -2,6 +2,7 @@
 Its grid is in tests/parity.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from delta_trn.backends.checks import BackendRefusal
-from delta_trn.backends.kimi_delta_attention import kimi_delta_attention
+from delta_trn.backends.gated_delta_rule import triton_adapter as rule_adapter
+from delta_trn.backends.gated_delta_rule.contract import Rule
+from delta_trn.backends.kimi_delta_attention import kimi_delta_attention, triton_adapter
 from delta_trn.backends.parity import channel_cases, rule
 from delta_trn.backends.parity.rule_cases import BOTH, Case, inputs
 from delta_trn.triton_kernels.kimi_delta_attention import prepare_hopper
@@ -37,6 +40,7 @@ WHOLE = Case(
 )
 PLAIN = replace(WHOLE, decay="plain")
 GATES, BOUND = replace(WHOLE, gates="plain"), replace(WHOLE, gates="plain", lower_bound=-5.0)
+TWO_KEYS = replace(PLAIN, H=2, HV=2, T=20)
 PACKED = replace(GATES, T=45, lengths=(0, 3, 0, 40, 2))
 DOCUMENTS = replace(GATES, T=45, documents=(3, 40, 2))
 ONE = channel_cases.BY_NAME["kimi_packed_single"]
@@ -49,6 +53,7 @@ SCAN, REVERSE, STEPS = (
     f"{RULE}step:step_kernel",
 )
 PREPARE, GRADIENTS = f"{KERNELS}fwd:prepare_kernel", f"{KERNELS}bwd:gradients_kernel"
+COPIES = f"{KERNELS}fwd:copies_kernel"
 BETWEEN, ADDED = f"{KERNELS}fwd:lies_between", f"{KERNELS}fwd:add_cuts"
 CUTS, PRODUCTS = f"{KERNELS}bwd:differentiate_cuts", f"{KERNELS}bwd:products_kernel"
 FORGET = "triton_kernels.tiles:forget_before"
@@ -59,7 +64,11 @@ BUGS = (
     ("the widest cut is left out", PREPARE, "C // 32 + 4", "C // 32 + 3", PLAIN),
     ("a token does not read its own write", PREPARE, "tl.sum(b_qs * b_ks", "0.0 * tl.sum(b_qs * b_ks", PLAIN),
     ("beta is left out of L", PREPARE, "b_kk * b_beta[:, None]", "b_kk", PLAIN),
-    ("kl decays like kg", PREPARE, "b_k * b_lam", "b_k * b_gam", PLAIN),
+    ("kl decays like kg", f"{KERNELS}fwd:store_copies", "b_k * b_lam", "b_k * b_gam", PLAIN),
+    ("keys that backward makes again have the norm of queries", COPIES, "p_rows + 3 * C", "p_rows + 2 * C",
+     PLAIN),
+    ("queries that backward makes again are those of the first key head", COPIES,
+     "i_h // (HV // H) * K", "0 * i_h", TWO_KEYS),
     ("pairs of a level without a cut between them", ADDED, "== 1", "<= 1", PLAIN),
     ("dg without a token right of a cut", BETWEEN, "(right, i + 1, start", "(right, i, start", PLAIN),
     ("dg with a token left of a cut", BETWEEN, "(right, start, i + 1)", "(right, start, i)", PLAIN),
@@ -250,3 +259,13 @@ def test_gluon_takes_what_its_factors_hold():
     assert not takes(q, q, q, -5.0, replace(row, dot="interpreted"))
     odd = torch.ones(97, dtype=torch.bfloat16)[1:].view(1, 1, 1, 96)
     assert not takes(q, odd, q, -5.0, row)
+
+
+def test_a_call_keeps_at_most_140_mebibytes_beside_its_inputs(monkeypatch):
+    """With states, at 4,096 tokens and 32 heads of 128:128 in bfloat16; it kept 230."""
+    monkeypatch.setattr(rule_adapter, "KEPT_BYTES", 2**62)
+    shapes = {"q": (32, 128), "k": (32, 128), "v": (32, 128), "g": (32, 128), "beta": (32,)}
+    x = {name: torch.empty(1, 4096, *y, dtype=torch.bfloat16) for name, y in shapes.items()}
+    kept = triton_adapter.saved_shapes(Rule(**x, l2norm=True))
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in kept)
+    assert 64 * 2**20 < size < 140 * 2**20

@@ -293,16 +293,21 @@ class _Calls:
         )
         rows = shape.sequences * shape.tokens // tile("sum_heads", shape.K).rows
         combine = Work(rows * shape.H, 2 * scaled + self.keys)
+        copies = tile("kimi_copies", shape.K)
+        across = -(-shape.K // copies.columns)
+        copy = Work(programs * across, given + 3 * self.factor, (), (), self.mask)
+        bounded = f"{layout}, gates with a bound"
         for name, backward, kernel, options, work in (
-            ("prepare", False, "prepare_hopper", f"{layout}, gates with a bound", prepare),
+            ("prepare", False, "prepare_hopper", bounded, prepare),
             ("scan", False, "scan", "dense", scan),
+            ("scaled copies again", True, "copies", bounded, copy),
             ("reverse scan", True, "reverse", "dense", scan),
             ("products", True, "products", "dense", multiply),
-            ("gradients", True, "gradients", f"{layout}, gates with a bound", gradients),
+            ("gradients", True, "gradients", bounded, gradients),
         ):
-            yield Launch(
-                name, backward, self._variant(modules[backward], options, f"kimi_{kernel}"), work
-            )
+            module = modules[backward and kernel != "copies"]
+            variant = self._variant(module, options, f"kimi_{kernel}")
+            yield Launch(name, backward, variant, work)
         combined = self._variant(gated_delta_rule_bwd, "of normalized", "sum_heads")
         for name in ("gradient of q", "gradient of k"):
             yield Launch(name, True, combined, combine)

@@ -54,6 +54,7 @@ from delta_trn.triton_kernels.launch import (
     power_of_two,
     row_stride,
     take_turns,
+    tile,
 )
 from delta_trn.triton_kernels.tiles import (
     LOG2E,
@@ -189,6 +190,89 @@ def spread_blocks(x, C: tl.constexpr):
     return tl.reshape(tl.where(i_row == i_column, x[:, :, None, :], 0.0), [C, C])
 
 
+@triton.jit
+def store_copies(
+    b_q,
+    b_k,
+    b_g,
+    b_beta,
+    qg,
+    kg,
+    kl,
+    p,
+    m,
+    o_c,
+    C: tl.constexpr,
+    dtype: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Stores the scaled copies of q and k at p where the mask m is; returns gam_C."""
+    b_gam, b_lam, b_last = find_factors(b_g, o_c, C, dtype)
+    tl.store(qg + p, round_to(b_q * b_gam, dtype, DOT), mask=m)
+    tl.store(kg + p, round_to(b_k * b_gam * b_beta[:, None], dtype, DOT), mask=m)
+    tl.store(kl + p, round_to(b_k * b_lam, dtype, DOT), mask=m)
+    return b_last
+
+
+@triton.jit(do_not_specialize=["tokens", "NT"])
+def copies_kernel(
+    q,
+    k,
+    g,
+    A_log,
+    dt_bias,
+    position,
+    rows,
+    qg,
+    kg,
+    kl,
+    chunk_start,
+    chunk_length,
+    scale,
+    lower_bound,
+    tokens,
+    NT,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    QR: tl.constexpr,
+    KR: tl.constexpr,
+    GR: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Computes qg, kg and kl once more, of `rows`: three tensors that need not be kept for backward.
+
+    One program per (chunk, value head, BK channels).
+    """
+    SLICES: tl.constexpr = (K + BK - 1) // BK
+    pid = tl.program_id(0).to(tl.int64)
+    i_k, i_h, i_c = pid % SLICES, pid // SLICES % HV, pid // (SLICES * HV)
+    start, length = locate_chunk(i_c, tokens, NT, chunk_start, chunk_length, C)
+    if length <= 0:
+        return
+    o_c = tl.arange(0, C)
+    o_k = i_k * BK + tl.arange(0, BK)
+    m_t, m_k = o_c < length, o_k < K
+    m = m_t[:, None] & m_k[None, :]
+    p_rows = rows + (i_c * HV + i_h) * (ROWS * C) + o_c
+    i_q = i_h // (HV // H) * K
+    b_q = tl.load(q + start * QR + i_q + o_c[:, None] * QR + o_k[None, :], mask=m, other=0.0)
+    b_k = tl.load(k + start * KR + i_q + o_c[:, None] * KR + o_k[None, :], mask=m, other=0.0)
+    p_g = start * GR + i_h * K + o_c[:, None] * GR + o_k[None, :]
+    rate = None if A_log is None else load_rate(A_log, lower_bound, i_h)
+    b_g, _ = load_decays(
+        g, rate, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, m_k[None, :]
+    )
+    b_g = forget_before(b_g, position, start, o_c, m_t)
+    b_q = b_q.to(tl.float32) * (scale * tl.load(p_rows + 2 * C))[:, None]
+    b_k = b_k.to(tl.float32) * tl.load(p_rows + 3 * C)[:, None]
+    p = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
+    dtype = k.dtype.element_ty
+    store_copies(b_q, b_k, b_g, tl.load(p_rows + 7 * C), qg, kg, kl, p, m, o_c, C, dtype, DOT)
+
+
 @triton.jit(do_not_specialize=["tokens", "NT"])
 def prepare_kernel(
     q,
@@ -266,10 +350,7 @@ def prepare_kernel(
         p_g = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
         b_q = b_q.to(tl.float32) * (scale * b_rq)[:, None]
         b_k = b_k.to(tl.float32) * b_rk[:, None]
-        b_gam, b_lam, b_last = find_factors(b_g, o_c, C, dtype)
-        tl.store(qg + p_g, round_to(b_q * b_gam, dtype, DOT), mask=m)
-        tl.store(kg + p_g, round_to(b_k * b_gam * b_beta[:, None], dtype, DOT), mask=m)
-        tl.store(kl + p_g, round_to(b_k * b_lam, dtype, DOT), mask=m)
+        b_last = store_copies(b_q, b_k, b_g, b_beta, qg, kg, kl, p_g, m, o_c, C, dtype, DOT)
         tl.store(last + tile * K + o_k, b_last, mask=m_k)
         b_g *= LOG2E
         b_qs = tl.reshape(b_q, [C // 16, 16, BK])
@@ -364,6 +445,57 @@ def prepare(
     )
 
 
+@take_turns
+def copy(
+    q,
+    k,
+    g,
+    A_log,
+    dt_bias,
+    position,
+    rows,
+    *,
+    qg,
+    kg,
+    kl,
+    scale,
+    lower_bound,
+    chunks: Chunks,
+    config: Config,
+):
+    """Launches `copies_kernel`: fills qg, kg and kl of what `prepare` left in rows."""
+    H, K, HV = q.shape[2], q.shape[3], g.shape[2]
+    launch = tile("kimi_copies", K)
+    copies_kernel[(chunks.count * HV * -(-K // launch.columns),)](
+        q,
+        k,
+        g,
+        A_log,
+        dt_bias,
+        position,
+        rows,
+        qg,
+        kg,
+        kl,
+        chunks.start,
+        chunks.length,
+        scale,
+        None if A_log is None else lower_bound,
+        chunks.tokens,
+        chunks.per_sequence,
+        H=H,
+        HV=HV,
+        K=K,
+        BK=launch.columns,
+        C=chunks.size,
+        QR=row_stride(q),
+        KR=row_stride(k),
+        GR=row_stride(g),
+        DOT=config.dot,
+        **launch.options(),
+    )
+
+
 def gates_of(quick: bool):
     """Returns the ways to pass g and beta: as they are, and by either gate."""
     bounded = {"gates made": {"lower_bound": None}, "gates with a bound": {}}
@@ -392,14 +524,19 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         "C": row.C,
     }
     sizes |= {"L2NORM": True, "DOT": row.dot} | channel_rows_of(2, 4, K, V)
-    tile = row.scan
-    own = sizes | rows_of(4, 4, K, V) | of_tile(tile) | dict.fromkeys(("QR", "KR"), 4 * K)
-    own |= {"units": None, "STAGES": tile.stages}
+    launch = row.scan
+    own = sizes | rows_of(4, 4, K, V) | of_tile(launch) | dict.fromkeys(("QR", "KR"), 4 * K)
+    own |= {"units": None, "STAGES": launch.stages}
     for layout, tables in layouts_of(quick).items():
         for form, arguments in gates_of(quick).items():
             values = sizes | tables | arguments
             yield Variant(
                 "kimi_prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, values
+            )
+            copies = tile("kimi_copies", K)
+            own_copies = values | {"BK": copies.columns}
+            yield Variant(
+                "kimi_copies", f"{layout}, {form}", copies_kernel, TYPES, copies, own_copies
             )
             if form != "gates made" and row.prepare.gluon:
                 values |= {"SLICES": hopper.count_slices(K)}
@@ -412,4 +549,4 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         uses = {"": ("transition", *states), " segments": ("initial_state", "o", "S", "U")}
         for use, absent in uses.items():
             values = own | tables | dict.fromkeys(absent)
-            yield Variant("kimi_scan", layout + use, rule.scan_kernel, rule.TYPES, tile, values)
+            yield Variant("kimi_scan", layout + use, rule.scan_kernel, rule.TYPES, launch, values)
