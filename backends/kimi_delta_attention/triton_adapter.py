@@ -19,7 +19,7 @@ from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_counts
 from delta_trn.backends.rows import as_rows, empty_like_parts
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.gated_delta_rule_bwd import sum_heads
-from delta_trn.triton_kernels.kimi_delta_attention import bwd, fwd
+from delta_trn.triton_kernels.kimi_delta_attention import bwd, fwd, prepare_hopper
 
 MAKES_GATES = TAKES_POOL = TAKES_PLACES = True
 step = rule.step
@@ -175,6 +175,20 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     return Gradients(
         dq.to(dtype), dk.to(dtype), dv.to(dtype), dg, dbeta, dA_log, ddt_bias, dinitial
     )
+
+
+def name_kernels(call: Rule) -> str:
+    """Returns which kernel prepares a call, and why it is not the faster one."""
+    call = _widen(call)
+    row = rule.launches(call, "kimi_")
+    tensors = as_rows(call.q, call.k, call.g)
+    if call.l2norm and prepare_hopper.takes(*tensors, call.lower_bound, row):
+        return "prepare in Gluon"
+    if not prepare_hopper.compiles(row):
+        return "plain prepare: Gluon's is of Hopper, in 16 bits"
+    if call.lower_bound is None:
+        return "plain prepare: decay unbounded"
+    return "plain prepare: Gluon's takes normalized keys, bounds from -5 on and channels by eights"
 
 
 def saved_shapes(call: Rule) -> Shapes:
