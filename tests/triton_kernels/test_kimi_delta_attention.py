@@ -224,6 +224,18 @@ def test_gluons_kernel_forgets_where_the_judge_does(case, changes, monkeypatch):
 
 
 @compiled
+@pytest.mark.skipif(DEVICE == "cuda", reason="orders are those of the emulator")
+@pytest.mark.parametrize("order", [0, 1, 2], ids=["ascending", "descending", "shuffled"])
+@pytest.mark.parametrize("case", [PLACES, SAFE_GATE], ids=str)
+def test_gluons_kernel_forgets_in_every_order_of_warps_with_all_checks(case, order):
+    from tests.support.emulator import driver
+
+    with driver.options(check=1, order=order, quantum=7 if order == 2 else 0) as reports:
+        assert bounded_is_green(case, HV=1, V=16)
+    assert not reports, "\n".join(reports)
+
+
+@compiled
 def test_a_broken_promise_of_a_safe_gate_stays_finite():
     x = inputs(replace(SAFE_GATE, decay="deep"), torch.bfloat16).to(DEVICE)
     leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, x.beta)]
