@@ -113,8 +113,8 @@ class GatedDeltaNet(Float32Numbers):
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d], zero at padding, or on XLA [B T, d], to the same shape."""
-        qkv, gate = self._project(x)
-        qkv, (a, b) = _in_sequences(qkv, sequences), self._gate_inputs(x, sequences)
+        qkv, gate, *more = self._project(x)
+        qkv, (a, b) = in_sequences(qkv, sequences), self._gate_inputs(x, sequences, *more)
         gate = gate.view(*qkv.shape[:2], -1, self.V)
         backend = self._find_kernel(qkv, sequences, cache)
         if backend is None:
@@ -124,7 +124,7 @@ class GatedDeltaNet(Float32Numbers):
         return self.o_proj(y.reshape(*x.shape[:-1], -1))
 
     def _project(self, x: Tensor) -> Sequence[Tensor]:
-        """Returns q, k and v side by side, and the output's gate."""
+        """Returns q, k and v side by side, the output's gate, and what `_gate_inputs` takes more."""
         return project(x, (self.q_proj, self.k_proj, self.v_proj), (self.g_proj,))
 
     def _find_kernel(
@@ -196,7 +196,7 @@ class GatedDeltaNet(Float32Numbers):
         The first token of a sequence gets a value that forgets all, which is exact: exp(g) is 0,
         and so is every gradient that would pass.
         """
-        both = _in_sequences(self._project_gates(x), sequences)
+        both = in_sequences(self._project_gates(x), sequences)
         if sequences.real is not None:
             both = both.masked_fill(~sequences.real, CLOSED)
         HV = both.shape[-1] // (self.decays + 1)
@@ -223,6 +223,6 @@ class GatedDeltaNet(Float32Numbers):
         }
 
 
-def _in_sequences(y: Tensor, sequences: Sequences) -> Tensor:
+def in_sequences(y: Tensor, sequences: Sequences) -> Tensor:
     """Returns y [B, T, n], or rows [B T, n], as [B, T, n]."""
     return y if y.dim() == 3 else y.view(-1, sequences.position.shape[-1], y.shape[-1])

@@ -16,12 +16,14 @@ from delta_trn.backends import (
     write_strength,
 )
 from delta_trn.models.config import DeltaConfig
-from delta_trn.models.gated_deltanet import GatedDeltaNet
+from delta_trn.models.gated_deltanet import CLOSED, GatedDeltaNet, in_sequences
 from delta_trn.models.initialization import constant
-from delta_trn.models.layers import Linear, at_least_float32, in_dtype_of, project
+from delta_trn.models.layers import Linear, consecutive_parts, in_dtype_of, is_untouched, project
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag
 from delta_trn.models.sequence import Sequences
+
+PAIRS = {nn.Sequential: nn.Sequential.forward}  # of two maps, whose first ones may be joined
 
 
 class KimiDeltaAttention(GatedDeltaNet):
@@ -57,41 +59,55 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.g_proj = nn.Sequential(Linear(d, V), Linear(V, HV * V, heads=HV, bias=True))
 
     def _project(self, x: Tensor) -> Sequence[Tensor]:
-        return *project(x, (self.q_proj, self.k_proj, self.v_proj)), self.g_proj(x)
+        """Returns q, k and v side by side, the output's gate, and f without its bias.
 
-    def _project_gates(self, x: Tensor) -> Tensor:
-        f = self.f_proj(x)
-        with torch.autocast(x.device.type, enabled=False):
-            return torch.cat([f, self.b_proj(in_dtype_of(x, self.b_proj))], dim=-1)
+        The first maps of both gates are one product, whose gradient of x is one, too.
+        """
+        if not all(is_untouched(m, PAIRS) and len(m) == 2 for m in (self.f_proj, self.g_proj)):
+            (qkv,) = project(x, (self.q_proj, self.k_proj, self.v_proj))
+            return qkv, self.g_proj(x), self.f_proj(x)
+        (f0, f1), (g0, g1) = self.f_proj, self.g_proj
+        qkv, low = project(x, (self.q_proj, self.k_proj, self.v_proj), (f0, g0))
+        f, gate = consecutive_parts(low, (self.V, self.V))
+        return qkv, g1(gate), f1(f)
 
     def _gate_output(self, o: Tensor, gate: Tensor) -> Tensor:
-        return (self.o_norm(o) * at_least_float32(gate).sigmoid()).to(o.dtype)
+        return self.o_norm(o, gate, "sigmoid")
 
     def gates(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Returns g [B, T, HV, K] and beta [B, T, HV], in float32."""
-        return self._make(*super()._gate_inputs(x, sequences), sequences)
-
-    def _gate_inputs(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        a, z = super()._gate_inputs(x, sequences)
-        if self._has_to_make(sequences):
-            return self._make(a, z, sequences)
-        return a.unflatten(-1, (-1, self.K)), z
-
-    def _has_to_make(self, sequences: Sequences) -> bool:
-        """Returns whether g is made here: a bounded decay forgets nothing at once,
-        whatever it is made of.
-        """
-        return self.bound is not None and sequences.is_packed
-
-    def _make(self, a: Tensor, z: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        a, z = self._gate_inputs(x, sequences)
         with torch.autocast(a.device.type, enabled=False):
-            bias = self.dt_bias.view(-1, self.K)
-            g = log_decay(a.unflatten(-1, (-1, self.K)), self.A_log[:, None], bias, self.bound)
+            g = log_decay(a, self.A_log[:, None], self.dt_bias.view(-1, self.K), self.bound)
             if sequences.begins is not None:
                 g = g.masked_fill(sequences.begins[..., None], -torch.inf)
             return g, write_strength(z, self.beta_max)
 
+    def _project_gates(self, x: Tensor) -> Tensor:
+        """Returns f without its bias and W_b x side by side, for who looks at both."""
+        with torch.autocast(x.device.type, enabled=False):
+            z = self.b_proj(in_dtype_of(x, self.b_proj))
+        return torch.cat([self.f_proj(x), z], dim=-1)
+
+    def _gate_inputs(
+        self, x: Tensor, sequences: Sequences, f: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns f [B, T, HV, K] without its bias and W_b x [B, T, HV], each a tensor of its own;
+        padding gets values that neither forget nor write.
+
+        Where sequences begin, the rule is told, since a bounded decay forgets nothing at once,
+        whatever it is made of.
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            z = self.b_proj(in_dtype_of(x, self.b_proj))
+        a, z = (
+            in_sequences(self.f_proj(x) if f is None else f, sequences),
+            in_sequences(z, sequences),
+        )
+        if sequences.real is not None:
+            a, z = a.masked_fill(~sequences.real, CLOSED), z.masked_fill(~sequences.real, CLOSED)
+        return a.unflatten(-1, (-1, self.K)), z
+
     def _options(self, sequences: Sequences) -> dict[str, Any]:
-        if self._has_to_make(sequences):
-            return {"scale": self.scale, "use_qk_l2norm_in_kernel": True}
-        return super()._options(sequences) | {"lower_bound": self.bound}
+        options = super()._options(sequences) | {"lower_bound": self.bound}
+        return options | ({"position": sequences.position} if sequences.is_packed else {})

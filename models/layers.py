@@ -16,6 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from delta_trn.backends import add_rms_norm, gated_rms_norm
+from delta_trn.backends.layers import GateActivation
 from delta_trn.backends.rows import find_whole
 from delta_trn.models.initialization import constant
 from delta_trn.models.mup import Role
@@ -49,6 +50,11 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps input [..., inputs] to [..., outputs]."""
+        if self.bias is not None and input.device.type != "xla":
+            # of rows: of a part of wider ones, in three dimensions, the bias would be added after
+            rows = input.reshape(-1, input.shape[-1])
+            y = F.linear(rows, self.weight, self.bias.to(self.weight.dtype))
+            return y.view(*input.shape[:-1], self.weight.shape[0])
         (y,) = multiply(input, [self.weight])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -271,9 +277,13 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
         self.tags = {"weight": Tag(Role.VECTOR, law=partial(constant, value=1.0))}
 
-    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Returns y of x [..., size], or y * SiLU(z) with z of the same shape."""
-        return gated_rms_norm(x, z, self.weight, eps=self.eps)
+    def forward(
+        self, x: Tensor, z: Tensor | None = None, activation: GateActivation = "swish"
+    ) -> Tensor:
+        """Returns y of x [..., size]; with z of the same shape y * SiLU(z),
+        or y * sigmoid(z) where `activation` is "sigmoid".
+        """
+        return gated_rms_norm(x, z, self.weight, eps=self.eps, activation=activation)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the norm of residual + x, and that sum, by one operation.

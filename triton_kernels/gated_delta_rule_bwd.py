@@ -399,6 +399,7 @@ def sum_heads_kernel(
     dy,
     dx,
     tokens,
+    XR: tl.constexpr,
     QR: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -424,9 +425,8 @@ def sum_heads_kernel(
         p_dy = dy + (o_t[:, None] * HV + i_h * (HV // H) + i) * K + o_k[None, :]
         b_dx += tl.load(p_dy, mask=m, other=0.0)
     if x is not None:
-        b_x = tl.load(x + (o_t[:, None] * H + i_h) * K + o_k[None, :], mask=m, other=0.0).to(
-            tl.float32
-        )
+        p_x = x + o_t[:, None] * XR + i_h * K + o_k[None, :]
+        b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
         b_r = tl.rsqrt(tl.sum(b_x * b_x, axis=1) + 1e-6)[:, None]
         b_x *= b_r
         b_dx = b_r * (b_dx - b_x * tl.sum(b_x * b_dx, axis=1)[:, None])
@@ -442,8 +442,9 @@ def sum_heads(x, dy, *, dx, config: Config):
     B, tokens, H, K = dx.shape
     launch = tile("sum_heads", K)
     sum_heads_kernel[(-(-B * tokens // launch.rows) * H,)](
-        x, dy, dx, B * tokens, QR=row_stride(dx), H=H, HV=dy.shape[2], K=K, KP=power_of_two(K),
-        BT=launch.rows, DOT=config.dot, num_warps=launch.warps, num_stages=launch.stages,
+        x, dy, dx, B * tokens, XR=row_stride(dx if x is None else x), QR=row_stride(dx), H=H,
+        HV=dy.shape[2], K=K, KP=power_of_two(K), BT=launch.rows, DOT=config.dot,
+        num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
 
 

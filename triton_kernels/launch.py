@@ -147,6 +147,8 @@ TABLE = (
     Row("kimi_gradients",         2,  ANY,  ANY,     8,     1,  (16, 32), majors=WARPS),
     Row("kimi_gradients",         2,  ANY,  ANY,     4,     1,  (16, 32)),
     Row("kimi_prepare kimi_gradients", 4, ANY, ANY,  4,     1,  (16, 16)),
+    # 16 elements of each tile in a thread, whose cumulated sums move through all warps
+    Row("kimi_copies",          ANY,  ANY,  ANY,     8,     1,  (16, 64)),
     # launched by Kimi's rule only
     Row("products kimi_products", 2,  ANY,  ANY,     8,     2,  (16, 32)),
     Row("products kimi_products", 4,  ANY,  ANY,     4,     1,  (16, 16)),

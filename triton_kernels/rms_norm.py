@@ -1,24 +1,25 @@
 """RMS norm of rows, times a gain; of a gated row, or of a residual sum; forward and backward.
 
-For one row x [N] with gain w [N] and gate z [N]; without a gate, SiLU(z) is 1:
+For one row x [N] with gain w [N] and gate z [N]; f(z) is SiLU(z) or sigmoid(z), and 1 without a
+gate:
 
     r = (mean(x^2) + eps)^-1/2
     h = r x                                                       [N]
-    y = h w SiLU(z)                                               [N]
+    y = h w f(z)                                                  [N]
 
 With a residual, x is the sum of two, rounded to its dtype as it is stored: total = residual + a.
 With dy [N] given:
 
-    m  = dy SiLU(z)                                               [N]
+    m  = dy f(z)                                                  [N]
     n  = m w                                                      [N]
     dw = sum over rows of m h                                     [N]
-    dz = dy h w SiLU'(z)                                          [N]
+    dz = dy h w f'(z)                                             [N]
     dx = r (n - h mean(n h)), plus dtotal with a residual         [N]   the gradient of both terms of the sum
 
-Source: RMSNorm (arXiv:1910.07467), the gate as in arXiv:2412.06464; gradients are derived here. A
-program holds whole rows in registers, so backward computes r again: nothing is kept. In backward a
-program walks over several tiles of rows and keeps its part of dw; the caller adds up the P parts,
-in one order: no atomics.
+Source: RMSNorm (arXiv:1910.07467), SiLU of a gate as in arXiv:2412.06464, its sigmoid as in
+arXiv:2510.26692; gradients are derived here. A program holds whole rows in registers, so backward
+computes r again: nothing is kept. In backward a program walks over several tiles of rows and keeps
+its part of dw; the caller adds up the P parts, in one order: no atomics.
 
 Layout: x, z, a, residual, y, total and gradients [M, N], contiguous; weight [N]; dweight [P, N].
 """
@@ -44,7 +45,7 @@ TYPES = {
 @triton.jit(do_not_specialize=["M"])
 def forward_kernel(
     x, gate, residual, weight, y, total, M, eps,
-    N: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, DOT: tl.constexpr,
+    N: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, SILU: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Computes y, and total where there is a residual; one program per BM rows."""
     o_m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -62,14 +63,14 @@ def forward_kernel(
     b_y = b_x * b_r[:, None] * b_w[None, :]
     if gate is not None:
         b_z = tl.load(gate + o_x, mask=m_x, other=0.0).to(tl.float32)
-        b_y *= b_z * tl.sigmoid(b_z)
+        b_y *= b_z * tl.sigmoid(b_z) if SILU else tl.sigmoid(b_z)
     tl.store(y + o_x, round_to(b_y, y.dtype.element_ty, DOT), mask=m_x)
 
 
 @triton.jit(do_not_specialize=["M", "tiles"])
 def backward_kernel(
     dy, dtotal, x, gate, weight, dx, dgate, dweight, M, eps, tiles,
-    N: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, DOT: tl.constexpr,
+    N: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, SILU: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Computes dx, dgate and dweight; program p of P takes tiles p, p + P, ... of BM rows.
 
@@ -92,9 +93,11 @@ def backward_kernel(
         if gate is not None:
             b_z = tl.load(gate + o_x, mask=m_x, other=0.0).to(tl.float32)
             b_s = tl.sigmoid(b_z)
-            b_dz = b_m * b_h * b_w[None, :] * (b_s * (1.0 + b_z * (1.0 - b_s)))
+            # of a sigmoid, 1 - s would lose digits
+            b_slope = b_s * (1.0 + b_z * (1.0 - b_s)) if SILU else b_s * tl.sigmoid(-b_z)
+            b_dz = b_m * b_h * b_w[None, :] * b_slope
             tl.store(dgate + o_x, round_to(b_dz, dgate.dtype.element_ty, DOT), mask=m_x)
-            b_m *= b_z * b_s
+            b_m *= b_z * b_s if SILU else b_s
         b_dw += tl.sum(b_m * b_h, axis=0)
         b_n = b_m * b_w[None, :]
         b_dx = b_r[:, None] * (b_n - b_h * (tl.sum(b_n * b_h, axis=1) / N)[:, None])
@@ -111,9 +114,10 @@ def parts(M, N):
 
 
 @take_turns
-def forward(x, gate, residual, weight, y, total, *, eps):
-    """Launches `forward_kernel`: fills y, and with a residual total. gate,
-    residual: a tensor or None.
+def forward(x, gate, residual, weight, y, total, *, eps, silu=True):
+    """Launches `forward_kernel`: fills y, and with a residual total.
+
+    gate, residual: a tensor or None. silu: whether a gate's f is SiLU, or the sigmoid.
     """
     M, N = x.shape
     row = tile("rms_norm", N)
@@ -129,6 +133,7 @@ def forward(x, gate, residual, weight, y, total, *, eps):
         N=N,
         BN=row.columns,
         BM=row.rows,
+        SILU=silu,
         DOT=arithmetic(),
         num_warps=row.warps,
         num_stages=row.stages,
@@ -136,9 +141,9 @@ def forward(x, gate, residual, weight, y, total, *, eps):
 
 
 @take_turns
-def backward(dy, dtotal, x, gate, weight, *, dx, dgate, dweight, eps):
+def backward(dy, dtotal, x, gate, weight, *, dx, dgate, dweight, eps, silu=True):
     """Launches `backward_kernel`: fills dx, dgate and dweight [P, N],
-    P from `parts`. dtotal None: no sum.
+    P from `parts`. dtotal None: no sum. silu: as in `forward`.
     """
     M, N = x.shape
     row = tile("rms_norm", N)
@@ -158,6 +163,7 @@ def backward(dy, dtotal, x, gate, weight, *, dx, dgate, dweight, eps):
         N=N,
         BN=row.columns,
         BM=row.rows,
+        SILU=silu,
         DOT=arithmetic(),
         num_warps=row.warps,
         num_stages=row.stages,
@@ -167,13 +173,12 @@ def backward(dy, dtotal, x, gate, weight, *, dx, dgate, dweight, eps):
 def variants(N: int, _: int, itemsize: int, quick: bool):
     """Yields what `compile_only` compiles of this module."""
     row = tile("rms_norm", N)
-    values = {"N": N, "BN": row.columns, "BM": row.rows, "DOT": "ieee"}
+    values = {"N": N, "BN": row.columns, "BM": row.rows, "SILU": True, "DOT": "ieee"}
     gate, total = dict.fromkeys(("gate", "dgate")), dict.fromkeys(("residual", "total", "dtotal"))
-    forms = (
-        {"gated": total, "sum": gate}
-        if quick
-        else {"plain": gate | total, "gated": total, "sum": gate}
-    )
+    sigmoid = total | {"SILU": False}
+    forms = {"gated": total, "gated by a sigmoid": sigmoid, "sum": gate}
+    if not quick:
+        forms = {"plain": gate | total} | forms
     for form, absent in forms.items():
         yield Variant("rms_norm", f"forward {form}", forward_kernel, TYPES, row, values | absent)
         yield Variant("rms_norm", f"backward {form}", backward_kernel, TYPES, row, values | absent)

@@ -229,6 +229,18 @@ def load_decays(g, rate, dt_bias, lower_bound, p_g, o_bias, m, m_bias):
 
 
 @triton.jit
+def forget_before(b_g, position, start, o_c, m_t):
+    """Returns g [C, BK] with RESET at tokens whose place is 0; position None: g as it is.
+
+    start: the first of the chunk's tokens, o_c, in `position`, which counts those of all rows.
+    """
+    if position is not None:
+        b_place = tl.load(position + start + o_c, mask=m_t, other=1)
+        b_g = tl.where((b_place == 0)[:, None], RESET, b_g)
+    return b_g
+
+
+@triton.jit
 def exp2_of_words(high, low):
     """Returns 2^(high + low), where low is what float32 cut off high."""
     return tl.exp2(high) * (1.0 + LN2 * low)

@@ -63,9 +63,15 @@ def rows_of(H: int, HV: int, K: int, V: int) -> dict[str, int]:
     grouped heads.
     """
     row = 2 * H * K + HV * V
-    strides = dict.fromkeys(("QR", "KR", "VR", "DVR"), row)
+    strides = dict.fromkeys(("QR", "KR", "VR", "XR", "DVR"), row)
     strides |= dict.fromkeys(("DQR", "DKR"), row if H == HV else HV * K)
     return {"H": H, "HV": HV} | strides | dict.fromkeys(("GR", "BR", "DGR", "DBR"), 2 * HV)
+
+
+def channel_rows_of(H: int, HV: int, K: int, V: int) -> dict[str, int]:
+    """Returns the same for Kimi Delta Attention, with g [B, tokens, HV, K] and beta apart."""
+    channels = dict.fromkeys(("GR", "DGR"), HV * K) | dict.fromkeys(("BR", "DBR"), HV)
+    return rows_of(H, HV, K, V) | dict.fromkeys(("DQR", "DKR"), HV * K) | channels
 
 
 def by_heads(kernel: str, K: int, V: int, itemsize: int) -> dict[str, Tile]:

@@ -39,7 +39,7 @@ from torch import Tensor
 from delta_trn.backends import machine
 from delta_trn.backends.bench import figures, roofline, timing
 from delta_trn.backends.bench.figures import passes
-from delta_trn.backends.bench.peers import PEERS, Run, name_backends
+from delta_trn.backends.bench.peers import PEERS, Run, computed_by
 from delta_trn.backends.bench.roofline import Ceilings, ceilings, work
 from delta_trn.backends.bench.timing import Spread, modes, ratios, time_in_turns
 from delta_trn.backends.checks import BackendRefusal, dtype_name
@@ -62,7 +62,8 @@ ONE_DECAY = " one decay"  # the rule with the first channel's decay
 #   ratio           its time over ours, round by round; None for ourselves
 #   floor_ms        the least time that the pass can take here; only with ours, and if nothing beats it
 #   memory_bytes    only with the pass forward+backward
-#   computed_by     what flash-linear-attention has handed its calls to; only with it
+#   computed_by     which kernels: where a backend of ours has several, and what
+#                   flash-linear-attention has handed its calls to; else None
 #   worst_error     error over allowed in the parity before the timing; only with ours
 #   failed          why there are no times; then only case, pass, backend and dtype stand beside it
 Row = dict[str, Any]
@@ -225,7 +226,7 @@ def bench(
                     "rounds": len(milliseconds),
                     "floor_ms": limits.floor_ms(least[phase]) if ours else None,
                     "memory_bytes": memories[name],
-                    "computed_by": name_backends() if name == "fla" else None,
+                    "computed_by": computed_by(name, x),
                     "worst_error": worst if ours else None,
                     "flops_per_s": limits.flops_per_s,
                     "bytes_per_s": limits.bytes_per_s(least[phase]),

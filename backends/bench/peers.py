@@ -28,6 +28,8 @@ from typing import Any
 
 from torch import Tensor
 
+from delta_trn.backends.dispatch import BACKENDS, adapter
+from delta_trn.backends.gated_delta_rule import contract
 from delta_trn.backends.gated_delta_rule.checks import gate_arguments
 from delta_trn.backends.gated_delta_rule.contract import make_gates
 from delta_trn.backends.kimi_delta_attention import CHANNELS, SAFE
@@ -118,6 +120,26 @@ def name_backends() -> str:
     }
     chosen = [f"{note.split(':')[1]} by {note.split(':')[2]}" for note in sorted(notes)]
     return ", ".join(chosen) or "Triton"
+
+
+def computed_by(name: str, x: Inputs) -> str | None:
+    """Returns which kernels computed a case, where a contender has several; None where it has not.
+
+    name    of a peer, or of one of our backends, whose adapter says it by `name_kernels`
+    """
+    if name == "fla":
+        return name_backends()
+    describe = getattr(adapter(name, x.case.op), "name_kernels", None) if name in BACKENDS else None
+    if describe is None:
+        return None
+    options = x.arguments()
+    promised = SAFE if options.get("safe_gate") else None
+    return describe(
+        contract.Rule(
+            x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, cu_seqlens=x.cu_seqlens,
+            l2norm=x.case.normalized_inside, lower_bound=options.get("lower_bound", promised),
+        )
+    )  # fmt: skip
 
 
 def _apply_gates(

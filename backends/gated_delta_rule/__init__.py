@@ -137,6 +137,7 @@ def gated_delta_rule(
     call = Rule(
         *tensors,
         bounds_of(cu_seqlens),
+        None,
         scale=scale_of(q, scale),
         beta_max=beta_max,
         l2norm=use_qk_l2norm_in_kernel,
@@ -309,7 +310,10 @@ def _with_gates(operator: Operator, call: AnyCall, backend: str) -> AnyCall:
     """Returns the call as the backend takes it:
     g and beta are made by PyTorch where it cannot make them.
     """
-    return call if _says("MAKES_GATES", operator.name, backend) else contract.make_call_gates(call)
+    makes = _says("MAKES_GATES", operator.name, backend)
+    if isinstance(call, Rule) and not _says("TAKES_PLACES", operator.name, backend):
+        call = contract.spread_places(call, makes_gates=makes)
+    return call if makes else contract.make_call_gates(call)
 
 
 @torch.compiler.assume_constant_result

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from torch import Tensor, arange, bfloat16, dtype, int32, int64
+import torch.nn.functional as F
+from torch import Tensor, arange, bfloat16, compiler, dtype, inf, int32, int64
 
 from delta_trn.backends.checks import (
     in_brackets,
@@ -100,6 +101,26 @@ def step_arguments(
             f"state {shape_of(state)} has strides {state.stride()}; a pool is written in place, so "
             "each of its slots must be contiguous: [HV, K, V], or [HV, V, K] passed as pool.mT"
         )
+
+
+def places(position: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Raises TypeError or ValueError unless `position` fits a call of `kimi_delta_attention`."""
+    if cu_seqlens is not None:
+        raise ValueError(
+            "position and cu_seqlens exclude each other; both say where sequences begin: pass one"
+        )
+    B, T = q.shape[:2]
+    require_shapes({"position": "B T"}, {"position": position}, {"B": B, "T": T})
+    if position.dtype != int64:
+        raise TypeError(
+            f"position is {position.dtype}, not torch.int64; convert it once with .long()"
+        )
+    require_one_device(q, "q", {"position": position})
+    if not (compiler.is_compiling() or position.is_meta) and is_checking():
+        expected = F.pad(position[:, :-1] + 1, (1, 0))
+        expected[:, :1] = position[:, :1].clamp(min=0)
+        why = "neither is 0 nor follows the token before; it counts a sequence's tokens from 0 on"
+        refuse_where((position != expected) & (position != 0), "position", position, why)
 
 
 def slots(indices: Tensor, accepted: Tensor | None, N: int) -> None:
@@ -277,8 +298,9 @@ def values(call: Rule | Step) -> None:
         _bounds(cu_seqlens, call.q.shape[1])
     if not is_checking():
         return
+    others = ("cu_seqlens", "position")
     tensors = {
-        name: x for name, x in vars(call).items() if isinstance(x, Tensor) and name != "cu_seqlens"
+        name: x for name, x in vars(call).items() if isinstance(x, Tensor) and name not in others
     }
     if isinstance(call, Step) and call.indices is not None:
         del tensors["state"]  # slots that are not in use may hold anything
@@ -295,8 +317,25 @@ def values(call: Rule | Step) -> None:
         "dt_bias",
     )
     require_strengths(beta, "sigmoid(b) or 2 sigmoid(b)")
+    if call.A_log is None and call.lower_bound is not None:
+        _promise(call.g, call.lower_bound)
     if not call.l2norm:
         require_short_keys(call.k, "use_qk_l2norm_in_kernel=True")
+
+
+def _promise(g: Tensor, least: float) -> None:
+    """Raises ValueError where a g that is given breaks what safe_gate promises of it."""
+    resets = g == -inf
+    why = (
+        f"is below {least:g}, and safe_gate=True promises that none is: pass -inf in all channels "
+        "for a reset, or leave safe_gate out"
+    )
+    refuse_where((g < least) & ~resets, "g", g, why)
+    why = (
+        "is a reset, and other channels of its head are none; safe_gate=True promises that all "
+        "are: leave it out"
+    )
+    refuse_where(resets & ~resets.all(-1, keepdim=True), "g", g, why)
 
 
 def _bounds(cu_seqlens: Tensor, T: int) -> None:

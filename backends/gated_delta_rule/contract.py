@@ -41,7 +41,12 @@ class Rule:
                 then
     A_log       if present, g is the projection a of the gate:  g <- -exp(A_log) softplus(a + dt_bias)
     lower_bound     with A_log, the gate is another:  g <- lower_bound sigmoid(exp(A_log) (a +
-                                                      dt_bias))
+                                                      dt_bias)); without it, g is given, and the
+                                                      caller promises that it is -inf, which is a
+                                                      reset, in all channels of a head, or at least
+                                                      lower_bound
+    position    int64 [B, T], each token's place in its own sequence: one whose place is 0 forgets
+                what was before it, whatever its g is. Of `kimi_delta_attention` without cu_seqlens
     beta_max    if above 0, beta is a projection, too:  beta <- beta_max sigmoid(beta)
     l2norm      q and k are to be normalized
 
@@ -57,6 +62,7 @@ class Rule:
     dt_bias: Tensor | None = None
     initial_state: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    position: Tensor | None = None
     scale: float = 1.0
     beta_max: float = 0.0
     l2norm: bool = False
@@ -105,8 +111,8 @@ class Step:
         """Returns the call of `gated_delta_rule` with T = 1 that computes the same."""
         q, k, v, g, beta = (x[:, None] for x in (self.q, self.k, self.v, self.g, self.beta))
         return Rule(
-            q, k, v, g, beta, self.A_log, self.dt_bias, self.state, None, self.scale, self.beta_max,
-            self.l2norm, output_final_state=True, lower_bound=self.lower_bound,
+            q, k, v, g, beta, self.A_log, self.dt_bias, self.state, None, None, self.scale,
+            self.beta_max, self.l2norm, output_final_state=True, lower_bound=self.lower_bound,
         )  # fmt: skip
 
 
@@ -135,7 +141,8 @@ class Adapter(Protocol):
 
     Arguments have been checked, autocast is off, and autograd records nothing here. Only a module
     that says `MAKES_GATES = True` ever sees `A_log` or `beta_max`; for the others PyTorch makes g
-    and beta before.
+    and beta before. Only one that says `TAKES_PLACES = True` sees `position`; for the others g is
+    -inf where a token forgets, or is made of what makes it so.
     """
 
     def forward(self, call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tensor]]:
@@ -330,6 +337,29 @@ def make_call_gates(call: AnyCall) -> AnyCall:
         return call
     g, beta = make_gates(*gates_of(call))
     return replace(call, g=g, beta=beta, A_log=None, dt_bias=None, beta_max=0.0, lower_bound=None)
+
+
+# What softplus makes a reset of: exp(g) is 0 for any A_log from -40 to 40.
+FORGET = 1e20
+
+
+def spread_places(call: Rule, *, makes_gates: bool) -> Rule:
+    """Returns the call without `position`, for a backend whose kernels do not read it: where a
+    token's place is 0 its g is a reset.
+
+    makes_gates     whether the backend makes g of a projection. A bounded gate forgets nothing at
+                    once, whatever it is made of, so PyTorch makes that one here
+    """
+    if call.position is None:
+        return call
+    first = (call.position == 0)[..., None, None]
+    if makes_gates and call.A_log is not None and call.lower_bound is None:
+        g = call.g.masked_fill(first, min(FORGET, torch.finfo(call.g.dtype).max))
+        return replace(call, g=g, position=None)
+    if call.A_log is not None:
+        g, _ = make_gates(call.g, call.beta, call.A_log, call.dt_bias, 0.0, call.lower_bound)
+        call = replace(call, g=g, A_log=None, dt_bias=None, lower_bound=None)
+    return replace(call, g=call.g.masked_fill(first, -torch.inf), position=None)
 
 
 def gates_of(

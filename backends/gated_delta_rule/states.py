@@ -33,6 +33,8 @@ def compute_states(
     )
     for first, last in pairwise(bounds):
         tokens = {name: getattr(call, name)[:, first:last] for name in ("q", "k", "v", "g", "beta")}
+        if call.position is not None:
+            tokens["position"] = call.position[:, first:last]
         piece = replace(call, **tokens, output_final_state=len(outputs) < len(positions))
         if cu_seqlens is not None:
             # the last piece has all that follows, so that bounds beyond T are found

@@ -67,6 +67,7 @@ def kimi_delta_attention(
     chunk_size: int = 64,
     transpose_state_layout: bool = False,
     return_states_at: Sequence[int] | None = None,
+    position: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Kimi Delta Attention over sequences (arXiv:2510.26692): `gated_delta_rule` with a decay per
@@ -84,11 +85,18 @@ def kimi_delta_attention(
         use_gate_in_kernel, lower_bound < 0     g <- lower_bound sigmoid(exp(A_log) x); A_log None:
                                                 rate 1
 
-    Names and positions are those of chunk_kda of flash-linear-attention 0.6.0. safe_gate, which
-    promises a bounded g, is checked as there and changes nothing: no decay overflows here.
-    cu_seqlens_cpu, disable_recompute and chunk_size, 32 or 64, change nothing either.
-    transpose_state_layout is another name of state_v_first. cp_context, return_intermediate_states,
-    use_graph and max_num_seqs are refused.
+    Where rows hold several sequences, position [B, T] int64 has each token's place in its own, as
+    `cu_seqlens` would say it of one row: a token whose place is 0 forgets what was before it,
+    initial_state included. Its g and what makes it have gradients of 0.
+
+    Names and positions are those of chunk_kda of flash-linear-attention 0.6.0. safe_gate promises
+    a bounded g. With a gate it is checked as there: lower_bound is -5 or more. Of a g that is given
+    it says that each token of a value head has g >= -5, or -inf in all channels, which is a reset.
+    In 16 bits on Hopper a faster kernel takes such a g; no other result changes. What breaks the
+    promise is refused in check mode, and counts elsewhere as -5 or as it is. cu_seqlens_cpu,
+    disable_recompute and chunk_size, 32 or 64, change nothing. transpose_state_layout is another
+    name of state_v_first. cp_context, return_intermediate_states, use_graph and max_num_seqs are
+    refused.
 
         >>> import torch
         >>> from delta_trn import kimi_delta_attention
@@ -111,6 +119,8 @@ def kimi_delta_attention(
     v_first = state_v_first or transpose_state_layout
     initial_state = first_state(initial_state, q, v_first)
     checks.arguments(q, k, v, g, beta, initial_state, cu_seqlens, cp_context, CHANNELS)
+    if position is not None:
+        checks.places(position, q, cu_seqlens)
     A_log, dt_bias, lower_bound, beta_max = _gates(
         q, v.shape[2], use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate,
         use_beta_sigmoid_in_kernel, allow_neg_eigval,
@@ -124,6 +134,7 @@ def kimi_delta_attention(
     call = Rule(
         *tensors,
         bounds_of(cu_seqlens),
+        position,
         scale_of(q, scale),
         beta_max,
         l2norm=use_qk_l2norm_in_kernel,
@@ -205,7 +216,10 @@ def _gates(
     use_sigmoid: bool,
     allow_neg_eigval: bool,
 ) -> tuple[Tensor | None, Tensor | None, float | None, float]:
-    """Returns A_log, dt_bias [HV, K], lower_bound and beta_max. Raises for what does not fit."""
+    """Returns A_log, dt_bias [HV, K], lower_bound and beta_max. Raises for what does not fit.
+
+    lower_bound is that of the gate; without a gate it is what safe_gate promises of g, or None.
+    """
     K = q.shape[-1]
     if use_gate and lower_bound is not None:
         if not -math.inf < lower_bound < 0:
@@ -233,7 +247,9 @@ def _gates(
     beta_max = checks.gate_arguments(
         q, HV, use_gate, A_log, dt_bias, use_sigmoid, allow_neg_eigval, CHANNELS
     )
-    return A_log, dt_bias, lower_bound if use_gate else None, beta_max
+    if not use_gate:
+        lower_bound = SAFE if safe_gate else None
+    return A_log, dt_bias, lower_bound, beta_max
 
 
 def _notice(q: Tensor, backend: str | None, chosen: str) -> None:

@@ -18,6 +18,7 @@ from delta_trn.backends.layers.contract import Convolution, GatedNorm, Readout, 
 from delta_trn.backends.operator import Operator
 
 Activation = Literal["silu", "linear"]
+GateActivation = Literal["swish", "sigmoid"]
 
 
 def short_convolution(
@@ -56,25 +57,34 @@ def short_convolution(
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor | None, weight: Tensor, *, eps: float, backend: str | None = None
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor,
+    *,
+    eps: float,
+    activation: GateActivation = "swish",
+    backend: str | None = None,
 ) -> Tensor:
-    r"""RMS norm of rows, times a gain, times SiLU of a gate: Gated DeltaNet's output norm
-    (arXiv:2412.06464).
+    r"""RMS norm of rows, times a gain, times a function of a gate: the output norm of Gated DeltaNet
+    (arXiv:2412.06464) and, with a sigmoid, of Kimi Delta Attention (arXiv:2510.26692).
 
-        y = x / sqrt(mean(x^2) + eps) * weight * gate sigmoid(gate)
+        y = x / sqrt(mean(x^2) + eps) * weight * f(gate)
+
+        activation "swish"      f(z) = z sigmoid(z), which is SiLU
+        activation "sigmoid"    f(z) = sigmoid(z)
 
         x, gate     [..., N]    float64, float32, bfloat16, float16; None: no gate, the plain norm
         weight      [N]         any float
         returns y   [..., N]    dtype of x
 
-    Sums are float32 (float64 for float64 inputs). Differentiable once in all three; raises as
-    `gated_delta_rule` does.
+    `activation` has the name and the values that it has in flash-linear-attention's
+    FusedRMSNormGated. Sums are float32 (float64 for float64 inputs). Differentiable once in all
+    three; raises as `gated_delta_rule` does.
     """
-    checks.norm(x, {"gate": gate}, weight, eps)
-    name, save = NORM.choose(
-        (x, gate, weight), {"N": x.shape[-1]}, backend, "plain" if gate is None else "gated"
-    )
-    (y,) = NORM(GatedNorm(x, gate, weight, eps), save=save, backend=name)
+    checks.gated_norm(x, gate, weight, eps, activation)
+    form = "plain" if gate is None else "gated" if activation == "swish" else activation
+    name, save = NORM.choose((x, gate, weight), {"N": x.shape[-1]}, backend, form)
+    (y,) = NORM(GatedNorm(x, gate, weight, eps, activation), save=save, backend=name)
     return y
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, int64
 from delta_trn.backends.checks import require_one_device, require_shapes, require_tensors, shape_of
 
 ACTIVATIONS = ("silu", "linear")
+GATE_ACTIVATIONS = ("swish", "sigmoid")
 
 
 def convolution(
@@ -47,6 +48,20 @@ def convolution(
                 "prefix and position exclude each other; leave out prefix for packed sequences"
             )
     require_one_device(x, "x", {"weight": weight, "prefix": prefix, "position": position})
+
+
+def gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: str) -> None:
+    """Raises TypeError or ValueError unless the arguments fit `gated_rms_norm`."""
+    if activation not in GATE_ACTIVATIONS:
+        raise ValueError(
+            f"activation={activation!r} is none of {', '.join(GATE_ACTIVATIONS)}; pass one of them"
+        )
+    if gate is None and activation != "swish":
+        raise ValueError(
+            f"activation={activation!r} is applied to a gate, and gate is None; pass the gate, or "
+            "leave activation out"
+        )
+    norm(x, {"gate": gate}, weight, eps)
 
 
 def norm(x: Tensor, other: Mapping[str, Tensor | None], weight: Tensor, eps: float) -> None:

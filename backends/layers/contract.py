@@ -39,6 +39,7 @@ class GatedNorm:
     gate: Tensor | None
     weight: Tensor
     eps: float = 1e-6
+    activation: str = "swish"  # of the gate
 
 
 @dataclass(frozen=True)

@@ -108,9 +108,10 @@ void convolution_backward(const float *dy, const float *x, const float *taps, co
     }
 }
 
-// x [rows, N]; gate [rows, N], residual [rows, N], or null; total [rows, N] unless residual is null; r [rows]
+// x [rows, N]; gate [rows, N], residual [rows, N], or null; total [rows, N] unless residual is null; r [rows];
+// silu: the gate is multiplied as SiLU of it, or else as its sigmoid
 void norm_forward(const float *x, const float *gate, const float *residual, const float *weight, float *y,
-                  float *total, float *r, int64_t rows, int64_t N, double eps, int64_t threads) {
+                  float *total, float *r, int64_t rows, int64_t N, int64_t silu, double eps, int64_t threads) {
     PARALLEL
     for (int64_t part = 0; part < (rows + ROWS - 1) / ROWS; part++)
         for (int64_t row = part * ROWS; row < std::min(rows, (part + 1) * ROWS); row++) {
@@ -127,9 +128,12 @@ void norm_forward(const float *x, const float *gate, const float *residual, cons
             const float scale = 1.0f / __builtin_sqrtf(square / N + static_cast<float>(eps));
             r[row] = scale;
             Out out = y + row * N;
-            if (gate) {
+            if (gate && silu) {
                 In z = gate + row * N;
                 for (int64_t i = 0; i < N; i++) out[i] = given[i] * scale * weight[i] * (z[i] * sigmoid(z[i]));
+            } else if (gate) {
+                In z = gate + row * N;
+                for (int64_t i = 0; i < N; i++) out[i] = given[i] * scale * weight[i] * sigmoid(z[i]);
             } else {
                 for (int64_t i = 0; i < N; i++) out[i] = given[i] * scale * weight[i];
             }
@@ -138,7 +142,7 @@ void norm_forward(const float *x, const float *gate, const float *residual, cons
 
 // dtotal [rows, N] is added to dx, or null; dgate [rows, N] unless gate is null; dweight [ceil(rows / ROWS), N]
 void norm_backward(const float *dy, const float *dtotal, const float *x, const float *gate, const float *weight,
-                   const float *r, float *dx, float *dgate, float *dweight, int64_t rows, int64_t N,
+                   const float *r, float *dx, float *dgate, float *dweight, int64_t rows, int64_t N, int64_t silu,
                    int64_t threads) {
     PARALLEL
     for (int64_t part = 0; part < (rows + ROWS - 1) / ROWS; part++) {
@@ -149,13 +153,21 @@ void norm_backward(const float *dy, const float *dtotal, const float *x, const f
             In d = dy + row * N, given = x + row * N;
             const float scale = r[row];
             for (int64_t i = 0; i < N; i++) h[i] = given[i] * scale;
-            if (gate) {
+            if (gate && silu) {
                 In z = gate + row * N;
                 Out dz = dgate + row * N;
                 for (int64_t i = 0; i < N; i++) {
                     const float s = sigmoid(z[i]);
                     dz[i] = d[i] * (h[i] * weight[i]) * silu_slope(z[i], s);
                     n[i] = d[i] * (z[i] * s);
+                }
+            } else if (gate) {
+                In z = gate + row * N;
+                Out dz = dgate + row * N;
+                for (int64_t i = 0; i < N; i++) {
+                    const float s = sigmoid(z[i]);
+                    dz[i] = d[i] * (h[i] * weight[i]) * (s * sigmoid(-z[i]));  // 1 - s would lose digits
+                    n[i] = d[i] * s;
                 }
             } else {
                 for (int64_t i = 0; i < N; i++) n[i] = d[i];

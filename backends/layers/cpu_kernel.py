@@ -78,6 +78,7 @@ def norm_forward(call: GatedNorm | SumNorm) -> tuple[Tensor, Tensor | None, Tens
         getattr(call, "gate", None),
         getattr(call, "residual", None),
     )
+    silu = getattr(call, "activation", "swish") == "swish"
     y, r = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1))
     total = None if residual is None else torch.empty_like(x)
     inputs = (
@@ -85,20 +86,30 @@ def norm_forward(call: GatedNorm | SumNorm) -> tuple[Tensor, Tensor | None, Tens
         *(None if z is None else z.contiguous() for z in (gate, residual)),
         call.weight.contiguous(),
     )
-    _run("norm_forward", *inputs, y, total, r, r.numel(), x.shape[-1], float(call.eps))
+    _run("norm_forward", *inputs, y, total, r, r.numel(), x.shape[-1], silu, float(call.eps))
     return y, total, r
 
 
 def norm_backward(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, gate: Tensor | None, weight: Tensor, r: Tensor
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor,
+    r: Tensor,
+    *,
+    silu: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Returns the gradient of x, to which dtotal is added, dgate or None, and dweight."""
+    """Returns the gradient of x, to which dtotal is added, dgate or None, and dweight.
+
+    silu    whether the gate is multiplied as SiLU of it, or as its sigmoid
+    """
     dy, x = dy.contiguous(), x.contiguous()
     gate, dtotal = (None if z is None else z.contiguous() for z in (gate, dtotal))
     dx, dgate = torch.empty_like(x), None if gate is None else torch.empty_like(x)
     dweight = x.new_empty((-(-r.numel() // ROWS), x.shape[-1]))
     inputs = dy, dtotal, x, gate, weight.contiguous(), r
-    _run("norm_backward", *inputs, dx, dgate, dweight, r.numel(), x.shape[-1])
+    _run("norm_backward", *inputs, dx, dgate, dweight, r.numel(), x.shape[-1], silu)
     return dx, dgate, dweight.sum(0)
 
 

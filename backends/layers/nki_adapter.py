@@ -46,10 +46,15 @@ def short_convolution_backward(
 def gated_rms_norm_forward(call: GatedNorm, *, save: bool) -> tuple[Tensor, list[Tensor]]:
     """Returns y [..., N].
 
-    Raises BackendRefusal for an eps, or norms of rows, that rsqrt does not take.
+    The kernel knows SiLU of a gate. PyTorch multiplies by a sigmoid, in float32, what the kernel
+    normalizes. Raises BackendRefusal for an eps, or norms of rows, that rsqrt does not take.
     """
     require_within_rsqrt("eps", call.eps, plan.LEAST_RSQRT)
     require_norms_within_rsqrt({"x": call.x}, call.eps)
+    if call.activation == "sigmoid":
+        assert call.gate is not None
+        normed = run(gated_rms_norm_fwd, call.x.float(), None, call.weight, call.eps, False)
+        return (normed * call.gate.float().sigmoid()).to(call.x.dtype), []
     return run(
         gated_rms_norm_fwd, call.x, call.gate, call.weight, call.eps, call.gate is not None
     ), []
@@ -59,6 +64,14 @@ def gated_rms_norm_backward(
     dy: Tensor, call: GatedNorm, saved: list[Tensor]
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns dx, dgate, dweight."""
+    if call.activation == "sigmoid":
+        assert call.gate is not None
+        x, z, dy = (y.float() for y in (call.x, call.gate, dy))
+        opened = z.sigmoid()
+        normed = run(gated_rms_norm_fwd, x, None, call.weight, call.eps, False)
+        dx, dweight = run(gated_rms_norm_bwd, dy * opened, x, None, call.weight, call.eps, False)
+        dgate = dy * normed * (opened * (-z).sigmoid())  # 1 - sigmoid would lose digits
+        return dx.to(call.x.dtype), dgate.to(call.gate.dtype), dweight
     gated = call.gate is not None
     dx, *dgate, dweight = run(
         gated_rms_norm_bwd, dy, call.x, call.gate, call.weight, call.eps, gated

@@ -62,7 +62,10 @@ def gated_rms_norm_backward(
 ) -> tuple[Tensor | None, ...]:
     """Returns dx, dgate, dweight."""
     if saved:
-        return cpu_kernel.norm_backward(dy, None, call.x, call.gate, call.weight, saved[0])
+        silu = call.activation == "swish"
+        return cpu_kernel.norm_backward(
+            dy, None, call.x, call.gate, call.weight, saved[0], silu=silu
+        )
     return _differentiate(_gated_norm, call, ("x", "gate", "weight"), [dy])
 
 
@@ -210,10 +213,11 @@ def _differentiate(
 
 
 def _gated_norm(call: GatedNorm) -> Tensor:
-    """Returns weight x / |x|, times the gate's SiLU."""
+    """Returns weight x / |x|, times SiLU or the sigmoid of the gate."""
     y = _norm(call.x, call.weight, call.eps)[0]
     if call.gate is not None:
-        y = y * F.silu(call.gate.to(torch.promote_types(y.dtype, call.gate.dtype)))
+        z = call.gate.to(torch.promote_types(y.dtype, call.gate.dtype))
+        y = y * (z.sigmoid() if call.activation == "sigmoid" else F.silu(z))
     return y.to(call.x.dtype)
 
 

@@ -49,7 +49,10 @@ def gated_rms_norm_forward(call: GatedNorm, *, save: bool) -> tuple[Tensor, list
     """Returns y [..., N]."""
     x, gate = _rows(call.x), None if call.gate is None else _rows(call.gate)
     y = torch.empty_like(x)
-    rms_norm.forward(x, gate, None, call.weight.contiguous(), y, None, eps=call.eps)
+    rms_norm.forward(
+        x, gate, None, call.weight.contiguous(), y, None,
+        eps=call.eps, silu=call.activation == "swish",
+    )  # fmt: skip
     return y.view(call.x.shape), []
 
 
@@ -57,7 +60,8 @@ def gated_rms_norm_backward(
     dy: Tensor, call: GatedNorm, saved: list[Tensor]
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Returns dx, dgate, dweight."""
-    return _norm_gradients(dy, None, call.x, call.gate, call.weight, call.eps)
+    silu = call.activation == "swish"
+    return _norm_gradients(dy, None, call.x, call.gate, call.weight, call.eps, silu=silu)
 
 
 def add_rms_norm_forward(call: SumNorm, *, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -90,7 +94,14 @@ def _softmax_(
 
 
 def _norm_gradients(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    silu: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     rows = _rows(x)
     z = None if gate is None else _rows(gate)
@@ -99,8 +110,9 @@ def _norm_gradients(
     P, _ = rms_norm.parts(*rows.shape)
     dweight = x.new_empty((P, rows.shape[1]), dtype=torch.float32)
     rms_norm.backward(
-        _rows(dy), dsum, rows, z, weight.contiguous(), dx=dx, dgate=dgate, dweight=dweight, eps=eps
-    )
+        _rows(dy), dsum, rows, z, weight.contiguous(),
+        dx=dx, dgate=dgate, dweight=dweight, eps=eps, silu=silu,
+    )  # fmt: skip
     dgate = None if dgate is None else dgate.view(x.shape)
     return dx.view(x.shape), dgate, dweight.sum(0).to(weight.dtype)
 

@@ -33,6 +33,7 @@ class LayerCase:
     lengths     packed sequences of short_convolution
     prefix      short_convolution continues from earlier tokens
     plain       no SiLU, no gate
+    sigmoid     the norm's gate is multiplied as its sigmoid
     size        of the inputs, 1 if they are nearly normal
     ignored     linear_cross_entropy ignores every n-th target
     beta        of delta_residual, a constant; None: uniform in [0, 2)
@@ -47,6 +48,7 @@ class LayerCase:
     lengths: tuple[int, ...] | None = None
     prefix: bool = False
     plain: bool = False
+    sigmoid: bool = False
     size: float = 1.0
     ignored: int = 0
     beta: float | None = None
@@ -102,6 +104,13 @@ CASES: tuple[LayerCase, ...] = (
     _norm("gated_norm_tiny",      (9, 64),         "epsilon decides", size=1e-4),
     _norm("norm_large",           (9, 64),         "gates open or closed", size=100.0),
     _norm("norm_plain",           (9, 1536),       "no gate", plain=True),
+    _norm("sigmoid_norm_one",     (1, 64),         "one row", sigmoid=True),
+    _norm("sigmoid_norm_head",    (70, 96),        "a head's size, no power of two", sigmoid=True),
+    _norm("sigmoid_norm_tiles",   (1025, 128),     "whole tiles and one row", sigmoid=True),
+    _norm("sigmoid_norm_wide",    (5, 1100),       "one ragged row per program", sigmoid=True),
+    _norm("sigmoid_norm_large",   (9, 64),         "gates open or closed", sigmoid=True, size=100.0),
+    _norm("sigmoid_norm_tiny",    (9, 64),         "epsilon decides, gates half open", sigmoid=True,
+          size=1e-4),
     _sum("sum_one",               (1, 64),         "one row"),
     _sum("sum_odd",               (37, 600),       "a width that is no power of two"),
     _sum("sum_wide",              (5, 2048),       "one row per program"),
@@ -226,9 +235,10 @@ def _normalize(x: Tensor, weight: Tensor, r: Rounding) -> Tensor:
 def _gated_norm_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, Tensor]:
     x = _full(x, r)
     y = _normalize(x["x"], x["weight"], r)
-    if not case.plain:
-        y = r(y) * r(x["gate"] * r.function(torch.sigmoid, x["gate"]))
-    return {"y": y}
+    if case.plain:
+        return {"y": y}
+    opened = r.function(torch.sigmoid, x["gate"])
+    return {"y": r(y) * r(opened if case.sigmoid else x["gate"] * opened)}
 
 
 def _added_norm_formula(case: LayerCase, x: Tensors, r: Rounding) -> dict[str, Tensor]:
@@ -315,7 +325,14 @@ def _run(case: LayerCase, x: Tensors, backend: str) -> dict[str, Tensor]:
             **x, activation="linear" if case.plain else "silu", backend=backend
         )
     elif case.op == "gated_rms_norm":
-        y = layers.gated_rms_norm(x["x"], x.get("gate"), x["weight"], eps=EPS, backend=backend)
+        y = layers.gated_rms_norm(
+            x["x"],
+            x.get("gate"),
+            x["weight"],
+            eps=EPS,
+            activation="sigmoid" if case.sigmoid else "swish",
+            backend=backend,
+        )
     elif case.op == "add_rms_norm":
         y, total = layers.add_rms_norm(**x, eps=EPS, backend=backend)
         return {"y": y, "total": total}

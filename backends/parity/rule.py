@@ -22,9 +22,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from delta_trn.backends.gated_delta_rule import gated_delta_rule, gated_delta_rule_step, recurrent
@@ -129,8 +131,17 @@ def formula(
 ) -> dict[str, Tensor]:
     """Returns o and final_state by the baseline, in chunks of so many tokens; None: literally.
 
-    The baseline's tensors, but cu_seqlens, may have a first axis of samples.
+    The baseline's tensors, but cu_seqlens, may have a first axis of samples. Documents of a row are
+    packed sequences, of which the first one has the row's state, and the last one leaves it.
     """
+    if case.documents is not None:
+        bounds = torch.tensor((0, *accumulate(case.documents)), device=x["q"].device)
+        x = {**x, "cu_seqlens": bounds}
+        if "initial_state" in x:
+            zeros = (0, 0, 0, 0, 0, 0, 0, len(case.documents) - 1)
+            x["initial_state"] = F.pad(x["initial_state"], zeros)
+        results = formula(replace(case, documents=None, lengths=case.documents), x, rounding, chunk)
+        return results | {"final_state": results["final_state"][..., -1:, :, :, :]}
     if chunk is None:
         outputs: Any = _Literal.apply(case, tuple(x), *x.values())
         return dict(zip(("o", "final_state"), outputs, strict=True))
@@ -168,7 +179,7 @@ def samples(x: Inputs, *, inexact: bool = False) -> Iterator[dict[str, Tensor]]:
     if dtype == torch.float32:
         yield {name: y[None] for name, y in _by_formula(x, Rounding(dtype), None).items()}
     most = max(1, AT_ONCE // (2 * x.q.numel() + x.v.numel() + 1))
-    longest = max(x.case.lengths or (x.case.T,))
+    longest = max(x.case.lengths or x.case.documents or (x.case.T,))
     # chunks that hold the longest sequence are one and the same
     for chunk, times in Counter(min(chunk, max(longest, 1)) for chunk in CHUNKS).items():
         for start in range(0, times * SAMPLES, most):
@@ -226,7 +237,8 @@ def parts(case: Case, name: str) -> Tensor:
     heads = case.H if name in ("dq", "dk") else case.value_heads
     sequence = torch.arange(case.sequences)
     if name not in ("final_state", "dh0", "dinitial_state"):  # which have no axis of tokens
-        lengths = [case.T] * case.B if case.lengths is None else case.lengths
+        lengths = case.lengths or case.documents or [case.T] * case.B
+        sequence = torch.arange(len(lengths))
         sequence = sequence.repeat_interleave(torch.tensor(lengths)).view(case.B, case.T)
     part = sequence[..., None] * heads + torch.arange(heads)
     return (

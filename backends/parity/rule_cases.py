@@ -38,9 +38,20 @@ CHANNEL_DECAYS: Mapping[str, str] = {
     "apart": "-inf in the first channel, 0 in the second, plain in the others",
     "split": "g = -30 x in every other channel, -x / 1000 in those between",
     "deep": "g = -200 for one element in ten, -x / 20 for the others",
+    "bounded": "g = -5 x, and -inf in all channels of one token of a head in eight: a safe gate's",
 }
 Decay = Literal[
-    "plain", "weak", "none", "strong", "mixed", "heavy", "reset", "apart", "split", "deep"
+    "plain",
+    "weak",
+    "none",
+    "strong",
+    "mixed",
+    "heavy",
+    "reset",
+    "apart",
+    "split",
+    "deep",
+    "bounded",
 ]
 # logarithms of decays that are exactly 0 in float32: a mask's usual values, and sums that no dtype
 # holds
@@ -71,6 +82,8 @@ class Case:
     keys        random, all equal, near: pairwise correlation .999, or alike: .92, as with .3 noise
     norm        unit: q and k are unit vectors; else the operation normalizes vectors of such norms
     lengths     packed sequences; T is their sum
+    documents   what one row holds, told by tokens' places; T is the sum of their lengths. With
+                `state` the first of them began some tokens before the row
     state       there is an initial state, and it gets a gradient
     loss        the outputs that the gradient comes from; (): there are no gradients
     tags        small: for interpreters and simulators; slow: not in default tests; bench,
@@ -100,6 +113,7 @@ class Case:
     tags: frozenset[str] = frozenset()
     op: str = "gated_delta_rule"
     lower_bound: float | None = None
+    documents: tuple[int, ...] | None = None
 
     @property
     def has_channels(self) -> bool:
@@ -137,6 +151,7 @@ class Case:
         """
         options: dict[str, Any] = {"use_qk_l2norm_in_kernel": self.normalized_inside}
         options |= {} if self.scale is None else {"scale": self.scale}
+        options |= {"safe_gate": True} if self.decay == "bounded" else {}
         if self.gates is None:
             return options
         gates = ("use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
@@ -410,10 +425,12 @@ class Inputs:
     dstate: Tensor | None
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None
+    position: Tensor | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Returns the operation's arguments other than the tensors that have a row per token."""
         tensors = {"A_log": self.A_log, "dt_bias": self.dt_bias} if self.case.gates else {}
+        tensors |= {} if self.position is None else {"position": self.position}
         return self.case.options() | tensors | {"cu_seqlens": self.cu_seqlens}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -434,7 +451,8 @@ class Inputs:
     def double(self) -> Inputs:
         """Returns the same numbers in float64, as the judge reads them."""
         return replace(
-            self, **{name: x.double() for name, x in self.tensors().items() if name != "cu_seqlens"}
+            self,
+            **{name: x.double() for name, x in self.tensors().items() if x.is_floating_point()},
         )
 
     def rows(self, index: list[int]) -> Inputs:
@@ -466,6 +484,15 @@ def inputs(case: Case, dtype: torch.dtype) -> Inputs:
             f"case {case.name} packs {bounds[-1]} tokens into B={case.B}, T={case.T}; they must "
             "agree"
         )
+    position = None
+    if case.documents is not None:
+        if case.B != 1 or sum(case.documents) != case.T:
+            raise ValueError(
+                f"case {case.name} has documents of {sum(case.documents)} tokens in B={case.B} "
+                f"rows of T={case.T}; they must agree"
+            )
+        position = torch.cat([torch.arange(n) for n in case.documents])[None]
+        position[:, : case.documents[0]] += 3 * case.state
     full = torch.float64 if dtype == torch.float64 else torch.float32
     A_log = dt_bias = None
     if case.gates is not None:
@@ -487,6 +514,7 @@ def inputs(case: Case, dtype: torch.dtype) -> Inputs:
         dstate=_tensor(dstate, full) if "final_state" in case.loss else None,
         A_log=A_log,
         dt_bias=dt_bias,
+        position=position,
     )
 
 
@@ -540,5 +568,6 @@ def _decay(rng: np.random.Generator, decay: Decay, shape: tuple[int, ...]) -> Ar
         "apart": np.where(channel == 0, -np.inf, np.where(channel == 1, 0.0, -(x * x * x))),
         "split": np.where(channel % 2 == 0, -30.0 * x, -x / 1000.0),
         "deep": np.where(z < 0.1, -200.0, -x / 20.0),
+        "bounded": np.where(z[..., :1] < 0.125, -np.inf, -5.0 * x),
         "reset": np.where(z < 0.125, np.take(RESETS, (y * len(RESETS)).astype(int)), -x / 50.0),
     }[decay]

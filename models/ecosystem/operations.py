@@ -2,7 +2,7 @@
 
 A delta-rule layer of transformers looks four functions up in its module: the rule over a sequence,
 that over a token, the short convolution, and that of a token. `replacements` returns ours by these
-names.
+names. `gate_norm` is the forward of the norm behind Kimi Delta Attention.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers.activations import ACT2FN
 from delta_trn.backends import (
     gated_delta_rule,
     gated_delta_rule_step,
+    gated_rms_norm,
     kimi_delta_attention,
     kimi_delta_attention_step,
     short_convolution,
@@ -26,9 +27,13 @@ from delta_trn.backends.gated_delta_rule.contract import state_dtype
 from delta_trn.models.sequence import places_in_sequences
 
 
-def replacements(backend: str | None) -> dict[str, Callable[..., Any]]:
-    """Returns our functions by transformers' names; `backend` None: the tensors' device decides."""
-    scalar, channels = gated_delta_rule, kimi_delta_attention
+def replacements(backend: str | None, *, safe: bool = False) -> dict[str, Callable[..., Any]]:
+    """Returns our functions by transformers' names; `backend` None: the tensors' device decides.
+
+    safe    promises that the decays of Kimi Delta Attention are bounded, as its safe_gate does
+    """
+    scalar = gated_delta_rule
+    channels = partial(kimi_delta_attention, safe_gate=True) if safe else kimi_delta_attention
     functions = {
         "torch_chunk_gated_delta_rule": partial(chunk_rule, scalar),
         "torch_recurrent_gated_delta_rule": partial(recurrent_rule, scalar, gated_delta_rule_step),
@@ -62,14 +67,17 @@ def chunk_rule(
     refuses a cache with them.
 
     cu_seqlens, or cu_seq_lens_q    [N + 1] bounds over rows put end to end; or, while torch.compile
-                                    traces, [B, T] places of tokens in their sequences, where a
-                                    decay of 0 forgets
+                                    traces, [B, T] places of tokens in their sequences
     """
     rows, tokens = query.shape[:2]
     cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+    places: dict[str, Tensor] = {}
     if cu_seqlens is not None and cu_seqlens.dim() == 2:
-        first = (cu_seqlens == 0).view(*cu_seqlens.shape, *[1] * (g.dim() - 2))
-        g, cu_seqlens = g.masked_fill(first, -torch.inf), None
+        if g.dim() == 4:
+            places = {"position": cu_seqlens}
+        else:  # a decay of 0 forgets
+            g = g.masked_fill((cu_seqlens == 0)[..., None], -torch.inf)
+        cu_seqlens = None
     inputs = (query, key, value, g, beta)
     if cu_seqlens is not None:
         if initial_state is not None or output_final_state:
@@ -87,6 +95,7 @@ def chunk_rule(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
         backend=backend,
+        **places,
     )
     if cu_seqlens is not None:
         o = o[0].unflatten(0, (rows, tokens))
@@ -122,6 +131,18 @@ def recurrent_rule(
         *(x[:, 0] for x in tensors), initial_state.to(state_dtype(query.dtype)), **named
     )
     return o[:, None], state if output_final_state else None
+
+
+def gate_norm(
+    norm: Any, hidden_states: Tensor, gate: Tensor, *, backend: str | None = None
+) -> Tensor:
+    """Returns the RMS norm of a head's rows, times a gain and the sigmoid of a gate, for a module
+    of transformers that has `weight` and `variance_epsilon`.
+    """
+    return gated_rms_norm(
+        hidden_states, gate, norm.weight, eps=norm.variance_epsilon, activation="sigmoid",
+        backend=backend,
+    )  # fmt: skip
 
 
 def convolve(

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from delta_trn.backends.checks import BackendRefusal
 from delta_trn.backends.dispatch import Call, choose, describe_choice
+from delta_trn.backends.kimi_delta_attention import SAFE
 from delta_trn.backends.machine import compute_capability
 from delta_trn.models.ecosystem.heads import check_weights, keep_float32, widen
-from delta_trn.models.ecosystem.operations import replacements
+from delta_trn.models.ecosystem.operations import gate_norm, replacements
 from delta_trn.models.head_numbers import Float32Numbers, is_in_memory, keep_numbers
 from delta_trn.models.sequence import packed_bounds, packed_places, places_in_sequences
 
@@ -38,6 +39,8 @@ ALREADY = (
     "{} is patched already; call undo() of the earlier Patch first, which Patch.of(model) returns"
 )
 BY_DEVICE = "the backend of its tensors' device"
+# Triton's faster kernel on Hopper takes bounded decays alone
+UNBOUNDED = "plain kernel: decay unbounded"
 # under which names transformers passes a cache
 CACHES = ("past_key_values", "cache", "cache_params")
 ABSENT = (
@@ -291,10 +294,12 @@ def patch_transformers(model: nn.Module | None = None, backend: str | None = Non
         returns   a Patch, whose rows say which layer or family got which kernel, or why it did not;
                   they are printed, too. It is a context manager, and `undo()` takes the patch back
 
-    Replaced are the delta rule, its step of one token, and the short convolution; caches and the
-    rest of a layer stay. A_log and dt_bias in half precision become float32, and remain so after
-    `undo`; without a model, from_pretrained keeps them in float32 from now on. Dead heads are
-    reported (`check_weights`).
+    Replaced are the delta rule, its step of one token, the short convolution, and behind Kimi Delta
+    Attention the gated norm; caches and the rest of a layer stay. Where a model's config bounds the
+    decay to -5 or more, as that of GLM-5 Next and Bailing Hybrid may, the rule is promised so, and a
+    faster kernel computes it on Hopper; else the row says that the plain one does. A_log and
+    dt_bias in half precision become float32, and remain so after `undo`; without a model,
+    from_pretrained keeps them in float32 from now on. Dead heads are reported (`check_weights`).
 
     Packed sequences are kept apart in every layer, attention too, whether `position_ids` start
     again at 0, `cu_seq_lens_q`, `seq_idx` or numbers in the mask tell of them; they cannot use a
@@ -335,12 +340,17 @@ def _patch_families(patch: Patch, backend: str | None) -> None:
             classes = [value for value in vars(module).values() if isinstance(value, type)]
             for layer in filter(_rule_of, classes):
                 patch.replace(layer, _forward_for(layer, backend))
+            for norm in filter(_is_gated_norm, classes):
+                patch.replace(norm, _forward_for(norm, backend))
             for base in classes:
                 if PreTrainedModel in base.__bases__:
                     patch.add_undo(keep_float32(base))
             for stack in filter(_is_stack, classes):
                 patch.replace(stack, _forward_for(stack, backend))
-            patch.rows.append(Row(name, dict.fromkeys(_operations(rule), backend or BY_DEVICE)))
+            kernels = dict.fromkeys(_operations(rule), backend or BY_DEVICE)
+            by_config = f"{UNBOUNDED}, unless a model's config bounds it"
+            notes = (by_config,) if _may_be_plain(rule, kernels) else ()
+            patch.rows.append(Row(name, kernels, notes=notes))
 
 
 def _patch_model(patch: Patch, model: nn.Module, backend: str | None) -> None:
@@ -354,15 +364,19 @@ def _patch_model(patch: Patch, model: nn.Module, backend: str | None) -> None:
             patch.rows.append(Row(name, {}, str(refusal)))
             continue
         patch.replace(layer, _forward_for(kind, backend))
+        norm = getattr(layer, "o_norm", None)
+        if isinstance(norm, nn.Module) and _is_gated_norm(_kind_of(norm)):
+            patch.replace(norm, _forward_for(_kind_of(norm), backend))
+        plain = _may_be_plain(rule, kernels) and not _is_bounded(layer)
         if not all(map(is_in_memory, layer.parameters())):
-            notes = (ABSENT,)
+            notes: tuple[str, ...] = (ABSENT,)
         else:
             notes = (
                 *_describe_rule(layer, rule, kernels),
                 *widen(layer),
                 *map(str, check_weights(layer).dead),
             )
-        patch.rows.append(Row(name, kernels, notes=notes))
+        patch.rows.append(Row(name, kernels, notes=(UNBOUNDED, *notes) if plain else notes))
     if not patch.rows:
         raise ValueError(_explain_no_layer(model))
     if not any(row.kernels for row in patch.rows):
@@ -401,17 +415,20 @@ def _choose_kernels(layer: Any, rule: str, backend: str | None) -> dict[str, str
     heads = dict(zip(("H", "HV", "K", "V"), sizes, strict=True))
     convolution = {"C": weight.shape[0], "W": weight.shape[-1]}
     fused = layer.conv1d.bias is None and layer.activation in ("silu", "swish")
+    sizes_of = {"short_convolution": convolution, "gated_rms_norm": {"N": heads["V"]}}
+    options_of = {
+        "short_convolution": ("silu" if fused else "linear",),
+        "gated_rms_norm": ("sigmoid",),
+    }
     kernels = {}
     for op in operations:
-        is_convolution = op == "short_convolution"
-        options = ("silu" if fused else "linear",) if is_convolution else ()
         gradients = torch.is_grad_enabled() and not op.endswith("_step")
         call = Call(
             op,
             weight.device.type,
             _dtype(layer),
-            convolution if is_convolution else heads,
-            options,
+            sizes_of.get(op, heads),
+            options_of.get(op, ()),
             gradients,
             compute_capability(weight.device.type, weight.device.index),
         )
@@ -419,8 +436,58 @@ def _choose_kernels(layer: Any, rule: str, backend: str | None) -> dict[str, str
     return kernels
 
 
-def _operations(rule: str) -> tuple[str, str, str]:
-    return rule, f"{rule}_step", "short_convolution"
+def _operations(rule: str) -> tuple[str, ...]:
+    norm = ("gated_rms_norm",) if rule == "kimi_delta_attention" else ()
+    return rule, f"{rule}_step", "short_convolution", *norm
+
+
+def _may_be_plain(rule: str, kernels: dict[str, str]) -> bool:
+    """Returns whether it matters to the rule's kernel that decays are bounded."""
+    return rule == "kimi_delta_attention" and kernels[rule] in ("triton", BY_DEVICE)
+
+
+def _is_bounded(layer: Any) -> bool:
+    """Returns whether a layer's config bounds its decay so that safe_gate promises it."""
+    gate = getattr(layer, "forget_gate", None)
+    bound = getattr(gate, "safe_gate_lower_bound", None)  # of GLM-5 Next
+    if getattr(gate, "safe_gate", False):  # of Bailing Hybrid
+        bound = getattr(gate, "lower_bound", None)
+    return bound is not None and SAFE <= bound < 0
+
+
+def _is_gated_norm(kind: type) -> bool:
+    """Returns whether a class is a norm of transformers that a gate's activation multiplies."""
+    return {"activation", "variance_epsilon"} <= set(_names(kind))
+
+
+def _gate_by_sigmoid(forward: Callable[..., Any], backend: str | None) -> Callable[..., Any]:
+    """Returns a norm's forward by our operation, for a module whose gate is a sigmoid."""
+
+    @functools.wraps(forward)
+    def normalize(self: Any, hidden_states: Tensor, gate: Any = None) -> Tensor:
+        if self.activation != "sigmoid" or gate is None:
+            return forward(self, hidden_states, gate)
+        return gate_norm(self, hidden_states, gate, backend=backend)
+
+    return normalize
+
+
+def _forward_of(kind: type, rule: str, backend: str | None) -> Callable[..., Any]:
+    """Returns a layer's forward with our functions, which promise bounded decays where its config
+    bounds them.
+    """
+    own: Any = vars(kind)["forward"]
+    plain = _rebind(own, replacements(backend), backend or "by_device")
+    if rule != "kimi_delta_attention":
+        return plain
+    name = f"{backend or 'by_device'}__bounded"
+    bounded = _rebind(own, replacements(backend, safe=True), name)
+
+    @functools.wraps(plain)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (bounded if _is_bounded(self) else plain)(self, *args, **kwargs)
+
+    return forward
 
 
 def _dtype(layer: Any) -> torch.dtype:
@@ -453,8 +520,10 @@ def _forward_for(kind: type, backend: str | None) -> Callable[..., Any]:
     """Returns the forward that patched modules of a class have. Raises ValueError if there is none."""
     forward = getattr(kind, "forward", None)
     owner = next((x for x in kind.__mro__ if vars(x).get("forward") is forward), kind)
-    if _rule_of(owner) is not None:
-        return _rebind(owner.forward, replacements(backend), backend)
+    if (rule := _rule_of(owner)) is not None:
+        return _forward_of(owner, rule, backend)
+    if _is_gated_norm(owner):
+        return _gate_by_sigmoid(owner.forward, backend)
     if _is_stack(owner):
         return _keep_apart(owner.forward)
     raise ValueError(
@@ -463,9 +532,7 @@ def _forward_for(kind: type, backend: str | None) -> Callable[..., Any]:
     )
 
 
-def _rebind(
-    forward: Callable[..., Any], ours: dict[str, Any], backend: str | None
-) -> Callable[..., Any]:
+def _rebind(forward: Callable[..., Any], ours: dict[str, Any], suffix: str) -> Callable[..., Any]:
     """Returns the same forward, which looks our functions up where it looked up transformers'.
 
     A copy of the function with globals of its own needs no switch, so that threads, torch.compile
@@ -474,7 +541,7 @@ def _rebind(
     imported under that name.
     """
     inner: Any = inspect.unwrap(forward)
-    name = f"{inner.__globals__['__name__']}__delta_trn_{backend or 'by_device'}"
+    name = f"{inner.__globals__['__name__']}__delta_trn_{suffix}"
     module = types.ModuleType(name)
     vars(module).update({**inner.__globals__, **ours, "__name__": name})
     module = sys.modules.setdefault(name, module)

@@ -14,7 +14,7 @@ import torch
 from delta_trn.backends import machine
 from delta_trn.backends.bench import __main__ as bench
 from delta_trn.backends.bench import roofline, timing
-from delta_trn.backends.bench.peers import PEERS, name_backends
+from delta_trn.backends.bench.peers import PEERS, computed_by, name_backends
 from delta_trn.backends.bench.roofline import Ceilings, Work, ceilings, work
 from delta_trn.backends.bench.timing import time_in_turns
 from delta_trn.backends.gated_delta_rule.chunked import note
@@ -82,6 +82,26 @@ def test_what_flash_linear_attention_hands_its_calls_to_is_named(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "fla.backends", fla)
     assert name_backends() == "chunk_gated_delta_rule by flash_qla"
+
+
+def test_which_kernel_of_ours_prepares_a_case_is_named(monkeypatch):
+    pytest.importorskip("triton", reason="the triton extra is not installed")
+    from delta_trn.triton_kernels.kimi_delta_attention import prepare_hopper
+
+    monkeypatch.setattr(prepare_hopper, "compiles", lambda config: True)
+    case = channel_cases.BY_NAME["kimi_safe"]
+    bounded = replace(case, decay="plain", gates="plain", lower_bound=-5.0)
+    for changed, words in (
+        (case, "prepare in Gluon"),
+        (bounded, "prepare in Gluon"),
+        (replace(bounded, lower_bound=None), "plain prepare: decay unbounded"),
+        (replace(bounded, norm="unit"), "plain prepare: Gluon's takes normalized keys"),
+    ):
+        assert computed_by("triton", inputs(changed, torch.bfloat16)).startswith(words)
+    assert computed_by("chunked", inputs(case, torch.bfloat16)) is None
+    monkeypatch.undo()
+    x = inputs(case, torch.float32)
+    assert computed_by("triton", x) == "plain prepare: Gluon's is of Hopper, in 16 bits"
 
 
 def test_packed_sequences_are_timed_beside_one_of_as_many_tokens(tmp_path, monkeypatch, quick):

@@ -61,7 +61,7 @@ def test_names_and_positions_are_those_of_flash_linear_attention():
         *("cu_seqlens", "cu_seqlens_cpu", "cp_context", "use_graph", "max_num_seqs"),
     ]
     keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    ours = {"return_states_at", "backend"}
+    ours = {"return_states_at", "position", "backend"}
     assert keywords == ours | {"A_log", "dt_bias", "chunk_size", "transpose_state_layout"}
 
 
@@ -89,6 +89,10 @@ BAD = [
     ({"use_graph": True}, ValueError, "use_graph=True is not supported"),
     ({"max_num_seqs": 8}, ValueError, "max_num_seqs=8 is not supported"),
     ({"A_lgo": torch.zeros(HV)}, TypeError, "A_lgo"),
+    ({"position": torch.zeros(B, T)}, TypeError, "position is torch.float32, not torch.int64"),
+    ({"position": torch.zeros(1, T).long()}, ValueError, "position [1, 3] is [B, T] with B=1"),
+    ({"position": torch.zeros(B, T).long(), "cu_seqlens": torch.tensor([0, T])}, ValueError,
+     "packed sequences lie end to end in one row"),
     ({"initial_state": torch.zeros(B, HV, V, K)}, ValueError, "initial_state [2, 4, 5, 8] is [N, HV, K, V]"),
 ]
 # fmt: on
@@ -123,6 +127,97 @@ def test_check_mode_reads_every_channel():
         kimi_delta_attention(**arguments(g=late))
     with checking():
         kimi_delta_attention(**arguments(g=lambda g: torch.full_like(g, -torch.inf)))
+
+
+def test_check_mode_holds_a_safe_gate_to_its_promise():
+    g = -5 * torch.rand(B, T, HV, K, generator=torch.Generator().manual_seed(0))
+    g[1, 2, 3] = -torch.inf
+    below, some = g.clone(), g.clone()
+    below[0, 1, 2, 4], some[1, 2, 3, 0] = -5.1, -1.0
+    with checking():
+        kimi_delta_attention(**arguments(g=g), safe_gate=True)
+        kimi_delta_attention(**arguments(g=below))
+        for broken, message in (
+            (below, r"g at \(0, 1, 2, 4\) is -5.1, which is below -5, and safe_gate=True promises"),
+            (
+                some,
+                r"g at \(1, 2, 3, 1\) is -inf, which is a reset, and other channels of its head",
+            ),
+        ):
+            with pytest.raises(ValueError, match=message):
+                kimi_delta_attention(**arguments(g=broken), safe_gate=True)
+
+
+def test_check_mode_names_a_place_that_does_not_count():
+    places = torch.tensor([[4, 5, 0], [0, 1, 3]])
+    with (
+        checking(),
+        pytest.raises(ValueError, match=r"position at \(1, 2\) is 3, which neither is"),
+    ):
+        kimi_delta_attention(**arguments(), position=places)
+    with checking():
+        kimi_delta_attention(**arguments(), position=places.where(places != 3, 2))
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "given": {},
+    "safe": {"safe_gate": True},
+    "softplus": {"use_gate_in_kernel": True},
+    "bounded": {"use_gate_in_kernel": True, "lower_bound": -5.0},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", ["chunked", "recurrent", "triton", "nki-simulator"])
+def test_places_in_rows_are_bounds_of_packed_sequences(backend, form):
+    """Of two rows that begin apart; the second one's first document continues from a state."""
+    if reason := BACKENDS[backend].unavailable("cpu"):
+        pytest.skip(reason)
+    length, lengths = 40, ((17, 1, 22), (9, 31))
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": (H, K), "k": (H, K), "v": (HV, V), "g": (HV, K), "beta": (HV,)}
+    x = {n: torch.randn(2, length, *y, generator=generator) for n, y in shapes.items()}
+    x["beta"] = x["beta"].sigmoid()
+    if "gate" not in form and form in ("given", "safe"):
+        x["g"] = -5 * x["g"].sigmoid()
+    state, options = torch.randn(2, HV, K, V, generator=generator), dict(FORMS[form])
+    do, dstate = torch.randn(2, length, HV, V, generator=generator), torch.cos(state)
+    position = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    position[1, :9] += 4
+    common: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "backend": backend}
+    gates = options.get("use_gate_in_kernel")
+    if gates:
+        common["A_log"] = torch.linspace(-1, 2, HV)
+
+    def gradients(x, state, do, dstate, **places):
+        leaves = {name: y.clone().requires_grad_() for name, y in x.items()}
+        leaves["initial_state"] = state.clone().requires_grad_()
+        o, final = kimi_delta_attention(
+            **leaves, **common, **options, **places, output_final_state=True
+        )
+        assert final is not None
+        return [o, final, *torch.autograd.grad([o, final], list(leaves.values()), [do, dstate])]
+
+    together = gradients(x, state, do, dstate, position=position)
+    for b, row in enumerate(lengths):
+        bounds = torch.tensor([0, *row]).cumsum(0)
+        first, last = torch.zeros(len(row), HV, K, V), torch.zeros(len(row), HV, K, V)
+        first[0], last[-1] = state[b] * b, dstate[b]
+        one = {name: y[b : b + 1] for name, y in x.items()}
+        o, final, *grads, dfirst = gradients(one, first, do[b : b + 1], last, cu_seqlens=bounds)
+        expected = [o, final[-1:], *grads, dfirst[:1] * b]
+        for ours, theirs in zip(together, expected, strict=True):
+            torch.testing.assert_close(ours[b : b + 1], theirs, rtol=1e-4, atol=2e-5)
+    assert not together[5][position == 0].any(), "g of a document's first token has no gradient"
+
+
+def test_states_inside_of_a_row_of_documents_are_those_of_shorter_ones():
+    places = torch.tensor([[0, 1, 0], [2, 0, 1]])
+    states: Any = kimi_delta_attention(**arguments(), return_states_at=(1, T), position=places)[1]
+    for n, count in enumerate((1, T)):
+        short: dict[str, Any] = {name: x[:, :count] for name, x in arguments().items()}
+        short |= {"position": places[:, :count], "output_final_state": True}
+        torch.testing.assert_close(states[:, n], kimi_delta_attention(**short)[1])
 
 
 def test_other_devices_say_what_computes_it(monkeypatch):
@@ -313,7 +408,7 @@ BUGS = [
     (Bug("judge: the bounded gate's rate", f"{JUDGE}:_gradients_of_gates", "by_rate, dg = y * dy,",
          "by_rate, dg = x * dy,", ""), BOUND),
     (Bug("operation: the bound is lost", f"{MODULE}:_gates",
-         "lower_bound if use_gate else None", "None", ""), BOUND),
+         "return A_log, dt_bias, lower_bound,", "return A_log, dt_bias, None,", ""), BOUND),
 ]
 # fmt: on
 

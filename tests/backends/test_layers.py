@@ -36,7 +36,9 @@ def test_a_float64_norm_computes_the_silu_of_a_float32_gate_in_float64():
         assert torch.equal(single, double.to(single.dtype))
 
 
-@pytest.mark.parametrize("name", ["conv_packed", "norm_head", "sum_odd", "loss_ignored"])
+@pytest.mark.parametrize(
+    "name", ["conv_packed", "norm_head", "sigmoid_norm_head", "sum_odd", "loss_ignored"]
+)
 def test_triton_repeats_its_bits_and_writes_every_element(name, poison):
     x = layer_cases.inputs(BY_NAME[name], torch.bfloat16)
     first, second = (layer_cases.OPERATIONS[x.case.op].outcome(x, "triton") for _ in range(2))
@@ -163,6 +165,14 @@ ONES = torch.ones(2, 3, 4)
         (
             lambda: short_convolution(ONES, torch.ones(4, 4), activation="gelu"),
             "'gelu' is none of silu, linear",
+        ),
+        (
+            lambda: gated_rms_norm(ONES, ONES, torch.ones(4), eps=1e-6, activation="silu"),
+            "'silu' is none of swish, sigmoid; pass one of them",
+        ),
+        (
+            lambda: gated_rms_norm(ONES, None, torch.ones(4), eps=1e-6, activation="sigmoid"),
+            "gate is None; pass the gate, or leave activation out",
         ),
         (
             lambda: gated_rms_norm(ONES, ONES[0], torch.ones(4), eps=1e-6),

@@ -284,6 +284,10 @@ def operations(B=2, T=3):
             lambda x, z, w, **o: (gated_rms_norm(x, z, w, eps=1e-6, **o),),
             [normal(B, T, C), normal(B, T, C), normal(C)],
         ),
+        "norm with a sigmoid": (
+            lambda x, z, w, **o: (gated_rms_norm(x, z, w, eps=1e-6, activation="sigmoid", **o),),
+            [normal(B, T, C), normal(B, T, C), normal(C)],
+        ),
         "norm without a gate": (
             lambda x, w, **o: (gated_rms_norm(x, None, w, eps=1e-6, **o),),
             [normal(B, T, C), normal(C)],

@@ -487,6 +487,7 @@ CHECKS = {
     "triton's many rows": lambda: judged_with(
         rms_norm, "PROGRAMS", 2, lambda: layer_passes("norm_head", "triton")
     ),
+    "triton's sigmoid norm": lambda: layer_passes("sigmoid_norm_head", "triton"),
     "triton's sum": lambda: layer_passes("sum_odd", "triton"),
     "triton's ignored words": lambda: layer_passes("loss_ignored", "triton"),
     "triton's residual": lambda: layer_passes("residual_blocks", "triton"),
@@ -525,6 +526,7 @@ CHECKS = {
     "nki's norm": lambda: all(
         layer_passes(case, "nki-simulator") for case in (WIDE_ROWS, "norm_head")
     ),
+    "nki's sigmoid norm": lambda: layer_passes("sigmoid_norm_head", "nki-simulator"),
     "nki's residual": lambda: all(
         layer_passes(f"residual_{name}", "nki-simulator") for name in ("odd", "blocks")
     ),
@@ -547,6 +549,7 @@ CHECKS = {
     "nki, layer's sequences": lambda: mixer_passes("mixer_carry"),
     "convolution": lambda: layer_passes("conv_packed"),
     "norm": lambda: layer_passes("gated_norm_tiny"),
+    "norm's sigmoid": lambda: layer_passes("sigmoid_norm_head"),
     "sum": lambda: layer_passes("sum_one"),
     "cross-entropy": lambda: layer_passes("loss_ignored"),
     "residual": lambda: layer_passes("residual_odd"),
@@ -616,7 +619,9 @@ CHECKS = {
     "loss": loss_passes,
     "padding": padding_passes,
     "kimi": lambda: all(holds(EQUATIONS, variant, 3) for variant in ("kimi", "bounded")),
-    "kimi, packed": lambda: holds(PACKING, "bounded", [1, 2, 3, 0, 4]),
+    "kimi, packed": lambda: all(
+        holds(PACKING, variant, [1, 2, 3, 0, 4]) for variant in ("kimi", "bounded")
+    ),
     "hidden states": lambda: holds(
         test_language_model.TestPadding().test_hidden_states_of_padded_rows_are_those_of_the_rows_alone
     ),

@@ -3,6 +3,7 @@ and launches are counted.
 """
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 from delta_trn.backends.dispatch import default_backend
 from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter
 from delta_trn.backends.gated_delta_rule.contract import Rule, Step
+from delta_trn.backends.kimi_delta_attention import triton_adapter as channels_adapter
 from delta_trn.backends.rows import find_whole
 from delta_trn.models.cache import LayerCache
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.gated_deltanet import GatedDeltaNet
+from delta_trn.models.kimi_delta_attention import KimiDeltaAttention
 from delta_trn.models.layers import consecutive_parts
 from delta_trn.models.sequence import Sequences
 from tests.support.planted_bugs import Bug, planted
@@ -165,11 +168,11 @@ def call_of(cu_seqlens, layout="one tensor", *, B=1, T, H, HV, K, V, dtype=torch
     return Rule(*heads, **options), Rule(*(x.contiguous() for x in heads), **options)
 
 
-def outcome(call):
-    o, state, saved = triton_adapter.forward(call, save=True)
+def outcome(call, adapter: Any = triton_adapter):
+    o, state, saved = adapter.forward(call, save=True)
     assert state is not None
     do, dstate = torch.cos(o.float()).to(o.dtype), torch.cos(state)
-    return [o, state, *triton_adapter.backward(do, dstate, call, saved)]
+    return [o, state, *adapter.backward(do, dstate, call, saved)]
 
 
 def test_tables_of_packed_sequences_are_made_once(launches):
@@ -328,3 +331,85 @@ def test_a_planted_bug_is_found(place, line, mistake, check, request):
         pytest.raises((AssertionError, RuntimeError)),
     ):
         check(*launches) if check else layouts_agree(**sizes)
+
+
+def kimi_layer(launches, packed):
+    """Returns what forward and backward of a layer with decays per channel launch."""
+    config = DeltaConfig(
+        hidden_size=64, num_heads=2, num_v_heads=4, head_dim_k=16, expand_v=2.0,
+        mixer="kimi_delta_attention", decay_bound=-5.0,
+    )  # fmt: skip
+    layer = KimiDeltaAttention(config).bfloat16()
+    for x in layer.parameters():
+        x.data.normal_()
+    x = torch.randn(1, 70, 64, dtype=torch.bfloat16, requires_grad=True)
+    sequences = Sequences.rows(70, x.device)
+    if packed:
+        sequences = Sequences.documents(torch.arange(70)[None] % 40, attention=False)
+    y = []
+    forward = launches.during(lambda: y.append(layer(x, sequences)))
+    return forward, launches.during(lambda: y[0].backward(torch.ones_like(x)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_layer_with_decays_per_channel_copies_no_token(packed, launches):
+    forward, backward = kimi_layer(launches, packed)
+    assert forward == {
+        "mm": 5, "addmm": 1, "short_convolution.forward": 1, "fwd.prepare": 1, "fwd.scan": 1,
+        "rms_norm.forward": 1,
+        "cat": 2, "clone": 1,  # of weights
+    }  # fmt: skip
+    assert backward == {
+        "ones_like": 1, "mm": 12, "rms_norm.backward": 1, "fwd.copies": 1, "bwd.products": 1,
+        "reverse.reverse_scan": 1, "bwd.gradients": 1, "bwd.sum_heads": 2,
+        "short_convolution.backward": 1,
+        "sum": 5, "_to_copy": 2, "clone": 2,  # of parameters' gradients
+        "cat": 1,  # of both gates' gradients of rank V
+        "add": 2,  # of x's gradients
+    }  # fmt: skip
+
+
+def channels_agree(cuts=None):
+    """Requires of Kimi Delta Attention the bits of copies, from parts of wider tensors."""
+    sizes: dict[str, Any] = {"T": 35, "H": 1, "HV": 2, "K": 16, "V": 24, "dtype": torch.bfloat16}
+    for layout in ("one tensor", "others"):
+        parts, copies = call_of(cuts, layout, **sizes)
+        generator = torch.Generator().manual_seed(0)
+        wide = torch.randn(1, 35, 2 * 16 + 16, generator=generator).to(DEVICE)
+        g = wide[..., 16:].unflatten(2, (2, 16))
+        bias = torch.ones(2, 16, device=DEVICE)
+        calls = [
+            replace(call, g=y, dt_bias=bias, lower_bound=-5.0)
+            for call, y in ((parts, g), (copies, g.contiguous()))
+        ]
+        found, expected = (outcome(call, channels_adapter) for call in calls)
+        for name, x, y in zip(
+            ("o", "state", *"qkvgb", "A", "dt", "dS"), found, expected, strict=True
+        ):
+            assert torch.equal(x, y), f"{layout}: {name} differs by {(x - y).abs().max()}"
+        assert (find_whole(found[2:5]) is not None) == (layout == "one tensor")
+
+
+@pytest.mark.parametrize("cuts", [None, (0, 5, 5, 35)], ids=str)
+def test_parts_of_wider_tensors_give_the_bits_of_copies_with_decays_per_channel(cuts):
+    channels_agree(None if cuts is None else torch.tensor(cuts, device=DEVICE))
+
+
+@pytest.mark.parametrize(
+    ("place", "line", "mistake"),
+    [
+        ("fwd:prepare_kernel", "p_q + o_c[:, None] * QR", "p_q + o_c[:, None] * (H * K)"),
+        ("fwd:prepare_kernel", "o_c * BR", "o_c * HV"),
+        ("fwd:copies_kernel", "o_c[:, None] * KR", "o_c[:, None] * QR"),
+        ("bwd:products_kernel", "o_c[:, None] * DVR", "o_c[:, None] * (HV * V)"),
+        (
+            "bwd:gradients_kernel",
+            "i_h * K + o_c[:, None] * GR",
+            "i_h * K + o_c[:, None] * (HV * K)",
+        ),
+    ],
+)
+def test_a_planted_bug_of_strides_with_decays_per_channel_is_found(place, line, mistake):
+    place = f"triton_kernels.kimi_delta_attention.{place}"
+    with planted(Bug(place, place, line, mistake, "")), pytest.raises(AssertionError):
+        channels_agree()

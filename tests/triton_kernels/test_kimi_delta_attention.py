@@ -2,6 +2,7 @@
 Its grid is in tests/parity.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
 from delta_trn.backends.checks import BackendRefusal
-from delta_trn.backends.kimi_delta_attention import kimi_delta_attention
+from delta_trn.backends.gated_delta_rule import triton_adapter as rule_adapter
+from delta_trn.backends.gated_delta_rule.contract import Rule
+from delta_trn.backends.kimi_delta_attention import kimi_delta_attention, triton_adapter
 from delta_trn.backends.parity import channel_cases, rule
-from delta_trn.backends.parity.rule_cases import BOTH, Case
+from delta_trn.backends.parity.rule_cases import BOTH, Case, inputs
 from delta_trn.triton_kernels.kimi_delta_attention import prepare_hopper
 from delta_trn.triton_kernels.launch import Card, assume, config
 from tests.support.planted_bugs import Bug, planted
@@ -37,7 +40,9 @@ WHOLE = Case(
 )
 PLAIN = replace(WHOLE, decay="plain")
 GATES, BOUND = replace(WHOLE, gates="plain"), replace(WHOLE, gates="plain", lower_bound=-5.0)
+TWO_KEYS = replace(PLAIN, H=2, HV=2, T=20)
 PACKED = replace(GATES, T=45, lengths=(0, 3, 0, 40, 2))
+DOCUMENTS = replace(GATES, T=45, documents=(3, 40, 2))
 ONE = channel_cases.BY_NAME["kimi_packed_single"]
 STEP = "decode_kimi_gates"
 KERNELS = "triton_kernels.kimi_delta_attention."
@@ -48,8 +53,10 @@ SCAN, REVERSE, STEPS = (
     f"{RULE}step:step_kernel",
 )
 PREPARE, GRADIENTS = f"{KERNELS}fwd:prepare_kernel", f"{KERNELS}bwd:gradients_kernel"
+COPIES = f"{KERNELS}fwd:copies_kernel"
 BETWEEN, ADDED = f"{KERNELS}fwd:lies_between", f"{KERNELS}fwd:add_cuts"
 CUTS, PRODUCTS = f"{KERNELS}bwd:differentiate_cuts", f"{KERNELS}bwd:products_kernel"
+FORGET = "triton_kernels.tiles:forget_before"
 COMBINE, GATE = f"{RULE}bwd:sum_heads_kernel", f"{KERNELS}bwd:differentiate_gates"
 # fmt: off
 BUGS = (
@@ -57,7 +64,11 @@ BUGS = (
     ("the widest cut is left out", PREPARE, "C // 32 + 4", "C // 32 + 3", PLAIN),
     ("a token does not read its own write", PREPARE, "tl.sum(b_qs * b_ks", "0.0 * tl.sum(b_qs * b_ks", PLAIN),
     ("beta is left out of L", PREPARE, "b_kk * b_beta[:, None]", "b_kk", PLAIN),
-    ("kl decays like kg", PREPARE, "b_k * b_lam", "b_k * b_gam", PLAIN),
+    ("kl decays like kg", f"{KERNELS}fwd:store_copies", "b_k * b_lam", "b_k * b_gam", PLAIN),
+    ("keys that backward makes again have the norm of queries", COPIES, "p_rows + 3 * C", "p_rows + 2 * C",
+     PLAIN),
+    ("queries that backward makes again are those of the first key head", COPIES,
+     "i_h // (HV // H) * K", "0 * i_h", TWO_KEYS),
     ("pairs of a level without a cut between them", ADDED, "== 1", "<= 1", PLAIN),
     ("dg without a token right of a cut", BETWEEN, "(right, i + 1, start", "(right, i, start", PLAIN),
     ("dg with a token left of a cut", BETWEEN, "(right, start, i + 1)", "(right, start, i)", PLAIN),
@@ -83,6 +94,7 @@ BUGS = (
     ("dA_log of one slice", GRADIENTS, "dA += tl.sum", "dA = tl.sum", GATES),
     ("softplus has no derivative", GATE, "sigmoid(b_x)", "sigmoid(0.0 * b_x)", GATES),
     ("the bounded gate without its rate", GATE, "b_rate * b_dy", "b_dy", BOUND),
+    ("a document does not forget the one before", FORGET, "b_place == 0", "b_place < 0", DOCUMENTS),
     ("one value head of a group", COMBINE, "range(0, HV // H)", "range(0, 1)", PLAIN),
     ("dq keeps its part along q", COMBINE, "b_dx - b_x * tl.sum", "b_dx - 0.0 * b_x * tl.sum", PLAIN),
     ("a step decays by its first channel", STEPS, "exp(b_g), 1", "exp(tl.max(b_g, axis=0)), 1", STEP),
@@ -104,8 +116,30 @@ HOPPERS_BUGS = (
     ("keys of the second 16 tokens decay twice", "block % 2 == 0", "block >= 0"),
     ("kl decays over its own 16 tokens twice", "b_all - b_start - b_s", "b_all - b_start"),
     ("no bias", "b_bias.to(gl.float32)", "0.0 * b_bias.to(gl.float32)"),
-    ("tokens behind the end decay", "gl.where(m_t, _divide(", "gl.where(m_t | True, _divide("),
+    ("tokens behind the end decay", "gl.where(m_t, b_g, 0.0)", "gl.where(m_t | True, b_g, 0.0)"),
     ("one slice alone", "for i in range(SLICES)", "for i in range(1)"),
+)
+# several documents in 16 tokens, one that begins in the second chunk, and one at its last token
+PLACES = replace(BOUNDED, name="places", documents=(3, 1, 18, 47, 1))
+SAFE_GATE = replace(BOUNDED, name="safe", gates=None, lower_bound=None, decay="bounded")
+RESET_BUGS = (
+    ("pairs of two documents see each other", "m_P & together", "m_P", PLACES),
+    ("keys of two documents do", "m_L & together", "m_L", PLACES),
+    (
+        "the state before passes into a document",
+        "gl.where(b_first < 0, 1.0, 0.0)",
+        "gl.where(b_first < 64, 1.0, 0.0)",
+        PLACES,
+    ),
+    (
+        "a document before the last one writes the state",
+        "gl.where(b_first == b_end, 1.0, 0.0)",
+        "gl.where(b_first < 64, 1.0, 0.0)",
+        PLACES,
+    ),
+    ("the state stays behind the chunk", "gl.where(b_end_n < 0, b_last, 0.0)", "b_last", PLACES),
+    ("-inf is no reset", 'b_given == -float("inf")', "b_given > 0.0", SAFE_GATE),
+    ("a g that is given is that of a gate", "b_x) * LOG2E", "0.5 * b_x) * LOG2E", SAFE_GATE),
 )
 
 
@@ -128,7 +162,9 @@ def test_a_planted_bug_turns_parity_red(name, place, line, mistake, case):
         assert not is_green(case)
 
 
-@pytest.mark.parametrize("case", [WHOLE, PLAIN, GATES, BOUND, PACKED, ONE, STEP], ids=str)
+@pytest.mark.parametrize(
+    "case", [WHOLE, PLAIN, GATES, BOUND, PACKED, DOCUMENTS, ONE, STEP], ids=str
+)
 def test_parity_is_green_without_them(case):
     assert is_green(case)
 
@@ -147,8 +183,8 @@ compiled = pytest.mark.skipif(
 )
 
 
-def bounded_is_green(**changes):
-    judged = rule.verdicts(replace(BOUNDED, **changes), torch.bfloat16, "triton", DEVICE)
+def bounded_is_green(case=BOUNDED, **changes):
+    judged = rule.verdicts(replace(case, **changes), torch.bfloat16, "triton", DEVICE)
     return all(verdict.passed for verdict in judged)
 
 
@@ -163,6 +199,55 @@ def test_a_planted_bug_of_gluons_kernel_turns_parity_red(name, line, mistake):
 
 @compiled
 @pytest.mark.parametrize(
+    ("name", "line", "mistake", "case"), RESET_BUGS, ids=[bug[0] for bug in RESET_BUGS]
+)
+def test_a_planted_bug_of_resets_in_gluons_kernel_turns_parity_red(name, line, mistake, case):
+    with planted(Bug(name, HOPPER, line, mistake, "")):
+        assert not bounded_is_green(case)
+
+
+@compiled
+@pytest.mark.parametrize("case", [PLACES, SAFE_GATE], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"K": 128, "state": True}, {"T": 1, "documents": None}], ids=str
+)
+def test_gluons_kernel_forgets_where_the_judge_does(case, changes, monkeypatch):
+    ran, kernel = [], prepare_hopper.prepare_kernel
+
+    class Watched:
+        def __getitem__(self, grid):
+            ran.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(prepare_hopper, "prepare_kernel", Watched())
+    assert bounded_is_green(case, **changes) and ran
+
+
+@compiled
+@pytest.mark.skipif(DEVICE == "cuda", reason="orders are those of the emulator")
+@pytest.mark.parametrize("order", [0, 1, 2], ids=["ascending", "descending", "shuffled"])
+@pytest.mark.parametrize("case", [PLACES, SAFE_GATE], ids=str)
+def test_gluons_kernel_forgets_in_every_order_of_warps_with_all_checks(case, order):
+    from tests.support.emulator import driver
+
+    with driver.options(check=1, order=order, quantum=7 if order == 2 else 0) as reports:
+        assert bounded_is_green(case, HV=1, V=16)
+    assert not reports, "\n".join(reports)
+
+
+@compiled
+def test_a_broken_promise_of_a_safe_gate_stays_finite():
+    x = inputs(replace(SAFE_GATE, decay="deep"), torch.bfloat16).to(DEVICE)
+    leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, x.beta)]
+    o, _ = kimi_delta_attention(
+        *leaves, safe_gate=True, use_qk_l2norm_in_kernel=True, backend="triton"
+    )
+    gradients = torch.autograd.grad(o.float().square().sum(), leaves)
+    assert all(y.isfinite().all() for y in (o, *gradients))
+
+
+@compiled
+@pytest.mark.parametrize(
     "changes",
     [{}, {"K": 128, "T": 64, "keys": "near", "beta": 2.0}, {"K": 32, "lengths": (0, 3, 64, 1, 2)}, {"T": 1},
      {"gates": "wide", "lower_bound": -1e-3}, {"gates": "wide"}],
@@ -173,20 +258,26 @@ def test_gluons_kernel_agrees_with_the_judge(changes):
 
 
 def test_gluon_takes_what_its_factors_hold():
-    q, A_log = torch.ones(1, 1, 1, 96, dtype=torch.bfloat16), torch.ones(1)
+    q = torch.ones(1, 1, 1, 96, dtype=torch.bfloat16)
     row = replace(config(96, 16, itemsize=2, rule="kimi_"), dot="tf32")
     takes = prepare_hopper.takes
-    assert takes(q, q, q, A_log, -5.0, row) and takes(q, q, q.float(), A_log, -1.0, row)
-    assert not any(
-        takes(q, q, q, *gate, row) for gate in ((A_log, -5.1), (A_log, None), (None, -5.0))
-    )
-    assert not takes(q[..., :20], q, q, A_log, -5.0, row) and not takes(
-        q, q, q.double(), A_log, -5.0, row
-    )
+    assert takes(q, q, q, -5.0, row) and takes(q, q, q.float(), -1.0, row)
+    assert not any(takes(q, q, q, bound, row) for bound in (-5.1, None))
+    assert not takes(q[..., :20], q, q, -5.0, row) and not takes(q, q, q.double(), -5.0, row)
     with assume(Card(8)):
         others = [config(96, 16, itemsize=2, rule="kimi_")]
     others += [config(K, 16, itemsize=size, rule="kimi_") for K, size in ((96, 4), (192, 2))]
-    assert not any(takes(q, q, q, A_log, -5.0, replace(row, dot="tf32")) for row in others)
-    assert not takes(q, q, q, A_log, -5.0, replace(row, dot="interpreted"))
+    assert not any(takes(q, q, q, -5.0, replace(row, dot="tf32")) for row in others)
+    assert not takes(q, q, q, -5.0, replace(row, dot="interpreted"))
     odd = torch.ones(97, dtype=torch.bfloat16)[1:].view(1, 1, 1, 96)
-    assert not takes(q, odd, q, A_log, -5.0, row)
+    assert not takes(q, odd, q, -5.0, row)
+
+
+def test_a_call_keeps_at_most_140_mebibytes_beside_its_inputs(monkeypatch):
+    """With states, at 4,096 tokens and 32 heads of 128:128 in bfloat16; it kept 230."""
+    monkeypatch.setattr(rule_adapter, "KEPT_BYTES", 2**62)
+    shapes = {"q": (32, 128), "k": (32, 128), "v": (32, 128), "g": (32, 128), "beta": (32,)}
+    x = {name: torch.empty(1, 4096, *y, dtype=torch.bfloat16) for name, y in shapes.items()}
+    kept = triton_adapter.saved_shapes(Rule(**x, l2norm=True))
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in kept)
+    assert 64 * 2**20 < size < 140 * 2**20

@@ -28,7 +28,7 @@ import triton
 from triton import knobs
 
 from delta_trn.backends.compiler import NotCompiled
-from tools.estimate import choices, layer_peers, layers, machine, peer
+from tools.estimate import channel_layer, choices, layer_peers, layers, machine, peer
 from tools.estimate.estimates import UNCERTAINTY, Estimate, Estimator
 from tools.estimate.published import compare
 from tools.estimate.simulate import simulator
@@ -87,6 +87,8 @@ def rows_of(shape: str, *, with_peer: bool = False) -> list[Row]:
     if shape in layers.NAMES:
         ours, floor = layers.launches(shape), layers.bytes_alone(shape)
         theirs = partial(layer_peers.peers, shape)
+    elif shape in channel_layer.NAMES:
+        ours, theirs = channel_layer.ours(shape), channel_layer.peers
     else:
         ours, theirs = launches(SHAPES[shape]), partial(peer.launches, SHAPES[shape])
     rows = [row(shape, "ours", estimator.estimate(launch)) for launch in ours]
@@ -131,6 +133,8 @@ def table(rows: list[Row], device: str = "h200") -> Iterator[str]:
             f"{of}: forward {forward:.0f} us, backward {backward:.0f} us, "
             f"together {forward + backward:.0f} us (estimated)"
         )
+    if rows[0].shape in channel_layer.NAMES:
+        yield from what_pytorch_moves(rows)
     if rows[0].shape in layers.NAMES:
         yield from kernel_by_kernel(rows)
     elif len(sums) == 2:
@@ -153,6 +157,18 @@ def kernel_by_kernel(rows: list[Row]) -> Iterator[str]:
     for (of, kernel), time in times.items():
         if of != "ours":
             yield f"{of} over ours: {kernel} {time / times['ours', kernel]:.2f} (estimated)"
+
+
+def what_pytorch_moves(rows: list[Row]) -> Iterator[str]:
+    """Yields how much of our layer is PyTorch's operations, and how many bytes a token they move."""
+    ours = [x for x in rows if x.of == "ours"]
+    small = sum(x.microseconds for x in ours if x.kernel.startswith(channel_layer.PYTORCH))
+    moved = channel_layer.Moved.of(rows[0].shape)
+    yield (
+        f"of ours: kernels {sum(x.microseconds for x in ours) - small:.0f} us (estimated), and "
+        f"{moved.count} operations of PyTorch {small:.0f} us: {moved.per_token / 1e3:.1f} KB a "
+        "token, counted"
+    )
 
 
 def slower(rows: list[Row], recorded: dict) -> list[str]:
@@ -209,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tools.estimate",
         description="estimate the kernels on an H200 or H100, without one",
     )
-    names = (*SHAPES, *layers.NAMES)
+    names = (*SHAPES, *layers.NAMES, *channel_layer.NAMES)
     parser.add_argument(
         "shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(names)} (default: all)"
     )
@@ -235,7 +251,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.shapes if name not in names]:
         parser.error(f"no shape is named {unknown[0]!r}; choose from: {', '.join(names)}")
-    if options.launches and (layer := set(options.shapes) & set(layers.NAMES)):
+    of_layers = {*layers.NAMES, *channel_layer.NAMES}
+    if options.launches and (layer := set(options.shapes) & of_layers):
         parser.error(f"--launches is of the gated delta rule's shapes, not of {min(layer)}")
     if options.device != "h200" and (options.record or options.check):
         parser.error("what is recorded is of an H200; leave --device out")

@@ -57,9 +57,7 @@ def peers(name: str) -> Iterator[tuple[Launch, ...]]:
         yield _step(SEQUENCES[name])
         return
     yield from _convolution()
-    yield from _norm(
-        "gated norm", "modules.norm.fused_norm_gate", "layer_norm_gated_{}_kernel", B * T * H, V
-    )
+    yield from gated_norm(B * T * H, V)
     yield from _norm(
         "norm of the stream", "modules.norm.layernorm", "layer_norm_{}_kernel_row", B * T, D
     )
@@ -115,14 +113,28 @@ def _convolution() -> Iterator[tuple[Launch, ...]]:
     )  # fmt: skip
 
 
-def _norm(name: str, module: str, kernel: str, M: int, N: int) -> Iterator[tuple[Launch, ...]]:
+def gated_norm(M: int, N: int, activation: str = "swish") -> Iterator[tuple[Launch, ...]]:
+    """Yields forward and backward of the norm of M gated rows of N."""
+    module, kernel = "modules.norm.fused_norm_gate", "layer_norm_gated_{}_kernel"
+    yield from _norm("gated norm", module, kernel, M, N, activation)
+
+
+def _norm(
+    name: str, module: str, kernel: str, M: int, N: int, activation: str = "swish"
+) -> Iterator[tuple[Launch, ...]]:
     """Yields forward and backward of M rows of N: gated rows, or rows of a residual sum."""
     found, size, gated = load(module), M * N * ITEM, "gated" in kernel
     rows = -(-M // PROCESSORS)
     values = dict.fromkeys(
         ("b", "mean", "residual", "residual_out", "db", "dresidual", "dresidual_in", "dres_in")
     )
-    values |= {"D": N, "BD": power_of_two(N), "NB": -(-M // 65536), "ACTIVATION": "swish", "G": 1}
+    values |= {
+        "D": N,
+        "BD": power_of_two(N),
+        "NB": -(-M // 65536),
+        "ACTIVATION": activation,
+        "G": 1,
+    }
     values |= {"GS": PROCESSORS, "IS_RMS_NORM": True, "HAS_WEIGHT": True}
     if not gated:
         values |= {

@@ -39,8 +39,8 @@ def launches(name: str) -> Iterator[Launch]:
         yield _step(SEQUENCES[name])
         return
     yield from _convolution()
-    yield from _norm("gated norm", B * T * H, V, "gated", (2, 3), (1, 2))
-    yield from _norm("norm of the stream", B * T, D, "sum", (2, 3), (2, 1))
+    yield from norm("gated norm", B * T * H, V, "gated", (2, 3), (1, 2))
+    yield from norm("norm of the stream", B * T, D, "sum", (2, 3), (2, 1))
     yield _softmax()
 
 
@@ -72,7 +72,7 @@ def _convolution() -> Iterator[Launch]:
         yield Launch(name, back, variant, work, written=size)
 
 
-def _norm(
+def norm(
     name: str, M: int, N: int, form: str, read: tuple[int, int], written: tuple[int, int]
 ) -> Iterator[Launch]:
     """Yields forward and backward; read and written are tensors [M, N] of each."""

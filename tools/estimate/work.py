@@ -29,7 +29,7 @@ from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.hopper import gradients as hopper_gradients
 from delta_trn.triton_kernels.hopper.prepare import heads_together
 from delta_trn.triton_kernels.launch import config, power_of_two, tile
-from delta_trn.triton_kernels.variants import Variant, by_heads, rows_of
+from delta_trn.triton_kernels.variants import Variant, by_heads, channel_rows_of, rows_of
 from tools.estimate import machine
 from tools.estimate.simulate import Work
 
@@ -90,6 +90,11 @@ def keeps_states(shape: Shape) -> bool:
     """
     chunks, most = shape.sequences * -(-shape.tokens // 64), machine.MEBIBYTES * 2**20 // 8
     return chunks * shape.HV * shape.V * (shape.K + 64) * ITEM <= most
+
+
+def of_documents(shape: Shape) -> Iterator[Launch]:
+    """Yields those of Kimi Delta Attention where rows hold documents, which places tell apart."""
+    yield from _Calls(shape).of_channels("documents")
 
 
 def launches(shape: Shape) -> Iterator[Launch]:
@@ -159,7 +164,10 @@ class _Calls:
             for x in module.variants(self.shape.K, self.shape.V, ITEM, False)
             if (x.kernel, x.options) == (kernel, options)
         )
-        heads = rows_of(self.shape.H, self.shape.HV, self.shape.K, self.shape.V)
+        lie = channel_rows_of if self.shape.rule else rows_of
+        heads = lie(self.shape.H, self.shape.HV, self.shape.K, self.shape.V)
+        if kernel in ("kimi_scan", "kimi_reverse"):  # which read qg, kg and kl
+            heads |= dict.fromkeys(("QR", "KR"), self.shape.HV * self.shape.K)
         return replace(variant, values=variant.values | heads | values)
 
     def _give(self, variant: Variant, *names: str) -> Variant:
@@ -268,9 +276,9 @@ class _Calls:
             for name in ("dk", "dq"):
                 yield Launch(f"sums of {name}", True, variant, work)
 
-    def of_channels(self) -> Iterator[Launch]:
+    def of_channels(self, layout: str = "dense") -> Iterator[Launch]:
         """Yields the launches of Kimi Delta Attention, as its triton_adapter makes them;
-        g is float32.
+        g is float32. layout "documents": a row's tokens have places.
         """
         shape, modules = self.shape, (kimi_delta_attention.fwd, kimi_delta_attention.bwd)
         programs, scaled = self.chunks * shape.HV, self.keys * shape.HV // shape.H
@@ -285,19 +293,22 @@ class _Calls:
         )
         rows = shape.sequences * shape.tokens // tile("sum_heads", shape.K).rows
         combine = Work(rows * shape.H, 2 * scaled + self.keys)
+        copies = tile("kimi_copies", shape.K)
+        across = -(-shape.K // copies.columns)
+        copy = Work(programs * across, given + 3 * self.factor, (), (), self.mask)
+        bounded = f"{layout}, gates with a bound"
         for name, backward, kernel, options, work in (
-            ("prepare", False, "prepare_hopper", "dense", prepare),
+            ("prepare", False, "prepare_hopper", bounded, prepare),
             ("scan", False, "scan", "dense", scan),
+            ("scaled copies again", True, "copies", bounded, copy),
             ("reverse scan", True, "reverse", "dense", scan),
             ("products", True, "products", "dense", multiply),
-            ("gradients", True, "gradients", "dense, gates with a bound", gradients),
+            ("gradients", True, "gradients", bounded, gradients),
         ):
-            yield Launch(
-                name, backward, self._variant(modules[backward], options, f"kimi_{kernel}"), work
-            )
-        combined = self._variant(
-            gated_delta_rule_bwd, "of normalized", "sum_heads", QR=shape.H * shape.K
-        )
+            module = modules[backward and kernel != "copies"]
+            variant = self._variant(module, options, f"kimi_{kernel}")
+            yield Launch(name, backward, variant, work)
+        combined = self._variant(gated_delta_rule_bwd, "of normalized", "sum_heads")
         for name in ("gradient of q", "gradient of k"):
             yield Launch(name, True, combined, combine)
         yield Launch("sums of gates", True, None, Work(0, 4 * programs * (shape.K + 1)), count=4)

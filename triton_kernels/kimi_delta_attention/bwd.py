@@ -62,9 +62,16 @@ from delta_trn.triton_kernels.kimi_delta_attention.fwd import (
     find_cut_factors,
     find_factors,
     gates_of,
+    layouts_of,
     lies_between,
 )
-from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
+from delta_trn.triton_kernels.launch import (
+    Config,
+    config,
+    power_of_two,
+    row_stride,
+    take_turns,
+)
 from delta_trn.triton_kernels.tiles import (
     LOG2E,
     RESET,
@@ -72,6 +79,7 @@ from delta_trn.triton_kernels.tiles import (
     accumulate,
     accumulate_in_turn,
     exp,
+    forget_before,
     load_decays,
     load_rate,
     locate_chunk,
@@ -80,12 +88,12 @@ from delta_trn.triton_kernels.tiles import (
     scale_by_exp,
     sigmoid,
 )
-from delta_trn.triton_kernels.variants import Variant, layouts, of_tile, rows_of
+from delta_trn.triton_kernels.variants import Variant, channel_rows_of, layouts, of_tile, rows_of
 
 TYPES = {
     "*x": "q k v do S U dY dS dP dkk OS YS US dv",
     "*fp32": "g beta A_log dt_bias rows carry SdS dYV dq dk dg dbeta dgates",
-    "*i64": "chunk_start chunk_length",
+    "*i64": "chunk_start chunk_length position",
     "fp32": "scale beta_max lower_bound",
     "i32": "tokens NT",
 }
@@ -120,6 +128,8 @@ def products_kernel(
     V: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
+    VR: tl.constexpr,
+    DVR: tl.constexpr,
     TILES: tl.constexpr,
     PIPELINED: tl.constexpr,
     DOT: tl.constexpr,
@@ -163,8 +173,10 @@ def products_kernel(
         b_US = accumulate_in_turn(b_US, b_U, b_dS, scale, PIPELINED, DOT)
         b_SdS += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), axis=0)
         b_dY = b_dY.to(tl.float32)
-        b_dYV += tl.sum(b_dY * tl.load(v + o_tv, mask=m_cv, other=0.0).to(tl.float32), axis=1)
-        tl.store(dv + o_tv, round_to(b_dY * b_beta[:, None], dtype, DOT), mask=m_cv)
+        p_v = v + start * VR + i_h * V + o_c[:, None] * VR + o_v[None, :]
+        b_dYV += tl.sum(b_dY * tl.load(p_v, mask=m_cv, other=0.0).to(tl.float32), axis=1)
+        p_dv = dv + start * DVR + i_h * V + o_c[:, None] * DVR + o_v[None, :]
+        tl.store(p_dv, round_to(b_dY * b_beta[:, None], dtype, DOT), mask=m_cv)
     if carry is not None:
         for i_tile in range(0, TILES):
             b_SdS += tl.load(carry + (tile * TILES + i_tile) * K + o_k, mask=m_k, other=0.0)
@@ -248,6 +260,7 @@ def gradients_kernel(
     beta,
     A_log,
     dt_bias,
+    position,
     rows,
     dP,
     dkk,
@@ -273,6 +286,14 @@ def gradients_kernel(
     K: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
+    QR: tl.constexpr,
+    KR: tl.constexpr,
+    GR: tl.constexpr,
+    BR: tl.constexpr,
+    DQR: tl.constexpr,
+    DKR: tl.constexpr,
+    DGR: tl.constexpr,
+    DBR: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Computes dq, dk, dg, dbeta and dgates of what `products_kernel` wrote,
@@ -291,7 +312,6 @@ def gradients_kernel(
     b_rk = tl.load(rows + tile * (ROWS * C) + 3 * C + o_c)
     b_beta = tl.load(rows + tile * (ROWS * C) + 7 * C + o_c)
     rate = None if A_log is None else load_rate(A_log, lower_bound, i_h)
-    p_beta = start * HV + i_h + o_c * HV
     o_cc = tile * (C * C) + o_c[:, None] * C + o_c[None, :]
     o_i = tl.arange(0, 16)[None, :, None]
     o_j = tl.arange(0, 16)[None, None, :]
@@ -307,19 +327,22 @@ def gradients_kernel(
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < K
         m = m_t[:, None] & m_k[None, :]
-        p = (start * H + i_h // (HV // H)) * K + o_c[:, None] * (H * K) + o_k[None, :]
-        p_g = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
+        p_q = start * QR + i_h // (HV // H) * K + o_c[:, None] * QR + o_k[None, :]
+        p_k = start * KR + i_h // (HV // H) * K + o_c[:, None] * KR + o_k[None, :]
+        p_g = start * GR + i_h * K + o_c[:, None] * GR + o_k[None, :]
+        p_S = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
         p_bias = i_h * K + o_k[None, :]
-        b_q = tl.load(q + p, mask=m, other=0.0)
-        b_k = tl.load(k + p, mask=m, other=0.0)
-        b_OS = tl.load(OS + p_g, mask=m, other=0.0)
-        b_YS = tl.load(YS + p_g, mask=m, other=0.0)
-        b_US = tl.load(US + p_g, mask=m, other=0.0)
+        b_q = tl.load(q + p_q, mask=m, other=0.0)
+        b_k = tl.load(k + p_k, mask=m, other=0.0)
+        b_OS = tl.load(OS + p_S, mask=m, other=0.0)
+        b_YS = tl.load(YS + p_S, mask=m, other=0.0)
+        b_US = tl.load(US + p_S, mask=m, other=0.0)
         b_SdS = tl.load(SdS + tile * K + o_k, mask=m_k, other=0.0)
         o_r = o_c + tl.where(
             i_k < NT + K, 0, C
         )  # o_c, which the compiler does not know: it would keep masks
         b_g, b_x = load_decays(g, rate, dt_bias, lower_bound, p_g, p_bias, m, m_k[None, :])
+        b_g = forget_before(b_g, position, start, o_c, m_t)
         # the layout of products, which the levels have, costs nothing where a product makes it: of
         # 1
         b_one = tl.where(o_r[:, None] == o_c[None, :], 1.0, 0.0).to(dtype)
@@ -362,24 +385,29 @@ def gradients_kernel(
         b_rowk, b_dg = tl.reshape(b_rowk, [C, BK]), tl.reshape(b_dg, [C, BK])
         b_dbeta += tl.sum(tl.reshape(b_k, [C, BK]) * b_rowk, axis=1)
         b_dk += b_rowk * b_beta[:, None]
-        tl.store(dq + p_g, round_to(scale * b_dq, dq.dtype.element_ty, DOT), mask=m)
-        tl.store(dk + p_g, round_to(b_dk, dk.dtype.element_ty, DOT), mask=m)
+        p_dq = dq + start * DQR + i_h * K + o_c[:, None] * DQR + o_k[None, :]
+        p_dk = dk + start * DKR + i_h * K + o_c[:, None] * DKR + o_k[None, :]
+        tl.store(p_dq, round_to(scale * b_dq, dq.dtype.element_ty, DOT), mask=m)
+        tl.store(p_dk, round_to(b_dk, dk.dtype.element_ty, DOT), mask=m)
         if A_log is not None:
             if lower_bound is None:  # again, since softplus leaves no registers for x
                 b_g, b_x = load_decays(g, rate, dt_bias, lower_bound, p_g, p_bias, m, m_k[None, :])
+                b_g = forget_before(b_g, position, start, o_c, m_t)
             b_dg, b_dA = differentiate_gates(b_dg, b_g, b_x, rate, lower_bound)
             b_dg = tl.where(m, b_dg, 0.0)
             tl.store(dgates + tile * (K + 1) + o_k, tl.sum(b_dg, axis=0), mask=m_k)
             dA += tl.sum(tl.sum(tl.where(m, b_dA, 0.0), axis=1), axis=0)
-        tl.store(dg + p_g, round_to(b_dg, dg.dtype.element_ty, DOT), mask=m)
+        p_dg = dg + start * DGR + i_h * K + o_c[:, None] * DGR + o_k[None, :]
+        tl.store(p_dg, round_to(b_dg, dg.dtype.element_ty, DOT), mask=m)
 
     if A_log is not None:
         tl.store(dgates + tile * (K + 1) + K, dA)
     b_dbeta = tl.where(b_beta >= LEAST_DIVISOR, b_written / b_beta, b_dbeta)
     if beta_max is not None:
-        b_z = tl.load(beta + p_beta, mask=m_t, other=0.0).to(tl.float32)
+        b_z = tl.load(beta + start * BR + i_h + o_c * BR, mask=m_t, other=0.0).to(tl.float32)
         b_dbeta *= beta_max * sigmoid(b_z) * sigmoid(-b_z)
-    tl.store(dbeta + p_beta, round_to(b_dbeta, dbeta.dtype.element_ty, DOT), mask=m_t)
+    p_dbeta = dbeta + start * DBR + i_h + o_c * DBR
+    tl.store(p_dbeta, round_to(b_dbeta, dbeta.dtype.element_ty, DOT), mask=m_t)
 
 
 @take_turns
@@ -392,6 +420,7 @@ def gradients(
     beta,
     A_log,
     dt_bias,
+    position,
     rows,
     S,
     U,
@@ -437,12 +466,16 @@ def gradients(
         KP=power_of_two(K),
         V=V,
         BV=launch.columns,
+        VR=row_stride(v),
+        DVR=row_stride(dv),
         TILES=1 if carry is None else carry.shape[2],
         PIPELINED=launch.stages > 1,
         DOT=config.dot,
         **sizes,
         **launch.options(),
     )
+    strides = {"QR": q, "KR": k, "GR": g, "BR": beta}
+    strides |= {"DQR": dq, "DKR": dk, "DGR": dg, "DBR": dbeta}
     gradients_kernel[grid](
         q,
         k,
@@ -450,6 +483,7 @@ def gradients(
         beta,
         A_log,
         dt_bias,
+        position,
         rows,
         *products,
         dq,
@@ -462,6 +496,7 @@ def gradients(
         lower_bound,
         H=H,
         BK=config.gradients.columns,
+        **{name: row_stride(x) for name, x in strides.items()},
         DOT=config.dot,
         **sizes,
         **config.gradients.options(),
@@ -480,7 +515,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         "V": V,
         "C": row.C,
     }
-    sizes |= {"TILES": 2, "DOT": row.dot}
+    sizes |= {"TILES": 2, "DOT": row.dot} | channel_rows_of(2, 4, K, V)
     for layout, tables in layouts(quick).items():
         states = ("dstate", "initial_state", "dinitial_state", "carry") if layout == "dense" else ()
         values, launch = sizes | tables | dict.fromkeys(states), row.reverse
@@ -490,6 +525,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
             | of_tile(launch)
             | dict.fromkeys(("units", "writes"))
             | rows_of(4, 4, K, V)
+            | dict.fromkeys(("QR", "KR"), 4 * K)
         )
         absent = ("dstate", "initial_state", "S", "U", "dY", "dS", "carry")
         for use, missing in {"": states, " segments": absent}.items():
@@ -500,8 +536,9 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         launch = row.products
         own = values | {"BV": launch.columns, "PIPELINED": launch.stages > 1}
         yield Variant("kimi_products", layout, products_kernel, TYPES, launch, own)
+    for layout, tables in layouts_of(quick).items():
         for form, arguments in gates_of(quick).items():
-            own = values | arguments | {"BK": row.gradients.columns}
+            own = sizes | tables | arguments | {"BK": row.gradients.columns}
             yield Variant(
                 "kimi_gradients", f"{layout}, {form}", gradients_kernel, TYPES, row.gradients, own
             )

@@ -31,8 +31,12 @@ x = a + dt_bias:
 Layout, beyond that of gated_delta_rule_fwd:
 
     g [B, tokens, HV, K]           dt_bias [HV, K]              last [NC, HV, K] float32, gam_C
+    position [B, tokens] int64     each token's place in its own sequence, or None; one whose place
+                                   is 0 forgets what was before it, whatever its g is
     qg, kg, kl [B, tokens, HV, K]  which the scans take for q and k; rows has factors of 1 and, as
                                    there, beta
+
+qg, kg and kl are contiguous. Tokens of q, k, g and beta lie QR, KR, GR and BR elements apart.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false,
@@ -44,12 +48,20 @@ import triton.language as tl
 from delta_trn.triton_kernels import gated_delta_rule_fwd as rule
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.kimi_delta_attention import prepare_hopper as hopper
-from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
+from delta_trn.triton_kernels.launch import (
+    Config,
+    config,
+    power_of_two,
+    row_stride,
+    take_turns,
+    tile,
+)
 from delta_trn.triton_kernels.tiles import (
     LOG2E,
     ROWS,
     accumulate,
     exp2_of_words,
+    forget_before,
     invert_unit_lower,
     load_decays,
     load_rate,
@@ -58,12 +70,20 @@ from delta_trn.triton_kernels.tiles import (
     round_to,
     sigmoid,
 )
-from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, Variant, layouts, of_tile, rows_of
+from delta_trn.triton_kernels.variants import (
+    GATE_ARGUMENTS,
+    PACKED_ARGUMENTS,
+    Variant,
+    channel_rows_of,
+    layouts,
+    of_tile,
+    rows_of,
+)
 
 TYPES = {
     "*x": "q k T P qg kg kl",
     "*fp32": "g beta A_log dt_bias last rows",
-    "*i64": "chunk_start chunk_length",
+    "*i64": "chunk_start chunk_length position",
     "fp32": "scale beta_max lower_bound",
     "i32": "tokens NT",
 }
@@ -127,16 +147,17 @@ def find_cut_factors(b_g, o_i, o_j, level, dtype: tl.constexpr, DOT: tl.constexp
 
 
 @triton.jit
-def find_norms(q, k, p_q, m_t, o_c, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """Returns r_q and r_k [C], the reciprocal norms of a chunk's rows."""
+def find_norms(
+    q, k, m_t, o_c, K: tl.constexpr, BK: tl.constexpr, QR: tl.constexpr, KR: tl.constexpr
+):
+    """Returns r_q and r_k [C], the reciprocal norms of a chunk's rows; q and k point at its first."""
     b_qq = tl.zeros(o_c.shape, tl.float32)
     b_kk = tl.zeros(o_c.shape, tl.float32)
     for i_k in range(0, (K + BK - 1) // BK):
         o_k = i_k * BK + tl.arange(0, BK)
-        p = p_q + o_c[:, None] * (H * K) + o_k[None, :]
         m = m_t[:, None] & (o_k < K)[None, :]
-        b_q = tl.load(q + p, mask=m, other=0.0).to(tl.float32)
-        b_k = tl.load(k + p, mask=m, other=0.0).to(tl.float32)
+        b_q = tl.load(q + o_c[:, None] * QR + o_k[None, :], mask=m, other=0.0).to(tl.float32)
+        b_k = tl.load(k + o_c[:, None] * KR + o_k[None, :], mask=m, other=0.0).to(tl.float32)
         b_qq += tl.sum(b_q * b_q, axis=1)
         b_kk += tl.sum(b_k * b_k, axis=1)
     return tl.rsqrt(b_qq + 1e-6), tl.rsqrt(b_kk + 1e-6)
@@ -169,6 +190,89 @@ def spread_blocks(x, C: tl.constexpr):
     return tl.reshape(tl.where(i_row == i_column, x[:, :, None, :], 0.0), [C, C])
 
 
+@triton.jit
+def store_copies(
+    b_q,
+    b_k,
+    b_g,
+    b_beta,
+    qg,
+    kg,
+    kl,
+    p,
+    m,
+    o_c,
+    C: tl.constexpr,
+    dtype: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Stores the scaled copies of q and k at p where the mask m is; returns gam_C."""
+    b_gam, b_lam, b_last = find_factors(b_g, o_c, C, dtype)
+    tl.store(qg + p, round_to(b_q * b_gam, dtype, DOT), mask=m)
+    tl.store(kg + p, round_to(b_k * b_gam * b_beta[:, None], dtype, DOT), mask=m)
+    tl.store(kl + p, round_to(b_k * b_lam, dtype, DOT), mask=m)
+    return b_last
+
+
+@triton.jit(do_not_specialize=["tokens", "NT"])
+def copies_kernel(
+    q,
+    k,
+    g,
+    A_log,
+    dt_bias,
+    position,
+    rows,
+    qg,
+    kg,
+    kl,
+    chunk_start,
+    chunk_length,
+    scale,
+    lower_bound,
+    tokens,
+    NT,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    QR: tl.constexpr,
+    KR: tl.constexpr,
+    GR: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Computes qg, kg and kl once more, of `rows`: three tensors that need not be kept for backward.
+
+    One program per (chunk, value head, BK channels).
+    """
+    SLICES: tl.constexpr = (K + BK - 1) // BK
+    pid = tl.program_id(0).to(tl.int64)
+    i_k, i_h, i_c = pid % SLICES, pid // SLICES % HV, pid // (SLICES * HV)
+    start, length = locate_chunk(i_c, tokens, NT, chunk_start, chunk_length, C)
+    if length <= 0:
+        return
+    o_c = tl.arange(0, C)
+    o_k = i_k * BK + tl.arange(0, BK)
+    m_t, m_k = o_c < length, o_k < K
+    m = m_t[:, None] & m_k[None, :]
+    p_rows = rows + (i_c * HV + i_h) * (ROWS * C) + o_c
+    i_q = i_h // (HV // H) * K
+    b_q = tl.load(q + start * QR + i_q + o_c[:, None] * QR + o_k[None, :], mask=m, other=0.0)
+    b_k = tl.load(k + start * KR + i_q + o_c[:, None] * KR + o_k[None, :], mask=m, other=0.0)
+    p_g = start * GR + i_h * K + o_c[:, None] * GR + o_k[None, :]
+    rate = None if A_log is None else load_rate(A_log, lower_bound, i_h)
+    b_g, _ = load_decays(
+        g, rate, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, m_k[None, :]
+    )
+    b_g = forget_before(b_g, position, start, o_c, m_t)
+    b_q = b_q.to(tl.float32) * (scale * tl.load(p_rows + 2 * C))[:, None]
+    b_k = b_k.to(tl.float32) * tl.load(p_rows + 3 * C)[:, None]
+    p = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
+    dtype = k.dtype.element_ty
+    store_copies(b_q, b_k, b_g, tl.load(p_rows + 7 * C), qg, kg, kl, p, m, o_c, C, dtype, DOT)
+
+
 @triton.jit(do_not_specialize=["tokens", "NT"])
 def prepare_kernel(
     q,
@@ -177,6 +281,7 @@ def prepare_kernel(
     beta,
     A_log,
     dt_bias,
+    position,
     T,
     P,
     qg,
@@ -196,6 +301,10 @@ def prepare_kernel(
     K: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
+    QR: tl.constexpr,
+    KR: tl.constexpr,
+    GR: tl.constexpr,
+    BR: tl.constexpr,
     L2NORM: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -211,14 +320,15 @@ def prepare_kernel(
     m_t = o_c < length
     dtype = k.dtype.element_ty
     tile = i_c * HV + i_h
-    p_q = (start * H + i_h // (HV // H)) * K
-    b_beta = tl.load(beta + start * HV + i_h + o_c * HV, mask=m_t, other=0.0).to(tl.float32)
+    p_q = q + start * QR + i_h // (HV // H) * K
+    p_k = k + start * KR + i_h // (HV // H) * K
+    b_beta = tl.load(beta + start * BR + i_h + o_c * BR, mask=m_t, other=0.0).to(tl.float32)
     if beta_max is not None:
         b_beta = tl.where(m_t, beta_max * sigmoid(b_beta), 0.0)
     b_rq = tl.full([C], 1.0, tl.float32)
     b_rk = tl.full([C], 1.0, tl.float32)
     if L2NORM:
-        b_rq, b_rk = find_norms(q, k, p_q, m_t, o_c, H, K, BK)
+        b_rq, b_rk = find_norms(p_q, p_k, m_t, o_c, K, BK, QR, KR)
 
     b_kk, b_P = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     b_kk_16 = tl.zeros([C // 16, 16, 16], tl.float32)
@@ -230,19 +340,17 @@ def prepare_kernel(
         o_k = i_k * BK + tl.arange(0, BK)
         m_k = o_k < K
         m = m_t[:, None] & m_k[None, :]
-        p = p_q + o_c[:, None] * (H * K) + o_k[None, :]
-        b_q = tl.load(q + p, mask=m, other=0.0)
-        b_k = tl.load(k + p, mask=m, other=0.0)
-        p_g = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
+        b_q = tl.load(p_q + o_c[:, None] * QR + o_k[None, :], mask=m, other=0.0)
+        b_k = tl.load(p_k + o_c[:, None] * KR + o_k[None, :], mask=m, other=0.0)
+        p_g = start * GR + i_h * K + o_c[:, None] * GR + o_k[None, :]
         b_g, _ = load_decays(
             g, rate, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, m_k[None, :]
         )
+        b_g = forget_before(b_g, position, start, o_c, m_t)
+        p_g = (start * HV + i_h) * K + o_c[:, None] * (HV * K) + o_k[None, :]
         b_q = b_q.to(tl.float32) * (scale * b_rq)[:, None]
         b_k = b_k.to(tl.float32) * b_rk[:, None]
-        b_gam, b_lam, b_last = find_factors(b_g, o_c, C, dtype)
-        tl.store(qg + p_g, round_to(b_q * b_gam, dtype, DOT), mask=m)
-        tl.store(kg + p_g, round_to(b_k * b_gam * b_beta[:, None], dtype, DOT), mask=m)
-        tl.store(kl + p_g, round_to(b_k * b_lam, dtype, DOT), mask=m)
+        b_last = store_copies(b_q, b_k, b_g, b_beta, qg, kg, kl, p_g, m, o_c, C, dtype, DOT)
         tl.store(last + tile * K + o_k, b_last, mask=m_k)
         b_g *= LOG2E
         b_qs = tl.reshape(b_q, [C // 16, 16, BK])
@@ -278,6 +386,7 @@ def prepare(
     beta,
     A_log,
     dt_bias,
+    position,
     *,
     T,
     P,
@@ -296,9 +405,11 @@ def prepare(
     """Launches a `prepare_kernel`, this or `hopper`'s: fills what stands behind the star, up to
     rows.
 
-    A_log None: g is given as it is. beta_max 0: beta is given as it is. lower_bound None: softplus.
+    A_log None: g is given as it is, and lower_bound, if not None, is what it is promised to keep.
+    beta_max 0: beta is given as it is. lower_bound None: softplus. position None: no token forgets.
     """
     H, K, HV = q.shape[2], q.shape[3], g.shape[2]
+    takes = l2norm and hopper.takes(q, k, g, lower_bound, config)
     arguments = (
         q,
         k,
@@ -306,6 +417,7 @@ def prepare(
         beta,
         A_log,
         dt_bias,
+        position,
         T,
         P,
         qg,
@@ -317,12 +429,13 @@ def prepare(
         chunks.length,
         scale,
         beta_max or None,
-        lower_bound,
+        None if A_log is None else lower_bound,
         chunks.tokens,
         chunks.per_sequence,
     )
     sizes = {"H": H, "HV": HV, "K": K, "C": chunks.size} | config.prepare.options()
-    if l2norm and hopper.takes(q, k, g, A_log, lower_bound, config):
+    sizes |= {"QR": row_stride(q), "KR": row_stride(k), "GR": row_stride(g), "BR": row_stride(beta)}
+    if takes:
         hopper.prepare_kernel[(chunks.count * HV,)](
             *arguments, SLICES=hopper.count_slices(K), **sizes
         )
@@ -332,11 +445,70 @@ def prepare(
     )
 
 
+@take_turns
+def copy(
+    q,
+    k,
+    g,
+    A_log,
+    dt_bias,
+    position,
+    rows,
+    *,
+    qg,
+    kg,
+    kl,
+    scale,
+    lower_bound,
+    chunks: Chunks,
+    config: Config,
+):
+    """Launches `copies_kernel`: fills qg, kg and kl of what `prepare` left in rows."""
+    H, K, HV = q.shape[2], q.shape[3], g.shape[2]
+    launch = tile("kimi_copies", K)
+    copies_kernel[(chunks.count * HV * -(-K // launch.columns),)](
+        q,
+        k,
+        g,
+        A_log,
+        dt_bias,
+        position,
+        rows,
+        qg,
+        kg,
+        kl,
+        chunks.start,
+        chunks.length,
+        scale,
+        None if A_log is None else lower_bound,
+        chunks.tokens,
+        chunks.per_sequence,
+        H=H,
+        HV=HV,
+        K=K,
+        BK=launch.columns,
+        C=chunks.size,
+        QR=row_stride(q),
+        KR=row_stride(k),
+        GR=row_stride(g),
+        DOT=config.dot,
+        **launch.options(),
+    )
+
+
 def gates_of(quick: bool):
     """Returns the ways to pass g and beta: as they are, and by either gate."""
     bounded = {"gates made": {"lower_bound": None}, "gates with a bound": {}}
     given = {"gates given": dict.fromkeys((*GATE_ARGUMENTS, "lower_bound"))}
     return bounded if quick else given | bounded
+
+
+def layouts_of(quick: bool):
+    """Returns the layouts of sequences: those of the gated delta rule, and rows of documents, which
+    `position` tells apart.
+    """
+    tables = {name: absent | {"position": None} for name, absent in layouts(quick).items()}
+    return tables if quick else tables | {"documents": dict.fromkeys(PACKED_ARGUMENTS)}
 
 
 def variants(K: int, V: int, itemsize: int, quick: bool):
@@ -351,22 +523,30 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         "V": V,
         "C": row.C,
     }
-    sizes |= {"L2NORM": True, "DOT": row.dot}
-    tile = row.scan
-    own = sizes | rows_of(4, 4, K, V) | of_tile(tile) | dict.fromkeys(("QR", "KR"), 4 * K)
-    own |= {"units": None, "STAGES": tile.stages}
-    for layout, tables in layouts(quick).items():
+    sizes |= {"L2NORM": True, "DOT": row.dot} | channel_rows_of(2, 4, K, V)
+    launch = row.scan
+    own = sizes | rows_of(4, 4, K, V) | of_tile(launch) | dict.fromkeys(("QR", "KR"), 4 * K)
+    own |= {"units": None, "STAGES": launch.stages}
+    for layout, tables in layouts_of(quick).items():
         for form, arguments in gates_of(quick).items():
             values = sizes | tables | arguments
             yield Variant(
                 "kimi_prepare", f"{layout}, {form}", prepare_kernel, TYPES, row.prepare, values
             )
-            if form == "gates with a bound" and row.prepare.gluon:
+            copies = tile("kimi_copies", K)
+            own_copies = values | {"BK": copies.columns}
+            yield Variant(
+                "kimi_copies", f"{layout}, {form}", copies_kernel, TYPES, copies, own_copies
+            )
+            if form != "gates made" and row.prepare.gluon:
                 values |= {"SLICES": hopper.count_slices(K)}
-                kernel = hopper.prepare_kernel
-                yield Variant("kimi_prepare_hopper", layout, kernel, TYPES, row.prepare, values)
+                yield Variant(
+                    "kimi_prepare_hopper", f"{layout}, {form}", hopper.prepare_kernel, TYPES,
+                    row.prepare, values,
+                )  # fmt: skip
+    for layout, tables in layouts(quick).items():
         states = ("initial_state", "final_state") if layout == "dense" else ()
         uses = {"": ("transition", *states), " segments": ("initial_state", "o", "S", "U")}
         for use, absent in uses.items():
             values = own | tables | dict.fromkeys(absent)
-            yield Variant("kimi_scan", layout + use, rule.scan_kernel, rule.TYPES, tile, values)
+            yield Variant("kimi_scan", layout + use, rule.scan_kernel, rule.TYPES, launch, values)

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention's `prepare` for sm_90, in Gluon, where gates have a bound; what it computes:
+"""Kimi Delta Attention's `prepare` for sm_90, in Gluon, where decays have a bound; what it computes:
 see fwd.
 
 With g >= SAFE, 16 tokens decay a channel to exp(-80) at the least, which bfloat16 holds, and so
@@ -11,6 +11,16 @@ Within 16 tokens, b = the sum to their start + p: every factor is 2^p or 2^-p, o
 times what depends on the 16 tokens and the channel alone. Above the diagonal such products
 overflow, and are not read. Nothing decays below what is left of it: kl = k . 2^(s - p) . ..., s the
 sum of p's 16 tokens.
+
+A token that forgets what was before it decays no more than another one here, since 0 would be no
+factor, and masks do the rest. With first_i the last such token of the chunk up to i, or -1 where
+there is none,
+
+    kk_ij = P_ij = 0 unless first_i = first_j,  qg_i = kg_i = 0 unless first_i = -1
+    kl_i = 0 unless first_i = first_C,  gam_C = 0 unless first_C = -1
+
+Such are tokens whose place is 0, and where g is given, those whose g is -inf: in all channels of a
+value head, so that the first one says it. Another g that breaks the promise counts as SAFE.
 
 A thread holds 16 tokens of two channels, so that p, s and these factors need no exchange; a slice
 is 64 channels. q, k and g are copied to shared memory at once, before anything waits for them.
@@ -45,20 +55,20 @@ from delta_trn.triton_kernels.hopper.tiles import (
 from delta_trn.triton_kernels.launch import Config
 from delta_trn.triton_kernels.tiles import LOG2E, ROWS
 
-SAFE = -5.0
+SAFE = gl.constexpr(-5.0)
 
 exp, load_rate, locate_chunk, sigmoid = (
     gluon.jit(f.fn) for f in (tiles.exp, tiles.load_rate, tiles.locate_chunk, tiles.sigmoid)
 )
 
 
-def takes(q, k, g, A_log, lower_bound, config: Config) -> bool:
+def takes(q, k, g, lower_bound, config: Config) -> bool:
     """Returns whether this kernel prepares a call in 16 bits, which are bfloat16's, with normalized
     q and k.
 
-    Others may overflow as factors.
+    Others may overflow as factors. lower_bound: what g keeps, made or given; None: nothing.
     """
-    bounded = A_log is not None and lower_bound is not None and lower_bound >= SAFE
+    bounded = lower_bound is not None and lower_bound >= SAFE.value
     copied = in_pieces(q, k, g) and g.element_size() in (2, 4)
     return bounded and copied and compiles(config)
 
@@ -83,6 +93,11 @@ def _divide(x, y):
 
 
 @gluon.jit
+def _larger(x, y):
+    return gl.maximum(x, y)
+
+
+@gluon.jit
 def by_blocks(x, LAYOUT: gl.constexpr):
     """Returns a tile [64, N] as [4, 16, N], without a move."""
     return gl.convert_layout(gl.reshape(x, [4, 16, x.shape[1]]), LAYOUT, assert_trivial=True)
@@ -102,6 +117,7 @@ def prepare_kernel(
     beta,
     A_log,
     dt_bias,
+    position,
     T,
     P,
     qg,
@@ -121,6 +137,10 @@ def prepare_kernel(
     K: gl.constexpr,
     SLICES: gl.constexpr,
     C: gl.constexpr,
+    QR: gl.constexpr,
+    KR: gl.constexpr,
+    GR: gl.constexpr,
+    BR: gl.constexpr,
 ):
     """Computes what fwd.prepare_kernel does, for 64 tokens in a chunk; 64 channels at a time."""
     pid = gl.program_id(0).to(gl.int64)
@@ -133,6 +153,8 @@ def prepare_kernel(
     gtype: gl.constexpr = g.dtype.element_ty
     N: gl.constexpr = 64
     ROW: gl.constexpr = gl.SliceLayout(1, ACC64)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, ACC64)
+    RESETS: gl.constexpr = position is not None or A_log is None
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     LOAD_G: gl.constexpr = WIDE if gtype.primitive_bitwidth == 32 else LOAD
@@ -149,37 +171,51 @@ def prepare_kernel(
     s_k = gl.allocate_shared_memory(dtype, [SLICES, C, N], PLAIN)
     s_g = gl.allocate_shared_memory(gtype, [SLICES, C, N], PLAIN)
     o_t, o_n = gl.arange(0, C, gl.SliceLayout(1, LOAD)), gl.arange(0, N, gl.SliceLayout(0, LOAD))
-    p = (start * H + i_h // (HV // H)) * K
+    p_q = q + start * QR + i_h // (HV // H) * K
+    p_k = k + start * KR + i_h // (HV // H) * K
     for i in gl.static_range(SLICES):
         m = (o_t < length)[:, None] & (i * N + o_n < K)[None, :]
-        o = p + (o_t[:, None] * (H * K) + (i * N + o_n)[None, :])
-        start_copy(s_q.index(i), q + o, m)
-        start_copy(s_k.index(i), k + o, m)
+        start_copy(s_q.index(i), p_q + (o_t[:, None] * QR + (i * N + o_n)[None, :]), m)
+        start_copy(s_k.index(i), p_k + (o_t[:, None] * KR + (i * N + o_n)[None, :]), m)
     async_copy.commit_group()
     o_t, o_n = (
         gl.arange(0, C, gl.SliceLayout(1, LOAD_G)),
         gl.arange(0, N, gl.SliceLayout(0, LOAD_G)),
     )
-    p_g = (start * HV + i_h) * K
+    p_g = g + start * GR + i_h * K
     for i in gl.static_range(SLICES):
         m = (o_t < length)[:, None] & (i * N + o_n < K)[None, :]
-        o = p_g + (o_t[:, None] * (HV * K) + (i * N + o_n)[None, :])
-        start_copy(s_g.index(i), g + o, m)
+        start_copy(s_g.index(i), p_g + (o_t[:, None] * GR + (i * N + o_n)[None, :]), m)
     async_copy.commit_group()
 
     o_c = gl.arange(0, C, LINE)
-    b_beta = gl.load(beta + start * HV + i_h + o_c * HV, mask=o_c < length, other=0.0).to(
+    b_beta = gl.load(beta + start * BR + i_h + o_c * BR, mask=o_c < length, other=0.0).to(
         gl.float32
     )
     if beta_max is not None:
         b_beta = gl.where(o_c < length, beta_max * sigmoid(b_beta), 0.0)
-    rate = -LOG2E * exp(load_rate(A_log, lower_bound, i_h))
+    rate = 0.0 if A_log is None else -LOG2E * exp(load_rate(A_log, lower_bound, i_h))
     s_beta = gl.allocate_shared_memory(gl.float32, [C], FLAT)
     s_rq = gl.allocate_shared_memory(gl.float32, [C], FLAT)
     s_rk = gl.allocate_shared_memory(gl.float32, [C], FLAT)
     s_own = gl.allocate_shared_memory(gl.float32, [C], FLAT)
     s_sums = gl.allocate_shared_memory(gl.float32, [4 * N], FLAT)
     s_beta.store(b_beta)
+    if RESETS:
+        s_first = gl.allocate_shared_memory(gl.int32, [C], FLAT)
+        s_reset = gl.allocate_shared_memory(gl.int32, [C], FLAT)
+        b_reset = gl.full([C], -1, gl.int32, LINE)
+        if position is not None:
+            b_place = gl.load(position + start + o_c, mask=o_c < length, other=1)
+            b_reset = gl.where(b_place == 0, o_c, b_reset)
+        if A_log is None:
+            b_given = gl.load(p_g + o_c * GR, mask=o_c < length, other=0.0).to(gl.float32)
+            b_reset = gl.where(b_given == -float("inf"), o_c, b_reset)
+        s_reset.store(b_reset)
+        gl.barrier()
+        o_i, o_j = gl.arange(0, C, ROW)[:, None], gl.arange(0, C, COLUMN)[None, :]
+        b_resets = gl.where(o_j <= o_i, s_reset.load(COLUMN)[None, :], -1)
+        s_first.store(gl.reduce(b_resets, 1, _larger))
     async_copy.wait_group(1)
     gl.barrier()
     b_qq = gl.zeros([C, N], gl.float32, LOAD)
@@ -209,6 +245,13 @@ def prepare_kernel(
     b_t, b_n = gl.arange(0, C, TOKENS), gl.arange(0, N, gl.SliceLayout(0, TALL))
     m_t = (b_t < length)[:, None]
     block = gl.arange(0, 4, gl.SliceLayout(1, SUMS))[:, None]
+    if RESETS:
+        b_first = s_first.load(TOKENS)
+        b_end = s_first.slice(C - 1, 1).load(TOKENS)
+        b_open = gl.where(b_first < 0, 1.0, 0.0)[:, None]
+        b_stays = gl.where(b_first == b_end, 1.0, 0.0)[:, None]
+    else:
+        b_open, b_stays = 1.0, 1.0
     async_copy.wait_group(0)
     for i in range(SLICES):
         m_k = i * N + b_n < K
@@ -217,9 +260,12 @@ def prepare_kernel(
         if dt_bias is not None:
             b_bias = gl.load(dt_bias + i_h * K + i * N + b_n, mask=m_k, other=0.0)
             b_x += b_bias.to(gl.float32)[None, :]
-        b_g = gl.where(
-            m_t, _divide(lower_bound * LOG2E, 1.0 + _exp2(b_x * rate)), 0.0
-        )  # times log2(e)
+        # times log2(e)
+        if A_log is None:
+            b_g = gl.where(b_x < SAFE, SAFE, b_x) * LOG2E
+        else:
+            b_g = _divide(lower_bound * LOG2E, 1.0 + _exp2(b_x * rate))
+        b_g = gl.where(m_t, b_g, 0.0)
         b_g = by_blocks(b_g, BLOCKS)
         b_p = gl.associative_scan(b_g, 1, add)
         b_s = gl.sum(b_g, axis=1)
@@ -242,9 +288,12 @@ def prepare_kernel(
         f_gam = _exp2(b_start)[:, None, :]
         f_lam = _exp2(b_all - b_start - b_s)[:, None, :]
         b_last = gl.convert_layout(gl.reshape(_exp2(b_all), [N]), gl.SliceLayout(0, TALL))
+        if RESETS:
+            b_end_n = s_first.slice(C - 1, 1).load(gl.SliceLayout(0, TALL))
+            b_last = gl.where(b_end_n < 0, b_last, 0.0)
         gl.store(last + tile * K + i * N + b_n, b_last, mask=m_k)
-        o_g = p_g + (b_t[:, None] * (HV * K) + (i * N + b_n)[None, :])
-        m_g = m_t & m_k[None, :]
+        o_g = (start * HV + i_h) * K + (b_t[:, None] * (HV * K) + (i * N + b_n)[None, :])
+        m_o = m_t & m_k[None, :]
         b_f = _exp2(b_p)
         x_q = (
             by_blocks(s_q.index(i).load(TALL).to(gl.float32) * s_rq.load(TOKENS)[:, None], BLOCKS)
@@ -252,15 +301,14 @@ def prepare_kernel(
         )
         s_q0.store(whole((x_q * f_0).to(dtype), TALL))
         s_q1.store(whole((x_q * f_1).to(dtype), TALL))
-        gl.store(qg + o_g, whole((x_q * (f_gam * scale)).to(dtype), TALL), mask=m_g)
+        gl.store(qg + o_g, (whole(x_q * (f_gam * scale), TALL) * b_open).to(dtype), mask=m_o)
         x_k = by_blocks(s_k.index(i).load(TALL).to(gl.float32) * s_rk.load(TOKENS)[:, None], BLOCKS)
         b_read = x_k * _exp2(-b_p)
         x_k *= b_f
         s_k0.store(whole((x_k * f_0).to(dtype), TALL))
         s_k1.store(whole((x_k * f_1).to(dtype), TALL))
-        gl.store(
-            kg + o_g, (whole(x_k * f_gam, TALL) * s_beta.load(TOKENS)[:, None]).to(dtype), mask=m_g
-        )
+        b_kg = whole(x_k * f_gam, TALL) * s_beta.load(TOKENS)[:, None] * b_open
+        gl.store(kg + o_g, b_kg.to(dtype), mask=m_o)
         s_read.store(whole((b_read * f_read).to(dtype), TALL))
         fence_async_shared()
         gl.barrier()
@@ -268,15 +316,18 @@ def prepare_kernel(
         b_kk0 = warpgroup_mma(s_k0, s_read.slice(0, 32, 0).permute((1, 0)), b_kk0, is_async=True)
         b_P1 = warpgroup_mma(s_q1, s_read.slice(32, 32, 0).permute((1, 0)), b_P1, is_async=True)
         b_kk1 = warpgroup_mma(s_k1, s_read.slice(32, 32, 0).permute((1, 0)), b_kk1, is_async=True)
-        gl.store(
-            kl + o_g, whole((b_read * _exp2(b_s)[:, None, :] * f_lam).to(dtype), TALL), mask=m_g
-        )
+        b_kl = whole(b_read * _exp2(b_s)[:, None, :] * f_lam, TALL) * b_stays
+        gl.store(kl + o_g, b_kl.to(dtype), mask=m_o)
         b_P0, b_P1, b_kk0, b_kk1 = warpgroup_mma_wait(0, deps=(b_P0, b_P1, b_kk0, b_kk1))
 
-    o_i, o_j = gl.arange(0, C, ROW)[:, None], gl.arange(0, C, gl.SliceLayout(0, ACC64))[None, :]
+    o_i, o_j = gl.arange(0, C, ROW)[:, None], gl.arange(0, C, COLUMN)[None, :]
     b_P = gl.where(o_i == o_j, s_own.load(ROW)[:, None], beside(b_P0, b_P1, ACC64))
-    b_P = gl.where(o_i >= o_j, b_P * scale, 0.0)
-    b_L = gl.where(o_i > o_j, beside(b_kk0, b_kk1, ACC64) * s_beta.load(ROW)[:, None], 0.0)
+    m_P, m_L = o_i >= o_j, o_i > o_j
+    if RESETS:
+        together = s_first.load(ROW)[:, None] == s_first.load(COLUMN)[None, :]
+        m_P, m_L = m_P & together, m_L & together
+    b_P = gl.where(m_P, b_P * scale, 0.0)
+    b_L = gl.where(m_L, beside(b_kk0, b_kk1, ACC64) * s_beta.load(ROW)[:, None], 0.0)
     s_out = gl.allocate_shared_memory(dtype, [C, C], OPERAND)
     s_out.store(b_P.to(dtype))
     p_rows = rows + tile * (ROWS * C)

@@ -14,8 +14,10 @@ from transformers import DynamicCache
 from delta_trn import (
     BackendRefusal,
     check_packing,
+    checking,
     patch_transformers,
 )
+from delta_trn.backends.gated_delta_rule import chunked
 from delta_trn.backends.gated_delta_rule.chunked import note
 from delta_trn.backends.parity.judge import error
 from delta_trn.models.cache import CACHE_NAME
@@ -285,6 +287,38 @@ class TestPatch:
         assert row.name == "model.layers.0.linear_attn" and set(row.kernels.values()) == {"chunked"}
         assert capsys.readouterr().out.strip() == str(patch)
         assert f"gated_delta_rule by chunked ({note()})" in str(patch)
+
+    @pytest.mark.parametrize(
+        ("family", "settings", "safe"),
+        [
+            ("kimi_linear", {}, False),
+            ("glm5_next", {}, True),
+            ("glm5_next", {"linear_lower_bound": -6.0}, False),
+            ("bailing_hybrid", {}, True),
+            ("bailing_hybrid", {"kda_safe_gate": False}, False),
+        ],
+        ids=str,
+    )
+    def test_a_bounded_decay_is_promised_where_the_config_bounds_it(
+        self, family, settings, safe, monkeypatch
+    ):
+        """Patched as a model and as a family: what the rule is told, and what the report says."""
+        told, forward = [], chunked.forward
+
+        def watch(call, *, save):
+            told.append(call.lower_bound)
+            return forward(call, save=save)
+
+        monkeypatch.setattr(chunked, "forward", watch)
+        model, ids = make(family, **settings), tokens(1, 20)
+        for patched in (model, None):
+            with checking(), patch_transformers(patched, backend="chunked"):
+                model(ids)
+        assert told == [-5.0 if safe else None] * 2
+        patch = patch_transformers(model, backend="triton")
+        patch.undo()
+        assert (patching.UNBOUNDED in str(patch)) == (not safe)
+        assert "triton for kimi_delta_attention, kimi_delta_attention_step" in str(patch)
 
     def test_undo_restores_every_forward(self, qwen):
         layer = qwen.model.layers[0].linear_attn
