@@ -253,10 +253,11 @@ class _OnDevice(TorchFunctionMode):
     def __init__(self, address: Callable[[Tensor], int] | None) -> None:
         super().__init__()
         self.address, self.place = address, torch.device("cuda", 0)
+        kind: Any = torch.Tensor
         self.told: dict[Any, Callable[..., Any]] = {
-            torch.Tensor.device.__get__: lambda x: x.device if x.is_meta else self.place,
-            torch.Tensor.is_cuda.__get__: lambda x: not x.is_meta,
-            torch.Tensor.is_cpu.__get__: lambda x: False,
+            kind.device.__get__: lambda x: x.device if x.is_meta else self.place,
+            kind.is_cuda.__get__: lambda x: not x.is_meta,
+            kind.is_cpu.__get__: lambda x: False,
             torch.Tensor.get_device: lambda x: 0,
             torch.Tensor.pin_memory: lambda x, *device: x,
             torch.Tensor.is_pinned: lambda x, *device: True,
@@ -287,7 +288,7 @@ class _Storage:
     """The storage of a tensor without memory: where it begins and how long it would be."""
 
     def __init__(self, x: Tensor, address: Callable[[Tensor], int]) -> None:
-        self.begins = address(x) - x.storage_offset() * x.element_size()
+        self.begins = int(address(x) - x.storage_offset() * x.element_size())
         self.bytes = x.untyped_storage().nbytes()
 
     def data_ptr(self) -> int:
@@ -334,7 +335,8 @@ def pretend(
         def __new__(cls, device: Any = "cpu") -> Any:
             return generator("cpu" if is_cuda(device) else device)
 
-    run_backward = torch.autograd._engine_run_backward
+    autograd: Any = torch.autograd
+    run_backward = autograd._engine_run_backward
 
     def differentiate(*arguments: Any, **options: Any) -> Any:
         with _OnDevice(address):  # torch leaves the mode for calls that a mode may replace

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -42,7 +42,8 @@ def _convert(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: boo
     """
     for child in module.children() if recurse else ():
         _convert(child, change)
-    for own in (module._parameters, module._buffers):
+    tables: Any = (module._parameters, module._buffers)
+    for own in tables:
         for name, x in own.items():
             if x is not None and (y := change(x)).dtype != x.dtype:
                 own[name] = nn.Parameter(y, x.requires_grad) if name in module._parameters else y
@@ -75,7 +76,7 @@ class Weightless(TorchDispatchMode):
 
     def __enter__(self) -> Weightless:
         """Lets fake tensors, too, say that they are on the device."""
-        place, own = torch.device("cuda", 0), FakeTensor.device.fget
+        place, own = torch.device("cuda", 0), cast(Any, FakeTensor.device).fget
         told = property(lambda x: own(x) if self.inside else place)
         self.patch.enter_context(mock.patch.object(FakeTensor, "device", told))
         self.patch.enter_context(mock.patch.object(nn.Module, "_apply", _convert))

@@ -212,7 +212,7 @@ def report(
     console: Console,
     verdicts: Sequence[Verdict],
     refused: Mapping[tuple[str, torch.dtype], str],
-    failed: Mapping[tuple[str, torch.dtype], str] = types.MappingProxyType({}),
+    ended: Mapping[tuple[str, torch.dtype], str] = types.MappingProxyType({}),
 ) -> None:
     """Prints the worst SHOWN rows and every failure, then one line per backend and dtype."""
     failures = sum(not verdict.passed for verdict in verdicts)
@@ -233,7 +233,7 @@ def report(
     console.print(table)
     for (name, dtype), reason in refused.items():
         console.print(f"case {name} refused in {dtype_name(dtype)}: {reason}", highlight=False)
-    for (name, dtype), reason in failed.items():
+    for (name, dtype), reason in ended.items():
         console.print(f"case {name} failed in {dtype_name(dtype)}: {reason}", style="bold red")
     for backend, dtype in dict.fromkeys((v.backend, v.dtype) for v in verdicts):
         group = [v for v in verdicts if (v.backend, v.dtype) == (backend, dtype)]

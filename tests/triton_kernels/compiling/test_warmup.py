@@ -42,6 +42,7 @@ print("COMPILED", len(compiled))
 """
 
 
+@pytest.mark.timeout(900)
 def test_a_model_compiles_nothing_after_its_warmup(tmp_path):
     from delta_trn.models import DeltaConfig
 
