@@ -82,7 +82,7 @@ def test_operators_pass_pytorchs_opcheck():
     leaves = tensors(dtype=torch.float32)
     no_gates = (None, None)  # neither A_log nor dt_bias
     options = (0.5, 0.0, True, True, None, True, "chunked")
-    rule = (*leaves[:5], *no_gates, leaves[5], None, *options)
+    rule = (*leaves[:5], *no_gates, leaves[5], None, None, *options)
     torch.library.opcheck(torch.ops.delta_trn.gated_delta_rule.default, rule)
     packed = [x[:1].detach().requires_grad_() for x in leaves[:5]]
     bounds = torch.tensor([0, 2, 2, 5])
@@ -91,7 +91,7 @@ def test_operators_pass_pytorchs_opcheck():
     # writes
     torch.library.opcheck(
         torch.ops.delta_trn.gated_delta_rule.default,
-        (*packed, *no_gates, states, bounds, 0.5, 0.0, False, True, None, True, "chunked"),
+        (*packed, *no_gates, states, bounds, None, 0.5, 0.0, False, True, None, True, "chunked"),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
     step = [x.detach()[:, 0] for x in leaves[:5]]
@@ -103,7 +103,7 @@ def test_operators_pass_pytorchs_opcheck():
         -leaves[0].detach().repeat(1, 1, leaves[2].shape[2], 1)[:, :, : leaves[2].shape[2]].abs()
     )
     channels.requires_grad_()
-    kimi = (*leaves[:3], channels, leaves[4], *no_gates, leaves[5], None, *options)
+    kimi = (*leaves[:3], channels, leaves[4], *no_gates, leaves[5], None, None, *options)
     torch.library.opcheck(torch.ops.delta_trn.kimi_delta_attention.default, kimi)
 
 
@@ -204,7 +204,19 @@ def test_a_second_derivative_of_the_rule_is_refused():
 def test_gradients_of_a_call_with_save_false_are_refused():
     leaves = tensors()
     o, _, _ = torch.ops.delta_trn.gated_delta_rule(
-        *leaves[:5], None, None, leaves[5], None, 1.0, 0.0, False, False, None, False, "chunked"
+        *leaves[:5],
+        None,
+        None,
+        leaves[5],
+        None,
+        None,
+        1.0,
+        0.0,
+        False,
+        False,
+        None,
+        False,
+        "chunked",
     )
     with pytest.raises(
         RuntimeError, match="was called with save=False and is now asked for gradients"

@@ -75,7 +75,7 @@ EXAMPLES = [
     cross_entropy.example(**READOUT),
     cross_entropy.example(**READOUT, backward=0),
     (first_hour_trn1.products, first_hour_trn1.operands()),
-    (first_hour_trn1.functions, (np.ones((128, 8), np.float32), 2, True)),
+    (first_hour_trn1.apply_in_turns, (np.ones((128, 8), np.float32), 2, True)),
 ]
 
 

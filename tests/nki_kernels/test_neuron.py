@@ -176,7 +176,7 @@ def test_parity_holds_on_the_simulator_of_an_installed_nki(tmp_path):
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
-        env={"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        env={"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "DELTA_TRN_NKI": "0.3.0"},
         timeout=250,
     )
     assert process.returncode == 0, process.stderr

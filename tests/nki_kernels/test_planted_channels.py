@@ -182,8 +182,8 @@ BUGS = (
     Bug(
         "a decoded token decays twice",
         f"{STEP}:load_vectors",
-        "scale=1.0 if g.shape[1] == 1 else 0.0",
-        "scale=1.0",
+        "nisa.memset(dst=decay_sb, value=1.0)",
+        "nisa.activation(dst=decay_sb, op=nl.exp, data=load(g[first:last, :1], nl.float32))",
         "decoding",
     ),
     Bug(

@@ -39,7 +39,9 @@ from tests.backends import test_operator
 B, T, H, K, V = 2, 3, 2, 4, 3
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # in make_fx
 RUNNABLE = [name for name, backend in dispatch.BACKENDS.items() if not backend.unavailable("cpu")]
-IN_PYTORCH = ("residual", "convolution", "norm", "norm without a gate", "sum")
+IN_PYTORCH = (
+    "residual", "convolution", "norm", "norm with a sigmoid", "norm without a gate", "sum",
+)  # fmt: skip
 
 
 def normal(*shape, seed=0):
