@@ -143,7 +143,6 @@ def load_vectors(q, k, v, g, beta, first, last, shared, scale, l2norm, norm):
     decay_sb = sbuf((last - first, 1))
     if g.shape[1] == 1:
         nisa.dma_copy(dst=decay_sb, src=g[first:last, :])
-        nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb)
     else:  # channels decay line by line; exp(0) may not be exactly 1
         nisa.memset(dst=decay_sb, value=1.0)
     beta_sb = load(beta[first:last, :], nl.float32)
@@ -152,6 +151,8 @@ def load_vectors(q, k, v, g, beta, first, last, shared, scale, l2norm, norm):
         normalize(q_sb, scale, norm)
     else:
         nisa.tensor_scalar(dst=q_sb, data=q_sb, op0=nl.multiply, operand0=scale)
+    if g.shape[1] == 1:  # after the norms: exp and rsqrt are of two tables
+        nisa.activation(dst=decay_sb, op=nl.exp, data=decay_sb)
     kq_sb = multiply_rows(k_sb, q_sb)
     return {"k": k_sb, "q": q_sb, "v": v_sb, "decay": decay_sb, "beta": beta_sb, "kq": kq_sb}
 
