@@ -18,7 +18,7 @@ from delta_trn.backends.gated_delta_rule.contract import Gradients, Rule, Shapes
 from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_counts, chunk_tables
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.gated_delta_rule_bwd import sum_heads
-from delta_trn.triton_kernels.kimi_delta_attention import bwd, fwd
+from delta_trn.triton_kernels.kimi_delta_attention import bwd, fwd, gradients_hopper
 
 MAKES_GATES = TAKES_POOL = True
 step = rule.step
@@ -119,7 +119,10 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
     products = [torch.empty_like(x) for x in (P, P, qg, qg, qg, last)]
     products.append(rows.new_empty(chunks.count, HV, row.C))
-    combined = HV != H or call.l2norm
+    normed = call.l2norm and not gradients_hopper.adds_norms(
+        q, k, g, A_log, call.lower_bound, row
+    )
+    combined = HV != H or normed
     dq, dk = (
         q.new_empty((B, length, HV, K), dtype=torch.float32 if combined else q.dtype)
         for _ in range(2)
@@ -151,6 +154,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         dbeta=dbeta,
         dgates=dgates,
         scale=call.scale,
+        l2norm=call.l2norm,
         beta_max=call.beta_max,
         lower_bound=call.lower_bound,
         chunks=chunks,

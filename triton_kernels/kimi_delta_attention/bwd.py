@@ -57,6 +57,7 @@ import triton.language as tl
 from delta_trn.triton_kernels import gated_delta_rule_reverse as rule
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.gated_delta_rule_bwd import LEAST_DIVISOR
+from delta_trn.triton_kernels.kimi_delta_attention import gradients_hopper as hopper
 from delta_trn.triton_kernels.kimi_delta_attention.fwd import (
     add_sums,
     find_cut_factors,
@@ -64,7 +65,8 @@ from delta_trn.triton_kernels.kimi_delta_attention.fwd import (
     gates_of,
     lies_between,
 )
-from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns
+from delta_trn.triton_kernels.kimi_delta_attention.prepare_hopper import count_slices
+from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns, tile
 from delta_trn.triton_kernels.tiles import (
     LOG2E,
     RESET,
@@ -407,13 +409,16 @@ def gradients(
     dbeta,
     dgates,
     scale,
+    l2norm,
     beta_max,
     lower_bound,
     chunks: Chunks,
     config: Config,
 ):
-    """Launches both kernels: fills products, dq and dk of value heads, dv,
-    dg, dbeta; with A_log dgates.
+    """Launches both kernels: fills products, dq and dk, dv, dg, dbeta; with A_log dgates.
+
+    dq and dk are those of value heads, of the normalized q and k, but not where
+    `hopper.adds_norms`: there, of q and k.
     """
     H, (HV, V), K = q.shape[2], do.shape[2:], q.shape[3]
     launch, grid, sizes = (
@@ -443,7 +448,7 @@ def gradients(
         **sizes,
         **launch.options(),
     )
-    gradients_kernel[grid](
+    arguments = (
         q,
         k,
         g,
@@ -460,6 +465,19 @@ def gradients(
         *places,
         beta_max or None,
         lower_bound,
+    )
+    if hopper.takes(q, k, g, A_log, lower_bound, config):
+        hopper.gradients_kernel[grid](
+            *arguments,
+            H=H,
+            SLICES=count_slices(K),
+            NORM=l2norm and H == HV,
+            **sizes,
+            **tile("kimi_hopper_gradients", K).options(),
+        )
+        return
+    gradients_kernel[grid](
+        *arguments,
         H=H,
         BK=config.gradients.columns,
         DOT=config.dot,
@@ -505,3 +523,15 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
             yield Variant(
                 "kimi_gradients", f"{layout}, {form}", gradients_kernel, TYPES, row.gradients, own
             )
+            if form != "gates with a bound" or not row.prepare.gluon:
+                continue
+            # of groups, dq and dk are in float32, as TYPES has them
+            given = TYPES | {
+                "*x": f"{TYPES['*x']} dq dk",
+                "*fp32": TYPES["*fp32"].replace("dq dk ", ""),
+            }
+            for use, H, types in (("", 4, given), (", groups", 2, TYPES)):
+                own = values | arguments | {"H": H, "SLICES": count_slices(K), "NORM": H == 4}
+                kernel, launch = hopper.gradients_kernel, tile("kimi_hopper_gradients", K)
+                name = "kimi_gradients_hopper"
+                yield Variant(name, layout + use, kernel, types, launch, own)
