@@ -37,14 +37,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from delta_trn.triton_kernels import tiles
 from delta_trn.triton_kernels.gated_delta_rule_bwd import LEAST_DIVISOR
-from delta_trn.triton_kernels.hopper.tiles import ACC16, ACC32, ACC64, FLAT, add, halves
-from delta_trn.triton_kernels.kimi_delta_attention.prepare_hopper import (
-    _divide,
-    _exp2,
-    by_blocks,
-    takes,
-    whole,
-)
+from delta_trn.triton_kernels.hopper.tiles import FLAT, add
+from delta_trn.triton_kernels.kimi_delta_attention.prepare_hopper import _exp2, takes
 from delta_trn.triton_kernels.launch import Config
 from delta_trn.triton_kernels.tiles import LN2, LOG2E, ROWS
 
@@ -60,77 +54,107 @@ exp, load_rate, locate_chunk, sigmoid = (
     gluon.jit(f.fn) for f in (tiles.exp, tiles.load_rate, tiles.locate_chunk, tiles.sigmoid)
 )
 N = gl.constexpr(64)  # channels of a slice
-LEFT = gl.constexpr(gl.DotOperandLayout(0, ACC64.value, 2))
+ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
+# a thread's 8 tokens of two channels; as 8 blocks of 8 tokens; their sums; what a block has of them
+TALL = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [8, 1], [1, 0]))
+BLOCKS = gl.constexpr(gl.BlockedLayout([1, 8, 2], [1, 1, 32], [8, 1, 1], [2, 1, 0]))
+SUMS = gl.constexpr(gl.SliceLayout(1, BLOCKS.value))
+SUM = gl.constexpr(gl.SliceLayout(0, SUMS.value))
+TOKENS = gl.constexpr(gl.SliceLayout(1, TALL.value))
+CHANNELS = gl.constexpr(gl.SliceLayout(0, TALL.value))
+# float32 as products leave it, to be read by rows: eight columns of four rows next to each other
+# lie in different banks
+HELD = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def _quarters(s_a):
-    """Returns the four tiles [64, 16] of a tile [64, 64] in shared memory, as left operands."""
-    left, right = halves(s_a.load(ACC64), ACC32)
-    a0, a1 = halves(left, ACC16)
-    a2, a3 = halves(right, ACC16)
-    a0 = gl.convert_layout(a0, LEFT, assert_trivial=True)
-    a1 = gl.convert_layout(a1, LEFT, assert_trivial=True)
-    a2 = gl.convert_layout(a2, LEFT, assert_trivial=True)
-    a3 = gl.convert_layout(a3, LEFT, assert_trivial=True)
-    return a0, a1, a2, a3
+def _invert(x):
+    """Returns 1 / x to a rounding; 0 where that is below 2^-126."""
+    form: gl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
+    return gl.inline_asm_elementwise(form, "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def by_blocks(x):
+    """Returns a tile [64, N] as [8, 8, N], without a move."""
+    return gl.convert_layout(gl.reshape(x, [8, 8, N]), BLOCKS, assert_trivial=True)
+
+
+@gluon.jit
+def whole(x):
+    """Returns a tile [8, 8, N] as [64, N], without a move."""
+    return gl.convert_layout(gl.reshape(x, [64, N]), TALL, assert_trivial=True)
 
 
 @gluon.jit
 def _start(a, s_b, block: gl.constexpr):
     """Starts the product of a [64, 16] and 16 rows of s_b [64, N]."""
-    zeros = gl.zeros([64, N], gl.float32, ACC64)
+    zeros = gl.zeros([64, N], gl.float32, ACC)
     return warpgroup_mma(a, s_b.slice(16 * block, 16, 0), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _add_block(acc, x, s_factor, block: gl.constexpr):
-    """Returns acc + x [4, 16, N], times one factor for each block of rows and channel."""
+def _scale(x, s_factor):
+    """Returns x [64, N] as [4, 16, N], times one factor for each 16 rows and channel."""
     x = gl.reshape(x, [4, 16, N])
-    return acc + x * s_factor.index(block).load(gl.SliceLayout(1, x.type.layout))[:, None, :]
+    return x * s_factor.load(gl.SliceLayout(1, x.type.layout))[:, None, :]
 
 
 @gluon.jit
-def _add_blocks(x0, x1, x2, x3, s_factor, TALL: gl.constexpr):
-    """Returns the sum of four tiles times their factors, where TALL has its elements."""
-    zeros = gl.zeros([64, N], gl.float32, ACC64)
-    acc = gl.reshape(zeros, [4, 16, N])
-    acc = _add_block(acc, x0, s_factor, 0)
-    acc = _add_block(acc, x1, s_factor, 1)
-    acc = _add_block(acc, x2, s_factor, 2)
-    acc = _add_block(acc, x3, s_factor, 3)
-    acc = gl.convert_layout(gl.reshape(acc, [64, N]), ACC64, assert_trivial=True)
-    return gl.convert_layout(acc, TALL)
+def _move(acc, s_acc):
+    """Returns acc [4, 16, N] where TALL has its elements."""
+    gl.barrier()
+    s_acc.store(gl.convert_layout(gl.reshape(acc, [64, N]), ACC, assert_trivial=True))
+    gl.barrier()
+    return s_acc.load(TALL)
 
 
 @gluon.jit
-def _find_rows(s_pairs, s_read, s_factor, TALL: gl.constexpr):
+def _find_rows(s_pairs, s_read, s_factor, s_acc, zero):
     """Returns what the rows of s_pairs take of keys, without the factor x of its row."""
-    a0, a1, a2, a3 = _quarters(s_pairs)
-    x0, x1 = _start(a0, s_read, 0), _start(a1, s_read, 1)
-    x2, x3 = _start(a2, s_read, 2), _start(a3, s_read, 3)
-    x0, x1, x2, x3 = warpgroup_mma_wait(0, deps=(x0, x1, x2, x3))
-    return _add_blocks(x0, x1, x2, x3, s_factor, TALL)
+    x0 = _start(s_pairs.slice(0, 16, 1).load(LEFT), s_read, 0)
+    x1 = _start(s_pairs.slice(16, 16, 1).load(LEFT), s_read, 1)
+    x0, x1 = warpgroup_mma_wait(0, deps=(x0, x1))
+    x2 = _start(s_pairs.slice(32, 16, 1).load(LEFT), s_read, 2)
+    x3 = _start(s_pairs.slice(48, 16, 1).load(LEFT), s_read, 3)
+    acc = _scale(x0, s_factor.index(zero)) + _scale(x1, s_factor.index(1 + zero))
+    x2, x3 = warpgroup_mma_wait(0, deps=(x2, x3))
+    acc += _scale(x2, s_factor.index(2 + zero))
+    return _move(acc + _scale(x3, s_factor.index(3 + zero)), s_acc)
 
 
 @gluon.jit
-def _find_columns(s_dP, s_dkk, s_q, s_k, s_factor, TALL: gl.constexpr):
+def _start_both(s_dP, s_dkk, s_q, s_k, block: gl.constexpr):
+    """Starts what the 16 readers of a block take of keys, by queries and by keys."""
+    x = _start(s_dP.slice(16 * block, 16, 0).permute((1, 0)).load(LEFT), s_q, block)
+    a = s_dkk.slice(16 * block, 16, 0).permute((1, 0)).load(LEFT)
+    return warpgroup_mma(a, s_k.slice(16 * block, 16, 0), x, is_async=True)
+
+
+@gluon.jit
+def _find_columns(s_dP, s_dkk, s_q, s_k, s_factor, s_acc, zero):
     """Returns what is taken of each key, without the factor y of its row."""
-    a0, a1, a2, a3 = _quarters(s_dP.permute((1, 0)))
-    x0, x1, x2, x3 = _start(a0, s_q, 0), _start(a1, s_q, 1), _start(a2, s_q, 2), _start(a3, s_q, 3)
-    b0, b1, b2, b3 = _quarters(s_dkk.permute((1, 0)))
-    x0 = warpgroup_mma(b0, s_k.slice(0, 16, 0), x0, is_async=True)
-    x1 = warpgroup_mma(b1, s_k.slice(16, 16, 0), x1, is_async=True)
-    x2 = warpgroup_mma(b2, s_k.slice(32, 16, 0), x2, is_async=True)
-    x3 = warpgroup_mma(b3, s_k.slice(48, 16, 0), x3, is_async=True)
-    x0, x1, x2, x3 = warpgroup_mma_wait(0, deps=(x0, x1, x2, x3))
-    return _add_blocks(x0, x1, x2, x3, s_factor, TALL)
+    x0, x1 = _start_both(s_dP, s_dkk, s_q, s_k, 0), _start_both(s_dP, s_dkk, s_q, s_k, 1)
+    x0, x1 = warpgroup_mma_wait(0, deps=(x0, x1))
+    x2, x3 = _start_both(s_dP, s_dkk, s_q, s_k, 2), _start_both(s_dP, s_dkk, s_q, s_k, 3)
+    acc = _scale(x0, s_factor.index(zero)) + _scale(x1, s_factor.index(1 + zero))
+    x2, x3 = warpgroup_mma_wait(0, deps=(x2, x3))
+    acc += _scale(x2, s_factor.index(2 + zero))
+    return _move(acc + _scale(x3, s_factor.index(3 + zero)), s_acc)
 
 
 @gluon.jit
-def _load(p, m, LAYOUT: gl.constexpr):
-    """Returns a tile in float32, as [4, 16, N]."""
-    return by_blocks(gl.load(p, mask=m, other=0.0).to(gl.float32), LAYOUT)
+def _add_channels(acc, x):
+    """Returns acc [64, N / 2] + the sums over pairs of channels of x [64, N], which a thread has."""
+    return acc + gl.sum(gl.reshape(x, [64, N // 2, 2]), axis=2)
+
+
+@gluon.jit
+def _sum_channels(x, LAYOUT: gl.constexpr):
+    """Returns the sums [64] over the rows of x [64, N / 2]."""
+    return gl.convert_layout(gl.sum(x, axis=1), LAYOUT)
 
 
 @gluon.jit(do_not_specialize=["tokens", "NT"])
@@ -179,161 +203,178 @@ def gradients_kernel(
         return
     length = length.to(gl.int32)
     dtype: gl.constexpr = k.dtype.element_ty
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    TALL: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
-    BLOCKS: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
-    SUMS: gl.constexpr = gl.SliceLayout(1, BLOCKS)
-    SUM: gl.constexpr = gl.SliceLayout(0, SUMS)
-    TOKENS: gl.constexpr = gl.SliceLayout(1, TALL)
-    CHANNELS: gl.constexpr = gl.SliceLayout(0, TALL)
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    FACTOR: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 2], [1, 0])
     OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, N], dtype)
     tile = i_c * HV + i_h
 
     o_i, o_j = gl.arange(0, C, gl.SliceLayout(1, LOAD)), gl.arange(0, C, gl.SliceLayout(0, LOAD))
-    o_cc = tile * (C * C) + o_i[:, None] * C + o_j[None, :]
+    o_cc = tile * (C * C) + (o_i[:, None] * C + o_j[None, :])
     below = o_i[:, None] > o_j[None, :]
-    zero = gl.zeros([C, C], dtype, LOAD)
-    s_dP = gl.allocate_shared_memory(dtype, [C, C], OPERAND)
-    s_dkk = gl.allocate_shared_memory(dtype, [C, C], OPERAND)
-    s_dP.store(gl.where(below, gl.load(dP + o_cc), zero))
-    s_dkk.store(gl.where(below, gl.load(dkk + o_cc), zero))
+    none = gl.zeros([C, C], dtype, LOAD)
+    a_dP = gl.allocate_shared_memory(dtype, [1, C, C], OPERAND)
+    a_dkk = gl.allocate_shared_memory(dtype, [1, C, C], OPERAND)
+    a_dP.index(0).store(gl.where(below, gl.load(dP + o_cc), none))
+    a_dkk.index(0).store(gl.where(below, gl.load(dkk + o_cc), none))
 
-    b_t, b_n = gl.arange(0, C, TOKENS), gl.arange(0, N, CHANNELS)
-    m_t = b_t < length
+    o_t, o_n = gl.arange(0, C, TOKENS), gl.arange(0, N, CHANNELS)
     p_rows = rows + tile * (ROWS * C)
-    b_rq, b_rk = gl.load(p_rows + 2 * C + b_t), gl.load(p_rows + 3 * C + b_t)
-    b_beta = gl.load(p_rows + 7 * C + b_t)
-    b_own = gl.load(dP + tile * (C * C) + b_t * (C + 1)).to(gl.float32)
-    rate = exp(load_rate(A_log, lower_bound, i_h))
+    o_c = gl.arange(0, C, LINE)
+    a_tokens = gl.allocate_shared_memory(gl.float32, [4, C], FLAT)
 
-    s_sums = gl.allocate_shared_memory(gl.float32, [4 * N], FLAT)
-    s_middle = gl.allocate_shared_memory(gl.float32, [4 * N], FLAT)
-    s_taken = gl.allocate_shared_memory(gl.float32, [4 * N], FLAT)
-    s_written = gl.allocate_shared_memory(gl.float32, [4 * N], FLAT)
-    s_rows = gl.allocate_shared_memory(gl.float32, [4, 4, N], PLAIN)
-    s_columns = gl.allocate_shared_memory(gl.float32, [4, 4, N], PLAIN)
-    s_q = gl.allocate_shared_memory(dtype, [C, N], OPERAND)
-    s_k = gl.allocate_shared_memory(dtype, [C, N], OPERAND)
-    s_read = gl.allocate_shared_memory(dtype, [C, N], OPERAND)
+    a_tokens.index(0).store(gl.load(p_rows + 2 * C + o_c) * scale)
+    a_tokens.index(1).store(gl.load(p_rows + 3 * C + o_c))
+    a_tokens.index(2).store(gl.load(p_rows + 7 * C + o_c))
+    a_tokens.index(3).store(gl.load(dP + tile * (C * C) + o_c * (C + 1)).to(gl.float32))
+    rate = LOG2E * exp(load_rate(A_log, lower_bound, i_h))
+
+    # with an index of which the compiler knows nothing: of what it knew, it would keep every
+    # address
+    a_sums = gl.allocate_shared_memory(gl.float32, [1, 8 * N], FLAT)
+    a_taken = gl.allocate_shared_memory(gl.float32, [1, 8 * N], FLAT)
+    a_written = gl.allocate_shared_memory(gl.float32, [1, 8 * N], FLAT)
+    a_rows = gl.allocate_shared_memory(gl.float32, [4, 4, N], PLAIN)
+    a_columns = gl.allocate_shared_memory(gl.float32, [4, 4, N], PLAIN)
+    a_q = gl.allocate_shared_memory(dtype, [1, C, N], OPERAND)
+    a_k = gl.allocate_shared_memory(dtype, [1, C, N], OPERAND)
+    a_read = gl.allocate_shared_memory(dtype, [1, C, N], OPERAND)
+    a_acc = gl.allocate_shared_memory(gl.float32, [1, C, N], HELD)
     if NORM and SLICES > 1:
-        s_dq = gl.allocate_shared_memory(gl.float32, [C, N], PLAIN)
-        s_dk = gl.allocate_shared_memory(gl.float32, [C, N], PLAIN)
-    block = gl.arange(0, 4, gl.SliceLayout(1, SUMS))[:, None]
-    o_16 = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))[None, :, None]
+        s_dq = gl.allocate_shared_memory(gl.float32, [1, C, N], PLAIN)
+        s_dk = gl.allocate_shared_memory(gl.float32, [1, C, N], PLAIN)
 
-    dA = 0.0
-    b_kR = gl.load(dYV + tile * C + b_t)
-    b_qdq, b_kdk = gl.zeros([C], gl.float32, TOKENS), gl.zeros([C], gl.float32, TOKENS)
+    pairs: gl.constexpr = gl.reshape(gl.zeros([C, N], gl.float32, TALL), [C, N // 2, 2]).type.layout
+    b_kR = gl.zeros([C, N // 2], gl.float32, gl.SliceLayout(2, pairs))
+    b_dA = gl.zeros([8, N], gl.float32, SUMS)
     b_dq, b_dk = gl.zeros([C, N], gl.float32, TALL), gl.zeros([C, N], gl.float32, TALL)
     for i in range(SLICES):
-        o_k = i * N + b_n
+        zero = gl.where(i + NT < 0, 1, 0)
+        s_sums, s_taken, s_written = a_sums.index(zero), a_taken.index(zero), a_written.index(zero)
+        s_q, s_k, s_read = a_q.index(zero), a_k.index(zero), a_read.index(zero)
+        s_acc = a_acc.index(zero)
+        s_dP, s_dkk = a_dP.index(zero), a_dkk.index(zero)
+        block = gl.arange(0, 8, gl.SliceLayout(1, SUMS))[:, None] + zero
+        o_b = gl.arange(0, 4, gl.SliceLayout(1, FACTOR))[:, None] + zero
+        b_t = o_t + zero
+        o_k = i * N + o_n
         m_k = o_k < K
-        m = m_t[:, None] & m_k[None, :]
-        o_q = (start * H + i_h // (HV // H)) * K + (b_t[:, None] * (H * K) + o_k[None, :])
-        o_g = (start * HV + i_h) * K + (b_t[:, None] * (HV * K) + o_k[None, :])
-        b_a = gl.load(g + o_g, mask=m, other=0.0).to(gl.float32)
+        m = (b_t < length)[:, None]
+        if K % N != 0:
+            m = m & m_k[None, :]
+        # a thread's first token, and how far the others are: as part of the instruction
+        first = (o_t // 8 * 8 + zero)[:, None]
+        p_q = (start * H + i_h // (HV // H)) * K + i * N
+        p_g = (start * HV + i_h) * K + i * N
+        o_q = first * (H * K) + o_n[None, :]
+        o_g = first * (HV * K) + o_n[None, :]
+        j_q, j_g = (o_t % 8)[:, None] * (H * K), (o_t % 8)[:, None] * (HV * K)
+        b_a = gl.load(g + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32)
         if dt_bias is not None:
-            b_bias = gl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0)
-            b_a += b_bias.to(gl.float32)[None, :]
-        b_a *= -LOG2E * rate  # 2^a is exp(-y) then
-        b_g = gl.where(m_t[:, None], _divide(lower_bound * LOG2E, 1.0 + _exp2(b_a)), 0.0)
-        b_g = by_blocks(b_g, BLOCKS)
-        b_sum = gl.associative_scan(b_g, 1, add)
-        b_half = gl.sum(gl.where(o_16 < 8, b_g, 0.0), axis=1)
-        b_s = gl.sum(b_g, axis=1)
+            b_bias = gl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(gl.float32)
+            b_a += b_bias[None, :]
+        # times log2(e)
+        b_g = (lower_bound * LOG2E) * _invert(1.0 + _exp2(b_a * -rate))
+        b_g = by_blocks(gl.where((b_t < length)[:, None], b_g, 0.0))
+        b_e = gl.associative_scan(b_g, 1, add)
+        s_sums.store(gl.reshape(gl.sum(b_g, axis=1), [8 * N]))
         gl.barrier()
-        s_sums.store(gl.reshape(b_s, [4 * N]))
+        b_start = gl.zeros([8, N], gl.float32, SUMS)
+        b_all, b_m = b_start, b_start
+        for j in gl.static_range(8):
+            b_s = s_sums.slice(j * N, N).load(SUM)[None, :]
+            b_all += b_s
+            b_start += gl.where(block > j, b_s, 0.0)
+            # the sums up to the middle of these 16 tokens
+            b_m += gl.where(block // 2 * 2 >= j, b_s, 0.0)
+        b_m = gl.floor(b_m + 0.5)
         gl.barrier()
-        b_0, b_1 = s_sums.slice(0, N).load(SUM)[None, :], s_sums.slice(N, N).load(SUM)[None, :]
-        b_2, b_3 = (
-            s_sums.slice(2 * N, N).load(SUM)[None, :],
-            s_sums.slice(3 * N, N).load(SUM)[None, :],
-        )
-        b_start = (
-            gl.where(block > 0, b_0, 0.0)
-            + gl.where(block > 1, b_1, 0.0)
-            + gl.where(block > 2, b_2, 0.0)
-        )
-        b_all = b_0 + b_1 + b_2 + b_3
-        b_m = gl.floor(b_start + b_half + 0.5)
-        s_middle.store(gl.reshape(b_m, [4 * N]))
-        b_e = b_sum + (b_start - b_m)[:, None, :]
-        b_x, b_y = _exp2(b_e), _exp2(-b_e)
-        b_q = _load(q + o_q, m, BLOCKS) * by_blocks(gl.expand_dims(scale * b_rq, 1) + gl.zeros([C, N], gl.float32, TALL), BLOCKS)
-        b_k = _load(k + o_q, m, BLOCKS) * by_blocks(gl.expand_dims(b_rk, 1) + gl.zeros([C, N], gl.float32, TALL), BLOCKS)
-        b_strength = by_blocks(gl.expand_dims(b_beta, 1) + gl.zeros([C, N], gl.float32, TALL), BLOCKS)
-        s_q.store(whole((b_q * b_x).to(dtype), TALL))
-        s_k.store(whole((b_k * b_x * b_strength).to(dtype), TALL))
-        s_read.store(whole((b_k * b_y).to(dtype), TALL))
+        s_sums.store(gl.reshape(b_m, [8 * N]))
+        b_e += (b_start - b_m)[:, None, :]
+        b_x, b_y = _exp2(b_e), whole(_exp2(-b_e))
+        b_q = gl.load(q + p_q + o_q + j_q, mask=m, other=0.0).to(gl.float32)
+        s_q.store((b_q * a_tokens.index(0 + zero).load(TOKENS)[:, None] * whole(b_x)).to(dtype))
+        b_k = gl.load(k + p_q + o_q + j_q, mask=m, other=0.0).to(gl.float32)
+        b_k *= a_tokens.index(1 + zero).load(TOKENS)[:, None]
+        s_k.store((b_k * whole(b_x) * a_tokens.index(2 + zero).load(TOKENS)[:, None]).to(dtype))
+        s_read.store((b_k * b_y).to(dtype))
         fence_async_shared()
         gl.barrier()
+        b_own_m = s_sums.reshape([4, 2 * N]).slice(0, N, 1).load(FACTOR)
         for j in gl.static_range(4):
-            b_other = s_middle.slice(j * N, N).load(SUM)[None, :]
-            s_rows.index(j).store(gl.where(block >= j, _exp2(b_m - b_other), 0.0))
-            s_columns.index(j).store(gl.where(block <= j, _exp2(b_other - b_m), 0.0))
+            b_other = s_sums.slice(2 * j * N, N).load(gl.SliceLayout(0, FACTOR))[None, :]
+            b_rows = gl.where(o_b >= j, _exp2(b_own_m - b_other), 0.0)
+            a_rows.index(j + zero).store(b_rows)
+            b_columns = gl.where(o_b <= j, _exp2(b_other - b_own_m), 0.0)
+            a_columns.index(j + zero).store(b_columns)
         gl.barrier()
 
-        f_gam, f_lam = _exp2(b_m)[:, None, :], _exp2(b_all - b_m)[:, None, :]
-        b_uq = by_blocks(_find_rows(s_dP, s_read, s_rows, TALL), BLOCKS)
-        b_uq += f_gam * _load(OS + o_g, m, BLOCKS)
-        b_uk = by_blocks(_find_rows(s_dkk, s_read, s_rows, TALL), BLOCKS)
-        b_uk -= f_gam * _load(YS + o_g, m, BLOCKS)
-        b_uc = by_blocks(_find_columns(s_dP, s_dkk, s_q, s_k, s_columns, TALL), BLOCKS)
-        b_t_ = f_lam * _load(US + o_g, m, BLOCKS)
-        h_q = by_blocks(s_q.load(TALL).to(gl.float32), BLOCKS)
-        h_k = by_blocks(s_k.load(TALL).to(gl.float32), BLOCKS)
-        h_read = by_blocks(s_read.load(TALL).to(gl.float32), BLOCKS)
-        b_taken = h_q * b_uq + h_k * b_uk - h_read * b_uc
-        b_written = h_read * b_t_
-        b_o = by_blocks(gl.expand_dims(b_own, 1) + gl.zeros([C, N], gl.float32, TALL), BLOCKS)
-        b_dq3 = scale * (b_o * b_k + b_x * b_uq)
-        b_R = b_x * b_uk
-        b_dk3 = b_o * b_q + b_strength * b_R + b_y * (b_uc + b_t_)
-        b_kR += gl.sum(whole(b_k * b_R, TALL), axis=1)
-        b_dq, b_dk = whole(b_dq3, TALL), whole(b_dk3, TALL)
-        if NORM:
-            b_qdq += gl.sum(whole(b_q * b_dq3, TALL), axis=1)
-            b_kdk += gl.sum(whole(b_k * b_dk3, TALL), axis=1)
-            if SLICES > 1:
-                if i == 0:
-                    s_dq.store(b_dq)
-                    s_dk.store(b_dk)
-        else:
-            gl.store(dq + o_g, b_dq.to(dq.dtype.element_ty), mask=m)
-            gl.store(dk + o_g, b_dk.to(dk.dtype.element_ty), mask=m)
+        b_u = by_blocks(_find_columns(s_dP, s_dkk, s_q, s_k, a_columns, s_acc, zero))
+        b_US = gl.load(US + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32)
+        b_w = _exp2(b_all - b_m)[:, None, :] * by_blocks(b_US)
+        b_read = by_blocks(s_read.load(TALL).to(gl.float32))
+        b_dk = whole(_invert(b_x) * (b_u + b_w))
+        b_w *= b_read
+        b_written = gl.sum(b_w, axis=1)
+        s_written.store(gl.reshape(b_written, [8 * N]))
+        # what a token writes, less what its pairs take, for the sums before the next
+        b_w += b_read * b_u
+        b_q = gl.load(q + p_q + o_q + j_q, mask=m, other=0.0).to(gl.float32)
+        b_own = a_tokens.index(3 + zero).load(TOKENS) * a_tokens.index(zero).load(TOKENS)
+        b_dk += b_own[:, None] * b_q
+        b_u = by_blocks(_find_rows(s_dkk, s_read, a_rows, s_acc, zero))
+        b_YS = gl.load(YS + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32)
+        b_u -= _exp2(b_m)[:, None, :] * by_blocks(b_YS)
+        b_w -= by_blocks(s_k.load(TALL).to(gl.float32)) * b_u
+        b_R = whole(b_x * b_u)
+        b_k = gl.load(k + p_q + o_q + j_q, mask=m, other=0.0).to(gl.float32)
+        b_kR = _add_channels(b_kR, b_k * b_R)
+        b_dk += a_tokens.index(2 + zero).load(TOKENS)[:, None] * b_R
+        if not NORM:
+            gl.store(dk + p_g + o_g + j_g, b_dk.to(dk.dtype.element_ty), mask=m)
+        elif SLICES > 1:
+            if i == 0:
+                s_dk.index(0).store(b_dk)
+        b_u = by_blocks(_find_rows(s_dP, s_read, a_rows, s_acc, zero))
+        b_OS = gl.load(OS + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32)
+        b_u += _exp2(b_m)[:, None, :] * by_blocks(b_OS)
+        b_w -= by_blocks(s_q.load(TALL).to(gl.float32)) * b_u
+        b_k = gl.load(k + p_q + o_q + j_q, mask=m, other=0.0).to(gl.float32)
+        b_own = a_tokens.index(3 + zero).load(TOKENS) * a_tokens.index(1 + zero).load(TOKENS)
+        b_dq = b_own[:, None] * b_k + whole(b_x * b_u)
+        if not NORM:
+            gl.store(dq + p_g + o_g + j_g, (scale * b_dq).to(dq.dtype.element_ty), mask=m)
+        elif SLICES > 1:
+            if i == 0:
+                s_dq.index(0).store(b_dq)
 
-        s_taken.store(gl.reshape(gl.sum(b_taken, axis=1), [4 * N]))
-        s_written.store(gl.reshape(gl.sum(b_written, axis=1), [4 * N]))
+        s_taken.store(gl.reshape(b_written - gl.sum(b_w, axis=1), [8 * N]))
         gl.barrier()
         b_SdS = gl.load(SdS + tile * K + o_k, mask=m_k, other=0.0)
         b_rest = gl.convert_layout(b_SdS, SUM)[None, :] * _exp2(b_all)
-        for j in gl.static_range(4):
-            b_rest += gl.where(block < j, s_taken.slice(j * N, N).load(SUM)[None, :], 0.0)
+        for j in gl.static_range(8):
+            b_rest += gl.where(block <= j, s_taken.slice(j * N, N).load(SUM)[None, :], 0.0)
             b_rest += gl.where(block > j, s_written.slice(j * N, N).load(SUM)[None, :], 0.0)
-        b_dg = gl.associative_scan(b_taken, 1, add, reverse=True) + b_rest[:, None, :]
-        b_dg += gl.associative_scan(b_written, 1, add) - b_written
-        b_dg = whole(b_dg, TALL)
+        b_dg = whole(gl.associative_scan(b_w, 1, add) - b_w + b_rest[:, None, :])
 
-        b_a = gl.load(g + o_g, mask=m, other=0.0).to(gl.float32)
+        b_a = gl.load(g + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32)
         if dt_bias is not None:
-            b_a += b_bias.to(gl.float32)[None, :]
+            b_a += b_bias[None, :]
         # beyond 100 a sigmoid or its counterpart is 0, and infinity times 0 would be NaN
-        b_a = gl.minimum(gl.maximum(b_a * (LOG2E * rate), -144.0), 144.0)
-        b_e2 = _exp2(-gl.abs(b_a))
-        b_r = _divide(1.0, 1.0 + b_e2)
-        b_dy = gl.where(m, lower_bound * b_e2 * b_r * b_r * b_dg, 0.0)
-        b_da = rate * b_dy
-        dA += gl.sum(gl.sum(b_a * b_dy, axis=1), axis=0)
-        gl.store(dgates + tile * (K + 1) + o_k, gl.sum(b_da, axis=0), mask=m_k)
-        gl.store(dg + o_g, b_da.to(dg.dtype.element_ty), mask=m)
+        b_a = gl.minimum(gl.maximum(b_a * -rate, -144.0), 120.0)
+        b_e2 = _exp2(b_a)
+        b_r = _invert(1.0 + b_e2)
+        b_dy = gl.where(m, (b_e2 * b_r) * (lower_bound * b_r) * b_dg, 0.0)
+        b_dA += gl.sum(by_blocks(b_a * b_dy), axis=1)
+        b_dy *= LN2 * rate
+        gl.store(dgates + tile * (K + 1) + o_k, gl.sum(b_dy, axis=0), mask=m_k)
+        gl.store(dg + p_g + o_g + j_g, b_dy.to(dg.dtype.element_ty), mask=m)
 
-    gl.store(dgates + tile * (K + 1) + K, LN2 * dA)
-    o_c = gl.arange(0, C, LINE)
+    dA = gl.sum(gl.sum(b_dA, axis=0), axis=0)
+    gl.store(dgates + tile * (K + 1) + K, -LN2 * dA)
     b_diagonal = -gl.load(dkk + tile * (C * C) + o_c * (C + 1)).to(gl.float32)
-    b_dbeta = gl.convert_layout(b_kR, LINE)
-    b_strong = gl.load(p_rows + 7 * C + o_c)
+    b_dbeta = gl.load(dYV + tile * C + o_c) + _sum_channels(b_kR, LINE) * a_tokens.index(1).load(LINE)
+    b_strong = a_tokens.index(2).load(LINE)
     b_dbeta = gl.where(b_strong >= LEAST_DIVISOR, b_diagonal / b_strong, b_dbeta)
     p_beta = start * HV + i_h + o_c * HV
     if beta_max is not None:
@@ -341,17 +382,25 @@ def gradients_kernel(
         b_dbeta *= beta_max * sigmoid(b_z) * sigmoid(-b_z)
     gl.store(dbeta + p_beta, b_dbeta.to(dbeta.dtype.element_ty), mask=o_c < length)
     if NORM:
-        b_qdq *= 1.0 / scale
-        for j in gl.static_range(SLICES):
-            i: gl.constexpr = SLICES - 1 - j
-            o_k = i * N + b_n
-            m = m_t[:, None] & (o_k < K)[None, :]
-            o_q = (start * H + i_h) * K + (b_t[:, None] * (H * K) + o_k[None, :])
-            if j > 0:
-                b_dq, b_dk = s_dq.load(TALL), s_dk.load(TALL)
-            b_q = gl.load(q + o_q, mask=m, other=0.0).to(gl.float32)
-            b_dq = b_rq[:, None] * (b_dq - b_q * (b_rq * b_qdq)[:, None])
-            b_k = gl.load(k + o_q, mask=m, other=0.0).to(gl.float32)
-            b_dk = b_rk[:, None] * (b_dk - b_k * (b_rk * b_kdk)[:, None])
-            gl.store(dq + o_q, b_dq.to(dq.dtype.element_ty), mask=m)
-            gl.store(dk + o_q, b_dk.to(dk.dtype.element_ty), mask=m)
+        b_r = a_tokens.index(0).load(TOKENS)
+        p_q, o_q = (start * H + i_h) * K, (o_t // 8 * 8)[:, None] * (H * K) + o_n[None, :]
+        j_q = (o_t % 8)[:, None] * (H * K)
+        for x in gl.static_range(2):
+            p_x = (k if x else q) + p_q + o_q + j_q
+            p_dx = (dk if x else dq) + p_q + o_q + j_q
+            b_r = a_tokens.index(x).load(TOKENS)
+            b_dx = b_dk if x else b_dq
+            m_t = (o_t < length)[:, None]
+            m = m_t & ((SLICES - 1) * N + o_n < K)[None, :]
+            b_x = gl.load(p_x + (SLICES - 1) * N, mask=m, other=0.0).to(gl.float32)
+            b_along = gl.sum(b_x * b_dx, axis=1)
+            if SLICES > 1:
+                b_first = gl.load(p_x, mask=m_t, other=0.0).to(gl.float32)
+                b_dfirst = (s_dk if x else s_dq).index(0).load(TALL)
+                b_along = gl.sum(b_x * b_dx + b_first * b_dfirst, axis=1)
+            b_along *= b_r * b_r * (1.0 if x else 1.0 / (scale * scale))
+            b_dx = b_r[:, None] * (b_dx - b_x * b_along[:, None])
+            gl.store(p_dx + (SLICES - 1) * N, b_dx.to(dq.dtype.element_ty), mask=m)
+            if SLICES > 1:
+                b_dx = b_r[:, None] * (b_dfirst - b_first * b_along[:, None])
+                gl.store(p_dx, b_dx.to(dq.dtype.element_ty), mask=m_t)
