@@ -146,7 +146,7 @@ TABLE = (
     Row("kimi_scan kimi_reverse", 2,  ANY,  ANY,     8,     1,  (16, 32), upright=True),
     Row("kimi_gradients",         2,  ANY,  ANY,     8,     1,  (16, 32), majors=WARPS),
     Row("kimi_gradients",         2,  ANY,  ANY,     4,     1,  (16, 32)),
-    Row("kimi_hopper_gradients",  2,  ANY,  128,     8,     1,  registers=128),
+    Row("kimi_hopper_gradients",  2,  ANY,  128,     4,     1),
     Row("kimi_prepare kimi_gradients", 4, ANY, ANY,  4,     1,  (16, 16)),
     # launched by Kimi's rule only
     Row("products kimi_products", 2,  ANY,  ANY,     8,     2,  (16, 32)),

@@ -54,11 +54,11 @@ exp, load_rate, locate_chunk, sigmoid = (
     gluon.jit(f.fn) for f in (tiles.exp, tiles.load_rate, tiles.locate_chunk, tiles.sigmoid)
 )
 N = gl.constexpr(64)  # channels of a slice
-ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
+ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
 # a thread's 8 tokens of two channels; as 8 blocks of 8 tokens; their sums; what a block has of them
-TALL = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [8, 1], [1, 0]))
-BLOCKS = gl.constexpr(gl.BlockedLayout([1, 8, 2], [1, 1, 32], [8, 1, 1], [2, 1, 0]))
+TALL = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))
+BLOCKS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
 SUMS = gl.constexpr(gl.SliceLayout(1, BLOCKS.value))
 SUM = gl.constexpr(gl.SliceLayout(0, SUMS.value))
 TOKENS = gl.constexpr(gl.SliceLayout(1, TALL.value))
@@ -78,14 +78,29 @@ def _invert(x):
 
 @gluon.jit
 def by_blocks(x):
-    """Returns a tile [64, N] as [8, 8, N], without a move."""
-    return gl.convert_layout(gl.reshape(x, [8, 8, N]), BLOCKS, assert_trivial=True)
+    """Returns a tile [64, N] as [4, 16, N], without a move."""
+    return gl.convert_layout(gl.reshape(x, [4, 16, N]), BLOCKS, assert_trivial=True)
 
 
 @gluon.jit
 def whole(x):
-    """Returns a tile [8, 8, N] as [64, N], without a move."""
+    """Returns a tile [4, 16, N] as [64, N], without a move."""
     return gl.convert_layout(gl.reshape(x, [64, N]), TALL, assert_trivial=True)
+
+
+@gluon.jit
+def _half(x, second: gl.constexpr):
+    """Returns the first or the second half of the tokens of x [4, size, N]."""
+    x = gl.permute(gl.reshape(x, [4, 2, x.shape[1] // 2, N]), [0, 2, 3, 1])
+    x, y = x.split()
+    return y if second else x
+
+
+@gluon.jit
+def _take(x, place: gl.constexpr):
+    """Returns token `place` of every block of x [4, 16, N], without a move."""
+    x = _half(_half(_half(_half(x, place & 8), place & 4), place & 2), place & 1)
+    return gl.convert_layout(gl.reshape(x, [4, N]), SUMS, assert_trivial=True)
 
 
 @gluon.jit
@@ -203,9 +218,9 @@ def gradients_kernel(
         return
     length = length.to(gl.int32)
     dtype: gl.constexpr = k.dtype.element_ty
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    FACTOR: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 2], [1, 0])
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    FACTOR: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, N], dtype)
     tile = i_c * HV + i_h
 
@@ -231,9 +246,9 @@ def gradients_kernel(
 
     # with an index of which the compiler knows nothing: of what it knew, it would keep every
     # address
-    a_sums = gl.allocate_shared_memory(gl.float32, [1, 8 * N], FLAT)
-    a_taken = gl.allocate_shared_memory(gl.float32, [1, 8 * N], FLAT)
-    a_written = gl.allocate_shared_memory(gl.float32, [1, 8 * N], FLAT)
+    a_sums = gl.allocate_shared_memory(gl.float32, [1, 4 * N], FLAT)
+    a_taken = gl.allocate_shared_memory(gl.float32, [1, 4 * N], FLAT)
+    a_written = gl.allocate_shared_memory(gl.float32, [1, 4 * N], FLAT)
     a_rows = gl.allocate_shared_memory(gl.float32, [4, 4, N], PLAIN)
     a_columns = gl.allocate_shared_memory(gl.float32, [4, 4, N], PLAIN)
     a_q = gl.allocate_shared_memory(dtype, [1, C, N], OPERAND)
@@ -246,7 +261,7 @@ def gradients_kernel(
 
     pairs: gl.constexpr = gl.reshape(gl.zeros([C, N], gl.float32, TALL), [C, N // 2, 2]).type.layout
     b_kR = gl.zeros([C, N // 2], gl.float32, gl.SliceLayout(2, pairs))
-    b_dA = gl.zeros([8, N], gl.float32, SUMS)
+    b_dA = gl.zeros([4, N], gl.float32, SUMS)
     b_dq, b_dk = gl.zeros([C, N], gl.float32, TALL), gl.zeros([C, N], gl.float32, TALL)
     for i in range(SLICES):
         zero = gl.where(i + NT < 0, 1, 0)
@@ -254,7 +269,7 @@ def gradients_kernel(
         s_q, s_k, s_read = a_q.index(zero), a_k.index(zero), a_read.index(zero)
         s_acc = a_acc.index(zero)
         s_dP, s_dkk = a_dP.index(zero), a_dkk.index(zero)
-        block = gl.arange(0, 8, gl.SliceLayout(1, SUMS))[:, None] + zero
+        block = gl.arange(0, 4, gl.SliceLayout(1, SUMS))[:, None] + zero
         o_b = gl.arange(0, 4, gl.SliceLayout(1, FACTOR))[:, None] + zero
         b_t = o_t + zero
         o_k = i * N + o_n
@@ -263,12 +278,12 @@ def gradients_kernel(
         if K % N != 0:
             m = m & m_k[None, :]
         # a thread's first token, and how far the others are: as part of the instruction
-        first = (o_t // 8 * 8 + zero)[:, None]
+        first = (o_t // 16 * 16 + zero)[:, None]
         p_q = (start * H + i_h // (HV // H)) * K + i * N
         p_g = (start * HV + i_h) * K + i * N
         o_q = first * (H * K) + o_n[None, :]
         o_g = first * (HV * K) + o_n[None, :]
-        j_q, j_g = (o_t % 8)[:, None] * (H * K), (o_t % 8)[:, None] * (HV * K)
+        j_q, j_g = (o_t % 16)[:, None] * (H * K), (o_t % 16)[:, None] * (HV * K)
         b_a = gl.load(g + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32)
         if dt_bias is not None:
             b_bias = gl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(gl.float32)
@@ -277,19 +292,20 @@ def gradients_kernel(
         b_g = (lower_bound * LOG2E) * _invert(1.0 + _exp2(b_a * -rate))
         b_g = by_blocks(gl.where((b_t < length)[:, None], b_g, 0.0))
         b_e = gl.associative_scan(b_g, 1, add)
-        s_sums.store(gl.reshape(gl.sum(b_g, axis=1), [8 * N]))
+        s_sums.store(gl.reshape(_take(b_e, 15), [4 * N]))
         gl.barrier()
-        b_start = gl.zeros([8, N], gl.float32, SUMS)
-        b_all, b_m = b_start, b_start
-        for j in gl.static_range(8):
+        b_all = gl.zeros([4, N], gl.float32, SUMS)
+        # the sums up to the middle of a block
+        b_m = _take(b_e, 7)
+        b_start = b_all
+        for j in gl.static_range(4):
             b_s = s_sums.slice(j * N, N).load(SUM)[None, :]
             b_all += b_s
             b_start += gl.where(block > j, b_s, 0.0)
-            # the sums up to the middle of these 16 tokens
-            b_m += gl.where(block // 2 * 2 >= j, b_s, 0.0)
+        b_m += b_start
         b_m = gl.floor(b_m + 0.5)
         gl.barrier()
-        s_sums.store(gl.reshape(b_m, [8 * N]))
+        s_sums.store(gl.reshape(b_m, [4 * N]))
         b_e += (b_start - b_m)[:, None, :]
         b_x, b_y = _exp2(b_e), whole(_exp2(-b_e))
         b_q = gl.load(q + p_q + o_q + j_q, mask=m, other=0.0).to(gl.float32)
@@ -300,9 +316,9 @@ def gradients_kernel(
         s_read.store((b_k * b_y).to(dtype))
         fence_async_shared()
         gl.barrier()
-        b_own_m = s_sums.reshape([4, 2 * N]).slice(0, N, 1).load(FACTOR)
+        b_own_m = s_sums.reshape([4, N]).load(FACTOR)
         for j in gl.static_range(4):
-            b_other = s_sums.slice(2 * j * N, N).load(gl.SliceLayout(0, FACTOR))[None, :]
+            b_other = s_sums.slice(j * N, N).load(gl.SliceLayout(0, FACTOR))[None, :]
             b_rows = gl.where(o_b >= j, _exp2(b_own_m - b_other), 0.0)
             a_rows.index(j + zero).store(b_rows)
             b_columns = gl.where(o_b <= j, _exp2(b_other - b_own_m), 0.0)
@@ -316,7 +332,7 @@ def gradients_kernel(
         b_dk = whole(_invert(b_x) * (b_u + b_w))
         b_w *= b_read
         b_written = gl.sum(b_w, axis=1)
-        s_written.store(gl.reshape(b_written, [8 * N]))
+        s_written.store(gl.reshape(b_written, [4 * N]))
         # what a token writes, less what its pairs take, for the sums before the next
         b_w += b_read * b_u
         b_q = gl.load(q + p_q + o_q + j_q, mask=m, other=0.0).to(gl.float32)
@@ -348,11 +364,11 @@ def gradients_kernel(
             if i == 0:
                 s_dq.index(0).store(b_dq)
 
-        s_taken.store(gl.reshape(b_written - gl.sum(b_w, axis=1), [8 * N]))
+        s_taken.store(gl.reshape(b_written - gl.sum(b_w, axis=1), [4 * N]))
         gl.barrier()
         b_SdS = gl.load(SdS + tile * K + o_k, mask=m_k, other=0.0)
         b_rest = gl.convert_layout(b_SdS, SUM)[None, :] * _exp2(b_all)
-        for j in gl.static_range(8):
+        for j in gl.static_range(4):
             b_rest += gl.where(block <= j, s_taken.slice(j * N, N).load(SUM)[None, :], 0.0)
             b_rest += gl.where(block > j, s_written.slice(j * N, N).load(SUM)[None, :], 0.0)
         b_dg = whole(gl.associative_scan(b_w, 1, add) - b_w + b_rest[:, None, :])
@@ -383,8 +399,8 @@ def gradients_kernel(
     gl.store(dbeta + p_beta, b_dbeta.to(dbeta.dtype.element_ty), mask=o_c < length)
     if NORM:
         b_r = a_tokens.index(0).load(TOKENS)
-        p_q, o_q = (start * H + i_h) * K, (o_t // 8 * 8)[:, None] * (H * K) + o_n[None, :]
-        j_q = (o_t % 8)[:, None] * (H * K)
+        p_q, o_q = (start * H + i_h) * K, (o_t // 16 * 16)[:, None] * (H * K) + o_n[None, :]
+        j_q = (o_t % 16)[:, None] * (H * K)
         for x in gl.static_range(2):
             p_x = (k if x else q) + p_q + o_q + j_q
             p_dx = (dk if x else dq) + p_q + o_q + j_q
