@@ -161,15 +161,17 @@ def _find_columns(s_dP, s_dkk, s_q, s_k, s_factor, s_acc, zero):
 
 
 @gluon.jit
-def _add_channels(acc, x):
-    """Returns acc [64, N / 2] + the sums over pairs of channels of x [64, N], which a thread has."""
-    return acc + gl.sum(gl.reshape(x, [64, N // 2, 2]), axis=2)
+def _add_pairs(x):
+    """Returns the sums over pairs of channels of x [64, N], which a thread has."""
+    return gl.sum(gl.reshape(x, [64, N // 2, 2]), axis=2)
 
 
 @gluon.jit
-def _sum_channels(x, LAYOUT: gl.constexpr):
-    """Returns the sums [64] over the rows of x [64, N / 2]."""
-    return gl.convert_layout(gl.sum(x, axis=1), LAYOUT)
+def _sum_channels(s_x, LAYOUT: gl.constexpr):
+    """Returns the sums [64] over the rows of s_x [64, N / 2], which was just stored."""
+    gl.barrier()
+    b_sum = gl.sum(s_x.load(gl.BlockedLayout([1, 16], [16, 2], [4, 1], [1, 0])), axis=1)
+    return gl.convert_layout(b_sum, LAYOUT)
 
 
 @gluon.jit(do_not_specialize=["tokens", "NT"])
@@ -259,8 +261,8 @@ def gradients_kernel(
         s_dq = gl.allocate_shared_memory(gl.float32, [1, C, N], PLAIN)
         s_dk = gl.allocate_shared_memory(gl.float32, [1, C, N], PLAIN)
 
-    pairs: gl.constexpr = gl.reshape(gl.zeros([C, N], gl.float32, TALL), [C, N // 2, 2]).type.layout
-    b_kR = gl.zeros([C, N // 2], gl.float32, gl.SliceLayout(2, pairs))
+    PAIRS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    s_pairs = gl.allocate_shared_memory(gl.float32, [C, N // 2], PAIRS)
     b_dA = gl.zeros([4, N], gl.float32, SUMS)
     b_dq, b_dk = gl.zeros([C, N], gl.float32, TALL), gl.zeros([C, N], gl.float32, TALL)
     for i in range(SLICES):
@@ -344,7 +346,10 @@ def gradients_kernel(
         b_w -= by_blocks(s_k.load(TALL).to(gl.float32)) * b_u
         b_R = whole(b_x * b_u)
         b_k = gl.load(k + p_q + o_q + j_q, mask=m, other=0.0).to(gl.float32)
-        b_kR = _add_channels(b_kR, b_k * b_R)
+        b_kR = _add_pairs(b_k * b_R)
+        if i > 0:
+            b_kR += s_pairs.load(b_kR.type.layout)
+        s_pairs.store(b_kR)
         b_dk += a_tokens.index(2 + zero).load(TOKENS)[:, None] * b_R
         if not NORM:
             gl.store(dk + p_g + o_g + j_g, b_dk.to(dk.dtype.element_ty), mask=m)
@@ -389,7 +394,7 @@ def gradients_kernel(
     dA = gl.sum(gl.sum(b_dA, axis=0), axis=0)
     gl.store(dgates + tile * (K + 1) + K, -LN2 * dA)
     b_diagonal = -gl.load(dkk + tile * (C * C) + o_c * (C + 1)).to(gl.float32)
-    b_dbeta = gl.load(dYV + tile * C + o_c) + _sum_channels(b_kR, LINE) * a_tokens.index(1).load(LINE)
+    b_dbeta = gl.load(dYV + tile * C + o_c) + _sum_channels(s_pairs, LINE) * a_tokens.index(1).load(LINE)
     b_strong = a_tokens.index(2).load(LINE)
     b_dbeta = gl.where(b_strong >= LEAST_DIVISOR, b_diagonal / b_strong, b_dbeta)
     p_beta = start * HV + i_h + o_c * HV
@@ -409,11 +414,14 @@ def gradients_kernel(
             m_t = (o_t < length)[:, None]
             m = m_t & ((SLICES - 1) * N + o_n < K)[None, :]
             b_x = gl.load(p_x + (SLICES - 1) * N, mask=m, other=0.0).to(gl.float32)
-            b_along = gl.sum(b_x * b_dx, axis=1)
+            b_along = _add_pairs(b_x * b_dx)
             if SLICES > 1:
                 b_first = gl.load(p_x, mask=m_t, other=0.0).to(gl.float32)
                 b_dfirst = (s_dk if x else s_dq).index(0).load(TALL)
-                b_along = gl.sum(b_x * b_dx + b_first * b_dfirst, axis=1)
+                b_along += _add_pairs(b_first * b_dfirst)
+            gl.barrier()
+            s_pairs.store(b_along)
+            b_along = _sum_channels(s_pairs, TOKENS)
             b_along *= b_r * b_r * (1.0 if x else 1.0 / (scale * scale))
             b_dx = b_r[:, None] * (b_dx - b_x * b_along[:, None])
             gl.store(p_dx + (SLICES - 1) * N, b_dx.to(dq.dtype.element_ty), mask=m)
