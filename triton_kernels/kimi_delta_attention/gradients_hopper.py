@@ -129,15 +129,16 @@ def _move(acc, s_acc):
 @gluon.jit
 def _find_rows(s_pairs, s_read, s_factor, s_acc, zero):
     """Returns what the rows of s_pairs take of keys, without the factor x of its row."""
-    x0 = _start(s_pairs.slice(0, 16, 1).load(LEFT), s_read, 0)
-    x1 = _start(s_pairs.slice(16, 16, 1).load(LEFT), s_read, 1)
-    x0, x1 = warpgroup_mma_wait(0, deps=(x0, x1))
-    x2 = _start(s_pairs.slice(32, 16, 1).load(LEFT), s_read, 2)
-    x3 = _start(s_pairs.slice(48, 16, 1).load(LEFT), s_read, 3)
-    acc = _scale(x0, s_factor.index(zero)) + _scale(x1, s_factor.index(1 + zero))
-    x2, x3 = warpgroup_mma_wait(0, deps=(x2, x3))
-    acc += _scale(x2, s_factor.index(2 + zero))
-    return _move(acc + _scale(x3, s_factor.index(3 + zero)), s_acc)
+    gl.barrier()
+    x = _start(s_pairs.slice(0, 16, 1).load(LEFT), s_read, 0)
+    acc = _scale(warpgroup_mma_wait(0, deps=(x,)), s_factor.index(zero))
+    x = _start(s_pairs.slice(16, 16, 1).load(LEFT), s_read, 1)
+    acc += _scale(warpgroup_mma_wait(0, deps=(x,)), s_factor.index(1 + zero))
+    x = _start(s_pairs.slice(32, 16, 1).load(LEFT), s_read, 2)
+    acc += _scale(warpgroup_mma_wait(0, deps=(x,)), s_factor.index(2 + zero))
+    x = _start(s_pairs.slice(48, 16, 1).load(LEFT), s_read, 3)
+    acc += _scale(warpgroup_mma_wait(0, deps=(x,)), s_factor.index(3 + zero))
+    return _move(acc, s_acc)
 
 
 @gluon.jit
@@ -151,13 +152,16 @@ def _start_both(s_dP, s_dkk, s_q, s_k, block: gl.constexpr):
 @gluon.jit
 def _find_columns(s_dP, s_dkk, s_q, s_k, s_factor, s_acc, zero):
     """Returns what is taken of each key, without the factor y of its row."""
-    x0, x1 = _start_both(s_dP, s_dkk, s_q, s_k, 0), _start_both(s_dP, s_dkk, s_q, s_k, 1)
-    x0, x1 = warpgroup_mma_wait(0, deps=(x0, x1))
-    x2, x3 = _start_both(s_dP, s_dkk, s_q, s_k, 2), _start_both(s_dP, s_dkk, s_q, s_k, 3)
-    acc = _scale(x0, s_factor.index(zero)) + _scale(x1, s_factor.index(1 + zero))
-    x2, x3 = warpgroup_mma_wait(0, deps=(x2, x3))
-    acc += _scale(x2, s_factor.index(2 + zero))
-    return _move(acc + _scale(x3, s_factor.index(3 + zero)), s_acc)
+    gl.barrier()
+    x = _start_both(s_dP, s_dkk, s_q, s_k, 0)
+    acc = _scale(warpgroup_mma_wait(0, deps=(x,)), s_factor.index(zero))
+    x = _start_both(s_dP, s_dkk, s_q, s_k, 1)
+    acc += _scale(warpgroup_mma_wait(0, deps=(x,)), s_factor.index(1 + zero))
+    x = _start_both(s_dP, s_dkk, s_q, s_k, 2)
+    acc += _scale(warpgroup_mma_wait(0, deps=(x,)), s_factor.index(2 + zero))
+    x = _start_both(s_dP, s_dkk, s_q, s_k, 3)
+    acc += _scale(warpgroup_mma_wait(0, deps=(x,)), s_factor.index(3 + zero))
+    return _move(acc, s_acc)
 
 
 @gluon.jit
@@ -172,6 +176,37 @@ def _sum_channels(s_x, LAYOUT: gl.constexpr):
     gl.barrier()
     b_sum = gl.sum(s_x.load(gl.BlockedLayout([1, 16], [16, 2], [4, 1], [1, 0])), axis=1)
     return gl.convert_layout(b_sum, LAYOUT)
+
+
+@gluon.jit
+def _finish(
+    x, dx, b_dx, s_first, b_r, square, length, s_pairs,
+    K: gl.constexpr, SLICES: gl.constexpr, STRIDE: gl.constexpr,
+):  # fmt: skip
+    """Stores the gradient of x of that of r x, whose last slice is b_dx, and the first in s_first.
+
+    r = 1 / sqrt(<x, x> + 1e-6); b_r times a factor of which `square` is the square of 1 / r's.
+    """
+    o_t, o_n = gl.arange(0, 64, TOKENS), gl.arange(0, N, CHANNELS)
+    o = (o_t // 16 * 16)[:, None] * STRIDE + o_n[None, :]
+    j = (o_t % 16)[:, None] * STRIDE
+    LAST: gl.constexpr = (SLICES - 1) * N
+    m_t = (o_t < length)[:, None]
+    m = m_t & (LAST + o_n < K)[None, :] if K % N != 0 else m_t
+    b_x = gl.load(x + LAST + o + j, mask=m, other=0.0).to(gl.float32)
+    b_along = _add_pairs(b_x * b_dx)
+    if SLICES > 1:
+        b_first = gl.load(x + o + j, mask=m_t, other=0.0).to(gl.float32)
+        b_dfirst = s_first.load(TALL)
+        b_along += _add_pairs(b_first * b_dfirst)
+    gl.barrier()
+    s_pairs.store(b_along)
+    b_along = _sum_channels(s_pairs, TOKENS) * (b_r * b_r * square)
+    b_dx = b_r[:, None] * (b_dx - b_x * b_along[:, None])
+    gl.store(dx + LAST + o + j, b_dx.to(dx.dtype.element_ty), mask=m)
+    if SLICES > 1:
+        b_dx = b_r[:, None] * (b_dfirst - b_first * b_along[:, None])
+        gl.store(dx + o + j, b_dx.to(dx.dtype.element_ty), mask=m_t)
 
 
 @gluon.jit(do_not_specialize=["tokens", "NT"])
@@ -257,14 +292,13 @@ def gradients_kernel(
     a_k = gl.allocate_shared_memory(dtype, [1, C, N], OPERAND)
     a_read = gl.allocate_shared_memory(dtype, [1, C, N], OPERAND)
     a_acc = gl.allocate_shared_memory(gl.float32, [1, C, N], HELD)
-    if NORM and SLICES > 1:
+    if NORM:
         s_dq = gl.allocate_shared_memory(gl.float32, [1, C, N], PLAIN)
         s_dk = gl.allocate_shared_memory(gl.float32, [1, C, N], PLAIN)
 
     PAIRS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     s_pairs = gl.allocate_shared_memory(gl.float32, [C, N // 2], PAIRS)
     b_dA = gl.zeros([4, N], gl.float32, SUMS)
-    b_dq, b_dk = gl.zeros([C, N], gl.float32, TALL), gl.zeros([C, N], gl.float32, TALL)
     for i in range(SLICES):
         zero = gl.where(i + NT < 0, 1, 0)
         s_sums, s_taken, s_written = a_sums.index(zero), a_taken.index(zero), a_written.index(zero)
@@ -334,7 +368,6 @@ def gradients_kernel(
         b_dk = whole(_invert(b_x) * (b_u + b_w))
         b_w *= b_read
         b_written = gl.sum(b_w, axis=1)
-        s_written.store(gl.reshape(b_written, [4 * N]))
         # what a token writes, less what its pairs take, for the sums before the next
         b_w += b_read * b_u
         b_q = gl.load(q + p_q + o_q + j_q, mask=m, other=0.0).to(gl.float32)
@@ -349,13 +382,28 @@ def gradients_kernel(
         b_kR = _add_pairs(b_k * b_R)
         if i > 0:
             b_kR += s_pairs.load(b_kR.type.layout)
-        s_pairs.store(b_kR)
         b_dk += a_tokens.index(2 + zero).load(TOKENS)[:, None] * b_R
         if not NORM:
             gl.store(dk + p_g + o_g + j_g, b_dk.to(dk.dtype.element_ty), mask=m)
-        elif SLICES > 1:
-            if i == 0:
+        s_pairs.store(b_kR)
+        if i < SLICES - 1:
+            if NORM:
                 s_dk.index(0).store(b_dk)
+        else:
+            b_dbeta = _sum_channels(s_pairs, LINE) * a_tokens.index(1 + zero).load(LINE)
+            b_dbeta += gl.load(dYV + tile * C + o_c)
+            b_strength = a_tokens.index(2 + zero).load(LINE)
+            b_diagonal = -gl.load(dkk + tile * (C * C) + o_c * (C + 1)).to(gl.float32)
+            b_dbeta = gl.where(b_strength >= LEAST_DIVISOR, b_diagonal / b_strength, b_dbeta)
+            p_beta = start * HV + i_h + o_c * HV
+            if beta_max is not None:
+                b_z = gl.load(beta + p_beta, mask=o_c < length, other=0.0).to(gl.float32)
+                b_dbeta *= beta_max * sigmoid(b_z) * sigmoid(-b_z)
+            gl.store(dbeta + p_beta, b_dbeta.to(dbeta.dtype.element_ty), mask=o_c < length)
+            if NORM:
+                b_r = a_tokens.index(1 + zero).load(TOKENS)
+                p_k = (start * H + i_h) * K
+                _finish(k + p_k, dk + p_k, b_dk, s_dk.index(zero), b_r, 1.0, length, s_pairs, K, SLICES, H * K)
         b_u = by_blocks(_find_rows(s_dP, s_read, a_rows, s_acc, zero))
         b_OS = gl.load(OS + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32)
         b_u += _exp2(b_m)[:, None, :] * by_blocks(b_OS)
@@ -365,10 +413,15 @@ def gradients_kernel(
         b_dq = b_own[:, None] * b_k + whole(b_x * b_u)
         if not NORM:
             gl.store(dq + p_g + o_g + j_g, (scale * b_dq).to(dq.dtype.element_ty), mask=m)
-        elif SLICES > 1:
-            if i == 0:
-                s_dq.index(0).store(b_dq)
+        elif i < SLICES - 1:
+            s_dq.index(0).store(b_dq)
+        else:
+            b_r = a_tokens.index(zero).load(TOKENS)
+            p_q1 = (start * H + i_h) * K
+            square = 1.0 / (scale * scale)
+            _finish(q + p_q1, dq + p_q1, b_dq, s_dq.index(zero), b_r, square, length, s_pairs, K, SLICES, H * K)
 
+        s_written.store(gl.reshape(b_written, [4 * N]))
         s_taken.store(gl.reshape(b_written - gl.sum(b_w, axis=1), [4 * N]))
         gl.barrier()
         b_SdS = gl.load(SdS + tile * K + o_k, mask=m_k, other=0.0)
@@ -393,38 +446,3 @@ def gradients_kernel(
 
     dA = gl.sum(gl.sum(b_dA, axis=0), axis=0)
     gl.store(dgates + tile * (K + 1) + K, -LN2 * dA)
-    b_diagonal = -gl.load(dkk + tile * (C * C) + o_c * (C + 1)).to(gl.float32)
-    b_dbeta = gl.load(dYV + tile * C + o_c) + _sum_channels(s_pairs, LINE) * a_tokens.index(1).load(LINE)
-    b_strong = a_tokens.index(2).load(LINE)
-    b_dbeta = gl.where(b_strong >= LEAST_DIVISOR, b_diagonal / b_strong, b_dbeta)
-    p_beta = start * HV + i_h + o_c * HV
-    if beta_max is not None:
-        b_z = gl.load(beta + p_beta, mask=o_c < length, other=0.0).to(gl.float32)
-        b_dbeta *= beta_max * sigmoid(b_z) * sigmoid(-b_z)
-    gl.store(dbeta + p_beta, b_dbeta.to(dbeta.dtype.element_ty), mask=o_c < length)
-    if NORM:
-        b_r = a_tokens.index(0).load(TOKENS)
-        p_q, o_q = (start * H + i_h) * K, (o_t // 16 * 16)[:, None] * (H * K) + o_n[None, :]
-        j_q = (o_t % 16)[:, None] * (H * K)
-        for x in gl.static_range(2):
-            p_x = (k if x else q) + p_q + o_q + j_q
-            p_dx = (dk if x else dq) + p_q + o_q + j_q
-            b_r = a_tokens.index(x).load(TOKENS)
-            b_dx = b_dk if x else b_dq
-            m_t = (o_t < length)[:, None]
-            m = m_t & ((SLICES - 1) * N + o_n < K)[None, :]
-            b_x = gl.load(p_x + (SLICES - 1) * N, mask=m, other=0.0).to(gl.float32)
-            b_along = _add_pairs(b_x * b_dx)
-            if SLICES > 1:
-                b_first = gl.load(p_x, mask=m_t, other=0.0).to(gl.float32)
-                b_dfirst = (s_dk if x else s_dq).index(0).load(TALL)
-                b_along += _add_pairs(b_first * b_dfirst)
-            gl.barrier()
-            s_pairs.store(b_along)
-            b_along = _sum_channels(s_pairs, TOKENS)
-            b_along *= b_r * b_r * (1.0 if x else 1.0 / (scale * scale))
-            b_dx = b_r[:, None] * (b_dx - b_x * b_along[:, None])
-            gl.store(p_dx + (SLICES - 1) * N, b_dx.to(dq.dtype.element_ty), mask=m)
-            if SLICES > 1:
-                b_dx = b_r[:, None] * (b_dfirst - b_first * b_along[:, None])
-                gl.store(p_dx, b_dx.to(dq.dtype.element_ty), mask=m_t)
