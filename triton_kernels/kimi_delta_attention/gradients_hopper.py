@@ -434,9 +434,9 @@ def gradients_kernel(
         b_a = gl.load(g + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32)
         if dt_bias is not None:
             b_a += b_bias[None, :]
-        # beyond 100 a sigmoid or its counterpart is 0, and infinity times 0 would be NaN
-        b_a = gl.minimum(gl.maximum(b_a * -rate, -144.0), 120.0)
-        b_e2 = _exp2(b_a)
+        # beyond 150 a sigmoid or its counterpart is 0, and infinity times 0 would be NaN
+        b_a = gl.minimum(gl.maximum(b_a * -rate, -150.0), 150.0)
+        b_e2 = _exp2(-gl.abs(b_a))
         b_r = _invert(1.0 + b_e2)
         b_dy = gl.where(m, (b_e2 * b_r) * (lower_bound * b_r) * b_dg, 0.0)
         b_dA += gl.sum(by_blocks(b_a * b_dy), axis=1)
