@@ -66,6 +66,8 @@ CHANNELS = gl.constexpr(gl.SliceLayout(0, TALL.value))
 # float32 as products leave it, to be read by rows: eight columns of four rows next to each other
 # lie in different banks
 HELD = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+# and sums over pairs of channels, to be read 16 at a time
+FOLDED = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
@@ -104,64 +106,106 @@ def _take(x, place: gl.constexpr):
 
 
 @gluon.jit
-def _start(a, s_b, block: gl.constexpr):
-    """Starts the product of a [64, 16] and 16 rows of s_b [64, N]."""
-    zeros = gl.zeros([64, N], gl.float32, ACC)
-    return warpgroup_mma(a, s_b.slice(16 * block, 16, 0), zeros, use_acc=False, is_async=True)
+def _take_place(x, place: gl.constexpr):
+    """Returns place `place` of every row of x [4, 16], for the channels of a block: [4, 1]."""
+    x = _half_row(_half_row(_half_row(_half_row(x, place & 8), place & 4), place & 2), place & 1)
+    x = gl.convert_layout(gl.reshape(x, [4]), gl.SliceLayout(1, SUMS), assert_trivial=True)
+    return x[:, None]
 
 
 @gluon.jit
-def _scale(x, s_factor):
-    """Returns x [64, N] as [4, 16, N], times one factor for each 16 rows and channel."""
-    x = gl.reshape(x, [4, 16, N])
-    return x * s_factor.load(gl.SliceLayout(1, x.type.layout))[:, None, :]
+def _half_row(x, second: gl.constexpr):
+    """Returns the first or the second half of the columns of x [4, size]."""
+    x, y = gl.permute(gl.reshape(x, [4, 2, x.shape[1] // 2]), [0, 2, 1]).split()
+    return y if second else x
 
 
 @gluon.jit
-def _move(acc, s_acc):
-    """Returns acc [4, 16, N] where TALL has its elements."""
+def _weave(x):
+    """Returns the tile [4, 16, N] of 16 tokens [4, N] of each block, without a move."""
+    a = ()
+    for j in gl.static_range(8):
+        a = a + (gl.join(x[2 * j], x[2 * j + 1]),)
+    b = ()
+    for j in gl.static_range(4):
+        b = b + (gl.join(a[2 * j], a[2 * j + 1]),)
+    y = gl.join(gl.join(b[0], b[1]), gl.join(b[2], b[3]))
+    y = gl.reshape(gl.permute(y, [0, 5, 4, 3, 2, 1]), [4, 16, N])
+    return gl.convert_layout(y, BLOCKS, assert_trivial=True)
+
+
+@gluon.jit
+def _sum_across(reads, writes, right):
+    """Returns of each block, at its token t, the sums of reads from t on where the block is right
+    of what decays, those of writes before t where it is left; and both sums over all tokens.
+
+    right: a mask [4, 1], or None: both, added. Nothing is taken away, so a small sum beside large
+    ones keeps its digits.
+    """
+    zeros = gl.zeros([4, N], gl.float32, SUMS)
+    b_read, behind = zeros, ()
+    for n in gl.static_range(16):
+        b_read += _take(reads, 15 - n)
+        behind = (b_read,) + behind
+    b_written, found = zeros, ()
+    for t in gl.static_range(16):
+        if right is None:
+            found = found + (behind[t] + b_written,)
+        else:
+            found = found + (gl.where(right, behind[t], b_written),)
+        b_written += _take(writes, t)
+    return _weave(found), b_read, b_written
+
+
+@gluon.jit
+def _differentiate_blocks(s_dP, s_dkk, b_q, b_k, b_read):
+    """Returns what the pairs within blocks of 16 tokens give, for q and k with their factors x and
+    keys with y: what queries and keys take, without x; what is taken of each key, without y; dg.
+
+    Of pairs i > j, with taken_j(t) the sum over i >= t of dP_ij q_i + dkk_ij k_i:
+
+        dg_t = sum_{j < t} taken_j(t) read_j
+    """
+    zeros = gl.zeros([4, N], gl.float32, SUMS)
+    ROW: gl.constexpr = gl.SliceLayout(2, BLOCKS)
+    taken, by_q, by_k, b_dg = (zeros,) * 16, (), (), ()
+    for n in gl.static_range(16):
+        x_q, x_k = _take(b_q, 15 - n), _take(b_k, 15 - n)
+        r_dP, r_dkk = s_dP.index(15 - n).load(ROW), s_dkk.index(15 - n).load(ROW)
+        y_q, y_k, y_g = zeros, zeros, zeros
+        for j in gl.static_range(15 - n):
+            x_dP, x_dkk, read = _take_place(r_dP, j), _take_place(r_dkk, j), _take(b_read, j)
+            own = taken[j] + x_dP * x_q + x_dkk * x_k
+            taken = taken[:j] + (own,) + taken[j + 1 :]
+            y_q += x_dP * read
+            y_k += x_dkk * read
+            y_g += own * read
+        by_q, by_k, b_dg = (y_q,) + by_q, (y_k,) + by_k, (y_g,) + b_dg
+    return _weave(by_q), _weave(by_k), _weave(taken), _weave(b_dg)
+
+
+@gluon.jit
+def _multiply(s_a, s_b, s_acc):
+    """Returns a b of two tiles in shared memory, where TALL has its elements, as [4, 16, N]."""
+    acc = gl.zeros([64, N], gl.float32, ACC)
+    acc = warpgroup_mma(s_a, s_b, acc, use_acc=False, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
     gl.barrier()
-    s_acc.store(gl.convert_layout(gl.reshape(acc, [64, N]), ACC, assert_trivial=True))
+    s_acc.store(acc)
     gl.barrier()
-    return s_acc.load(TALL)
+    return by_blocks(s_acc.load(TALL))
 
 
 @gluon.jit
-def _find_rows(s_pairs, s_read, s_factor, s_acc, zero):
-    """Returns what the rows of s_pairs take of keys, without the factor x of its row."""
-    gl.barrier()
-    x = _start(s_pairs.slice(0, 16, 1).load(LEFT), s_read, 0)
-    acc = _scale(warpgroup_mma_wait(0, deps=(x,)), s_factor.index(zero))
-    x = _start(s_pairs.slice(16, 16, 1).load(LEFT), s_read, 1)
-    acc += _scale(warpgroup_mma_wait(0, deps=(x,)), s_factor.index(1 + zero))
-    x = _start(s_pairs.slice(32, 16, 1).load(LEFT), s_read, 2)
-    acc += _scale(warpgroup_mma_wait(0, deps=(x,)), s_factor.index(2 + zero))
-    x = _start(s_pairs.slice(48, 16, 1).load(LEFT), s_read, 3)
-    acc += _scale(warpgroup_mma_wait(0, deps=(x,)), s_factor.index(3 + zero))
-    return _move(acc, s_acc)
+def _load(p, m, factor):
+    """Returns a tile as [4, 16, N], times a factor [64] of its rows."""
+    return by_blocks(gl.load(p, mask=m, other=0.0).to(gl.float32) * factor[:, None])
 
 
 @gluon.jit
-def _start_both(s_dP, s_dkk, s_q, s_k, block: gl.constexpr):
-    """Starts what the 16 readers of a block take of keys, by queries and by keys."""
-    x = _start(s_dP.slice(16 * block, 16, 0).permute((1, 0)).load(LEFT), s_q, block)
-    a = s_dkk.slice(16 * block, 16, 0).permute((1, 0)).load(LEFT)
-    return warpgroup_mma(a, s_k.slice(16 * block, 16, 0), x, is_async=True)
-
-
-@gluon.jit
-def _find_columns(s_dP, s_dkk, s_q, s_k, s_factor, s_acc, zero):
-    """Returns what is taken of each key, without the factor y of its row."""
-    gl.barrier()
-    x = _start_both(s_dP, s_dkk, s_q, s_k, 0)
-    acc = _scale(warpgroup_mma_wait(0, deps=(x,)), s_factor.index(zero))
-    x = _start_both(s_dP, s_dkk, s_q, s_k, 1)
-    acc += _scale(warpgroup_mma_wait(0, deps=(x,)), s_factor.index(1 + zero))
-    x = _start_both(s_dP, s_dkk, s_q, s_k, 2)
-    acc += _scale(warpgroup_mma_wait(0, deps=(x,)), s_factor.index(2 + zero))
-    x = _start_both(s_dP, s_dkk, s_q, s_k, 3)
-    acc += _scale(warpgroup_mma_wait(0, deps=(x,)), s_factor.index(3 + zero))
-    return _move(acc, s_acc)
+def _spread(x):
+    """Returns x [64], a value of each token, as [4, 16, N]."""
+    return by_blocks(x[:, None] + gl.zeros([64, N], gl.float32, TALL))
 
 
 @gluon.jit
@@ -171,8 +215,11 @@ def _add_pairs(x):
 
 
 @gluon.jit
-def _sum_channels(s_x, LAYOUT: gl.constexpr):
-    """Returns the sums [64] over the rows of s_x [64, N / 2], which was just stored."""
+def _sum_channels(x, s_acc, LAYOUT: gl.constexpr):
+    """Returns the sums [64] over the rows of x [64, N / 2]."""
+    s_x = s_acc._reinterpret(gl.float32, [64, N // 2], FOLDED)
+    gl.barrier()
+    s_x.store(x)
     gl.barrier()
     b_sum = gl.sum(s_x.load(gl.BlockedLayout([1, 16], [16, 2], [4, 1], [1, 0])), axis=1)
     return gl.convert_layout(b_sum, LAYOUT)
@@ -180,7 +227,7 @@ def _sum_channels(s_x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _finish(
-    x, dx, b_dx, s_first, b_r, square, length, s_pairs,
+    x, dx, b_dx, s_first, b_r, square, length, s_acc,
     K: gl.constexpr, SLICES: gl.constexpr, STRIDE: gl.constexpr,
 ):  # fmt: skip
     """Stores the gradient of x of that of r x, whose last slice is b_dx, and the first in s_first.
@@ -199,9 +246,7 @@ def _finish(
         b_first = gl.load(x + o + j, mask=m_t, other=0.0).to(gl.float32)
         b_dfirst = s_first.load(TALL)
         b_along += _add_pairs(b_first * b_dfirst)
-    gl.barrier()
-    s_pairs.store(b_along)
-    b_along = _sum_channels(s_pairs, TOKENS) * (b_r * b_r * square)
+    b_along = _sum_channels(b_along, s_acc, TOKENS) * (b_r * b_r * square)
     b_dx = b_r[:, None] * (b_dx - b_x * b_along[:, None])
     gl.store(dx + LAST + o + j, b_dx.to(dx.dtype.element_ty), mask=m)
     if SLICES > 1:
@@ -257,18 +302,32 @@ def gradients_kernel(
     dtype: gl.constexpr = k.dtype.element_ty
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    FACTOR: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, N], dtype)
     tile = i_c * HV + i_h
 
+    # dP and dkk of pairs that lie at a cut between halves of the chunk, and of these halves
+    a_wide = gl.allocate_shared_memory(dtype, [2, C, C], OPERAND)
+    a_near = gl.allocate_shared_memory(dtype, [2, C, C], OPERAND)
     o_i, o_j = gl.arange(0, C, gl.SliceLayout(1, LOAD)), gl.arange(0, C, gl.SliceLayout(0, LOAD))
     o_cc = tile * (C * C) + (o_i[:, None] * C + o_j[None, :])
-    below = o_i[:, None] > o_j[None, :]
+    apart = (o_i // 16)[:, None] ^ (o_j // 16)[None, :]
     none = gl.zeros([C, C], dtype, LOAD)
-    a_dP = gl.allocate_shared_memory(dtype, [1, C, C], OPERAND)
-    a_dkk = gl.allocate_shared_memory(dtype, [1, C, C], OPERAND)
-    a_dP.index(0).store(gl.where(below, gl.load(dP + o_cc), none))
-    a_dkk.index(0).store(gl.where(below, gl.load(dkk + o_cc), none))
+    # and of those within blocks of 16, by block and columns, for each row
+    a_dP = gl.allocate_shared_memory(gl.float32, [16, 4, 16], PLAIN)
+    a_dkk = gl.allocate_shared_memory(gl.float32, [16, 4, 16], PLAIN)
+    DEEP: gl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 4, 2], [4, 1, 1], [2, 1, 0])
+    o_r = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, DEEP)))[:, None, None]
+    o_b = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, DEEP)))[None, :, None]
+    o_16 = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, DEEP)))[None, None, :]
+    o_16 = tile * (C * C) + (o_r * C + o_b * (16 * C + 16) + o_16)
+    ROWS_OF: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    for x in gl.static_range(2):
+        b_pairs = gl.load((dkk if x else dP) + o_cc)
+        a_wide.index(x).store(gl.where(apart >= 2, b_pairs, none))
+        a_near.index(x).store(gl.where(apart == 1, b_pairs, none))
+        b_blocks = gl.load((dkk if x else dP) + o_16).to(gl.float32)
+        s_x = (a_dkk if x else a_dP)._reinterpret(gl.float32, [16, 4, 16], ROWS_OF)
+        s_x.store(b_blocks)
 
     o_t, o_n = gl.arange(0, C, TOKENS), gl.arange(0, N, CHANNELS)
     p_rows = rows + tile * (ROWS * C)
@@ -283,30 +342,20 @@ def gradients_kernel(
 
     # with an index of which the compiler knows nothing: of what it knew, it would keep every
     # address
-    a_sums = gl.allocate_shared_memory(gl.float32, [1, 4 * N], FLAT)
-    a_taken = gl.allocate_shared_memory(gl.float32, [1, 4 * N], FLAT)
-    a_written = gl.allocate_shared_memory(gl.float32, [1, 4 * N], FLAT)
-    a_rows = gl.allocate_shared_memory(gl.float32, [4, 4, N], PLAIN)
-    a_columns = gl.allocate_shared_memory(gl.float32, [4, 4, N], PLAIN)
-    a_q = gl.allocate_shared_memory(dtype, [1, C, N], OPERAND)
-    a_k = gl.allocate_shared_memory(dtype, [1, C, N], OPERAND)
-    a_read = gl.allocate_shared_memory(dtype, [1, C, N], OPERAND)
+    a_sums = gl.allocate_shared_memory(gl.float32, [4, 4 * N], FLAT)
+    a_left = gl.allocate_shared_memory(dtype, [2, C, N], OPERAND)
     a_acc = gl.allocate_shared_memory(gl.float32, [1, C, N], HELD)
     if NORM:
         s_dq = gl.allocate_shared_memory(gl.float32, [1, C, N], PLAIN)
         s_dk = gl.allocate_shared_memory(gl.float32, [1, C, N], PLAIN)
 
-    PAIRS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    s_pairs = gl.allocate_shared_memory(gl.float32, [C, N // 2], PAIRS)
     b_dA = gl.zeros([4, N], gl.float32, SUMS)
+    b_dbeta = gl.zeros([C], gl.float32, LINE)
     for i in range(SLICES):
         zero = gl.where(i + NT < 0, 1, 0)
-        s_sums, s_taken, s_written = a_sums.index(zero), a_taken.index(zero), a_written.index(zero)
-        s_q, s_k, s_read = a_q.index(zero), a_k.index(zero), a_read.index(zero)
-        s_acc = a_acc.index(zero)
-        s_dP, s_dkk = a_dP.index(zero), a_dkk.index(zero)
+        s_sums, s_acc = a_sums.index(zero), a_acc.index(zero)
+        s_1, s_2 = a_left.index(zero), a_left.index(zero + 1)
         block = gl.arange(0, 4, gl.SliceLayout(1, SUMS))[:, None] + zero
-        o_b = gl.arange(0, 4, gl.SliceLayout(1, FACTOR))[:, None] + zero
         b_t = o_t + zero
         o_k = i * N + o_n
         m_k = o_k < K
@@ -328,108 +377,120 @@ def gradients_kernel(
         b_g = (lower_bound * LOG2E) * _invert(1.0 + _exp2(b_a * -rate))
         b_g = by_blocks(gl.where((b_t < length)[:, None], b_g, 0.0))
         b_e = gl.associative_scan(b_g, 1, add)
-        s_sums.store(gl.reshape(_take(b_e, 15), [4 * N]))
+        b_s, b_m = _take(b_e, 15), _take(b_e, 7)
+        s_sums.store(gl.reshape(b_s, [4 * N]))
         gl.barrier()
-        b_all = gl.zeros([4, N], gl.float32, SUMS)
-        # the sums up to the middle of a block
-        b_m = _take(b_e, 7)
-        b_start = b_all
+        b_start = gl.zeros([4, N], gl.float32, SUMS)
+        b_all = b_start
         for j in gl.static_range(4):
-            b_s = s_sums.slice(j * N, N).load(SUM)[None, :]
-            b_all += b_s
-            b_start += gl.where(block > j, b_s, 0.0)
-        b_m += b_start
-        b_m = gl.floor(b_m + 0.5)
+            b_0 = s_sums.slice(j * N, N).load(SUM)[None, :]
+            b_all += b_0
+            b_start += gl.where(block > j, b_0, 0.0)
+        b_wide = gl.where(block == 0, s_sums.slice(N, N).load(SUM)[None, :], 0.0)
+        b_wide = gl.where(block == 3, s_sums.slice(2 * N, N).load(SUM)[None, :], b_wide)
+        b_e -= b_m[:, None, :]
+        b_x = _exp2(b_e)
+        f_k = a_tokens.index(1 + zero).load(TOKENS)
+        b_q = _load(q + p_q + o_q + j_q, m, a_tokens.index(zero).load(TOKENS))
+        b_k = _load(k + p_q + o_q + j_q, m, f_k)
+        b_beta = _spread(a_tokens.index(2 + zero).load(TOKENS))
+        b_dq, b_R, b_taken, b_dg = _differentiate_blocks(
+            a_dP, a_dkk, b_q * b_x, b_beta * b_k * b_x, b_k * _exp2(-b_e)
+        )
         gl.barrier()
-        s_sums.store(gl.reshape(b_m, [4 * N]))
-        b_e += (b_start - b_m)[:, None, :]
-        b_x, b_y = _exp2(b_e), whole(_exp2(-b_e))
-        b_q = gl.load(q + p_q + o_q + j_q, mask=m, other=0.0).to(gl.float32)
-        s_q.store((b_q * a_tokens.index(0 + zero).load(TOKENS)[:, None] * whole(b_x)).to(dtype))
-        b_k = gl.load(k + p_q + o_q + j_q, mask=m, other=0.0).to(gl.float32)
-        b_k *= a_tokens.index(1 + zero).load(TOKENS)[:, None]
-        s_k.store((b_k * whole(b_x) * a_tokens.index(2 + zero).load(TOKENS)[:, None]).to(dtype))
-        s_read.store((b_k * b_y).to(dtype))
-        fence_async_shared()
-        gl.barrier()
-        b_own_m = s_sums.reshape([4, N]).load(FACTOR)
-        for j in gl.static_range(4):
-            b_other = s_sums.slice(j * N, N).load(gl.SliceLayout(0, FACTOR))[None, :]
-            b_rows = gl.where(o_b >= j, _exp2(b_own_m - b_other), 0.0)
-            a_rows.index(j + zero).store(b_rows)
-            b_columns = gl.where(o_b <= j, _exp2(b_other - b_own_m), 0.0)
-            a_columns.index(j + zero).store(b_columns)
-        gl.barrier()
-
-        b_u = by_blocks(_find_columns(s_dP, s_dkk, s_q, s_k, a_columns, s_acc, zero))
-        b_US = gl.load(US + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32)
-        b_w = _exp2(b_all - b_m)[:, None, :] * by_blocks(b_US)
-        b_read = by_blocks(s_read.load(TALL).to(gl.float32))
-        b_dk = whole(_invert(b_x) * (b_u + b_w))
-        b_w *= b_read
-        b_written = gl.sum(b_w, axis=1)
-        # what a token writes, less what its pairs take, for the sums before the next
-        b_w += b_read * b_u
-        b_q = gl.load(q + p_q + o_q + j_q, mask=m, other=0.0).to(gl.float32)
-        b_own = a_tokens.index(3 + zero).load(TOKENS) * a_tokens.index(zero).load(TOKENS)
-        b_dk += b_own[:, None] * b_q
-        b_u = by_blocks(_find_rows(s_dkk, s_read, a_rows, s_acc, zero))
-        b_YS = gl.load(YS + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32)
-        b_u -= _exp2(b_m)[:, None, :] * by_blocks(b_YS)
-        b_w -= by_blocks(s_k.load(TALL).to(gl.float32)) * b_u
-        b_R = whole(b_x * b_u)
-        b_k = gl.load(k + p_q + o_q + j_q, mask=m, other=0.0).to(gl.float32)
-        b_kR = _add_pairs(b_k * b_R)
-        if i > 0:
-            b_kR += s_pairs.load(b_kR.type.layout)
-        b_dk += a_tokens.index(2 + zero).load(TOKENS)[:, None] * b_R
-        if not NORM:
-            gl.store(dk + p_g + o_g + j_g, b_dk.to(dk.dtype.element_ty), mask=m)
-        s_pairs.store(b_kR)
-        if i < SLICES - 1:
-            if NORM:
-                s_dk.index(0).store(b_dk)
-        else:
-            b_dbeta = _sum_channels(s_pairs, LINE) * a_tokens.index(1 + zero).load(LINE)
-            b_dbeta += gl.load(dYV + tile * C + o_c)
-            b_strength = a_tokens.index(2 + zero).load(LINE)
-            b_diagonal = -gl.load(dkk + tile * (C * C) + o_c * (C + 1)).to(gl.float32)
-            b_dbeta = gl.where(b_strength >= LEAST_DIVISOR, b_diagonal / b_strength, b_dbeta)
-            p_beta = start * HV + i_h + o_c * HV
-            if beta_max is not None:
-                b_z = gl.load(beta + p_beta, mask=o_c < length, other=0.0).to(gl.float32)
-                b_dbeta *= beta_max * sigmoid(b_z) * sigmoid(-b_z)
-            gl.store(dbeta + p_beta, b_dbeta.to(dbeta.dtype.element_ty), mask=o_c < length)
-            if NORM:
-                b_r = a_tokens.index(1 + zero).load(TOKENS)
-                p_k = (start * H + i_h) * K
-                _finish(k + p_k, dk + p_k, b_dk, s_dk.index(zero), b_r, 1.0, length, s_pairs, K, SLICES, H * K)
-        b_u = by_blocks(_find_rows(s_dP, s_read, a_rows, s_acc, zero))
-        b_OS = gl.load(OS + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32)
-        b_u += _exp2(b_m)[:, None, :] * by_blocks(b_OS)
-        b_w -= by_blocks(s_q.load(TALL).to(gl.float32)) * b_u
-        b_k = gl.load(k + p_q + o_q + j_q, mask=m, other=0.0).to(gl.float32)
-        b_own = a_tokens.index(3 + zero).load(TOKENS) * a_tokens.index(1 + zero).load(TOKENS)
-        b_dq = b_own[:, None] * b_k + whole(b_x * b_u)
+        b_k = _load(k + p_q + o_q + j_q, m, f_k)
+        b_q = _load(q + p_q + o_q + j_q, m, a_tokens.index(zero).load(TOKENS))
+        b_own = _spread(a_tokens.index(3 + zero).load(TOKENS))
+        b_beta = _spread(a_tokens.index(2 + zero).load(TOKENS))
+        b_dq = b_own * b_k + b_x * b_dq
+        b_R *= b_x
+        b_dk = b_own * b_q + b_beta * b_R + _invert(b_x) * b_taken
+        b_kR = _add_pairs(whole(b_k * b_R))
+        b_total = b_start
+        # the cut between halves of the chunk, then those between halves of these
+        for level in gl.static_range(2):
+            right = block % 2 == 1 if level else block >= 2
+            b_h = gl.where(right, b_m, b_s - b_m)
+            if level == 0:
+                b_h += b_wide
+            b_h = _exp2(b_h)[:, None, :]
+            right3 = right[:, None, :]
+            b_f = gl.where(right3, b_x, _invert(b_x)) * b_h
+            b_q = _load(q + p_q + o_q + j_q, m, a_tokens.index(zero).load(TOKENS))
+            b_k = _load(k + p_q + o_q + j_q, m, f_k)
+            b_beta = _spread(a_tokens.index(2 + zero).load(TOKENS))
+            gl.barrier()
+            s_1.store(whole(gl.where(right3, b_q, b_k) * b_f).to(dtype))
+            s_2.store(whole(gl.where(right3, b_beta * b_k, b_k) * b_f).to(dtype))
+            fence_async_shared()
+            gl.barrier()
+            s_dP = (a_near if level else a_wide).index(zero)
+            s_dkk = (a_near if level else a_wide).index(zero + 1)
+            b_u = _multiply(s_dP, s_1, s_acc) * b_f
+            b_q = _load(q + p_q + o_q + j_q, m, a_tokens.index(zero).load(TOKENS))
+            b_k = _load(k + p_q + o_q + j_q, m, f_k)
+            b_dq += gl.where(right3, b_u, 0.0)
+            b_dk += gl.where(right3, 0.0, b_u)
+            b_between = gl.where(right3, b_q, b_k) * b_u
+            b_u = _multiply(s_dkk, s_2, s_acc) * b_f
+            b_k = _load(k + p_q + o_q + j_q, m, f_k)
+            b_beta = _spread(a_tokens.index(2 + zero).load(TOKENS))
+            b_kR += _add_pairs(whole(gl.where(right3, b_k * b_u, 0.0)))
+            b_u *= gl.where(right3, b_beta, 1.0)
+            b_dk += b_u
+            b_between += b_k * b_u
+            b_between, b_0, _ = _sum_across(b_between, b_between, right)
+            b_dg += b_between
+            if level == 0:
+                b_total = b_0
+        # what the state gives
+        b_k = _load(k + p_q + o_q + j_q, m, f_k)
+        b_q = _load(q + p_q + o_q + j_q, m, a_tokens.index(zero).load(TOKENS))
+        b_beta = _spread(a_tokens.index(2 + zero).load(TOKENS))
+        f_gam, f_lam = _exp2(b_start + b_m)[:, None, :], _exp2(b_all - b_start - b_m)[:, None, :]
+        b_u = b_x * f_gam * by_blocks(gl.load(OS + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32))
+        b_dq += b_u
+        b_between = b_q * b_u
+        b_u = b_x * f_gam * by_blocks(gl.load(YS + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32))
+        b_kR -= _add_pairs(whole(b_k * b_u))
+        b_u *= b_beta
+        b_dk -= b_u
+        b_between -= b_k * b_u
+        b_u = _invert(b_x) * f_lam * by_blocks(gl.load(US + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32))
+        b_dk += b_u
+        b_between, b_read, b_written = _sum_across(b_between, b_k * b_u, None)
+        b_dg += b_between
+        a_sums.index(1 + zero).store(gl.reshape(b_read, [4 * N]))
+        a_sums.index(2 + zero).store(gl.reshape(b_written, [4 * N]))
+        a_sums.index(3 + zero).store(gl.reshape(b_total, [4 * N]))
+        b_dbeta += _sum_channels(b_kR, s_acc, LINE)
+        b_dq, b_dk = whole(b_dq), whole(b_dk)
         if not NORM:
             gl.store(dq + p_g + o_g + j_g, (scale * b_dq).to(dq.dtype.element_ty), mask=m)
+            gl.store(dk + p_g + o_g + j_g, b_dk.to(dk.dtype.element_ty), mask=m)
         elif i < SLICES - 1:
             s_dq.index(0).store(b_dq)
+            s_dk.index(0).store(b_dk)
         else:
+            p_x = (start * H + i_h) * K
+            b_r = a_tokens.index(1 + zero).load(TOKENS)
+            _finish(k + p_x, dk + p_x, b_dk, s_dk.index(zero), b_r, 1.0, length, s_acc, K, SLICES, H * K)
             b_r = a_tokens.index(zero).load(TOKENS)
-            p_q1 = (start * H + i_h) * K
             square = 1.0 / (scale * scale)
-            _finish(q + p_q1, dq + p_q1, b_dq, s_dq.index(zero), b_r, square, length, s_pairs, K, SLICES, H * K)
-
-        s_written.store(gl.reshape(b_written, [4 * N]))
-        s_taken.store(gl.reshape(b_written - gl.sum(b_w, axis=1), [4 * N]))
+            _finish(q + p_x, dq + p_x, b_dq, s_dq.index(zero), b_r, square, length, s_acc, K, SLICES, H * K)
         gl.barrier()
         b_SdS = gl.load(SdS + tile * K + o_k, mask=m_k, other=0.0)
         b_rest = gl.convert_layout(b_SdS, SUM)[None, :] * _exp2(b_all)
         for j in gl.static_range(4):
-            b_rest += gl.where(block <= j, s_taken.slice(j * N, N).load(SUM)[None, :], 0.0)
-            b_rest += gl.where(block > j, s_written.slice(j * N, N).load(SUM)[None, :], 0.0)
-        b_dg = whole(gl.associative_scan(b_w, 1, add) - b_w + b_rest[:, None, :])
+            b_0 = a_sums.index(1 + zero).slice(j * N, N).load(SUM)[None, :]
+            b_rest += gl.where(block < j, b_0, 0.0)
+            b_0 = a_sums.index(2 + zero).slice(j * N, N).load(SUM)[None, :]
+            b_rest += gl.where(block > j, b_0, 0.0)
+        b_0 = a_sums.index(3 + zero).slice(0, N).load(SUM)[None, :]
+        b_rest += gl.where(block == 1, b_0, 0.0)
+        b_0 = a_sums.index(3 + zero).slice(3 * N, N).load(SUM)[None, :]
+        b_rest += gl.where(block == 2, b_0, 0.0)
+        b_dg = whole(b_dg + b_rest[:, None, :])
 
         b_a = gl.load(g + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32)
         if dt_bias is not None:
@@ -446,3 +507,12 @@ def gradients_kernel(
 
     dA = gl.sum(gl.sum(b_dA, axis=0), axis=0)
     gl.store(dgates + tile * (K + 1) + K, -LN2 * dA)
+    b_dbeta += gl.load(dYV + tile * C + o_c)
+    b_strength = a_tokens.index(2).load(LINE)
+    b_diagonal = -gl.load(dkk + tile * (C * C) + o_c * (C + 1)).to(gl.float32)
+    b_dbeta = gl.where(b_strength >= LEAST_DIVISOR, b_diagonal / b_strength, b_dbeta)
+    p_beta = start * HV + i_h + o_c * HV
+    if beta_max is not None:
+        b_z = gl.load(beta + p_beta, mask=o_c < length, other=0.0).to(gl.float32)
+        b_dbeta *= beta_max * sigmoid(b_z) * sigmoid(-b_z)
+    gl.store(dbeta + p_beta, b_dbeta.to(dbeta.dtype.element_ty), mask=o_c < length)
