@@ -65,7 +65,6 @@ from delta_trn.triton_kernels.kimi_delta_attention.fwd import (
     gates_of,
     lies_between,
 )
-from delta_trn.triton_kernels.kimi_delta_attention.prepare_hopper import count_slices
 from delta_trn.triton_kernels.launch import Config, config, power_of_two, take_turns, tile
 from delta_trn.triton_kernels.tiles import (
     LOG2E,
@@ -470,7 +469,7 @@ def gradients(
         hopper.gradients_kernel[grid](
             *arguments,
             H=H,
-            SLICES=count_slices(K),
+            SLICES=hopper.count_slices(K),
             NORM=l2norm and H == HV,
             **sizes,
             **tile("kimi_hopper_gradients", K).options(),
@@ -531,7 +530,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
                 "*fp32": TYPES["*fp32"].replace("dq dk ", ""),
             }
             for use, H, types in (("", 4, given), (", groups", 2, TYPES)):
-                own = values | arguments | {"H": H, "SLICES": count_slices(K), "NORM": H == 4}
+                own = values | arguments | {"H": H, "SLICES": hopper.count_slices(K), "NORM": H == 4}
                 kernel, launch = hopper.gradients_kernel, tile("kimi_hopper_gradients", K)
                 name = "kimi_gradients_hopper"
                 yield Variant(name, layout + use, kernel, types, launch, own)

@@ -30,6 +30,7 @@ prepare_hopper, and products come to it from the layout that wgmma gives them.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -37,12 +38,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from delta_trn.triton_kernels import tiles
 from delta_trn.triton_kernels.gated_delta_rule_bwd import LEAST_DIVISOR
-from delta_trn.triton_kernels.hopper.tiles import FLAT, add
+from delta_trn.triton_kernels.hopper.tiles import FLAT, add, start_copy
 from delta_trn.triton_kernels.kimi_delta_attention.prepare_hopper import _exp2, takes
 from delta_trn.triton_kernels.launch import Config
 from delta_trn.triton_kernels.tiles import LN2, LOG2E, ROWS
 
-__all__ = ["adds_norms", "gradients_kernel", "takes"]
+__all__ = ["adds_norms", "count_slices", "gradients_kernel", "takes"]
 
 
 def adds_norms(q, k, g, A_log, lower_bound, config: Config) -> bool:
@@ -50,24 +51,30 @@ def adds_norms(q, k, g, A_log, lower_bound, config: Config) -> bool:
     return g.shape[2] == q.shape[2] and takes(q, k, g, A_log, lower_bound, config)
 
 
+def count_slices(K: int) -> int:
+    """Returns the slices of 32 channels that the kernel takes one after the other."""
+    return -(-K // N.value)
+
+
 exp, load_rate, locate_chunk, sigmoid = (
     gluon.jit(f.fn) for f in (tiles.exp, tiles.load_rate, tiles.locate_chunk, tiles.sigmoid)
 )
-N = gl.constexpr(64)  # channels of a slice
-ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+N = gl.constexpr(32)  # channels of a slice
+ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
 # a thread's 8 tokens of two channels; as 8 blocks of 8 tokens; their sums; what a block has of them
-TALL = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))
-BLOCKS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
+TALL = gl.constexpr(gl.BlockedLayout([16, 1], [1, 32], [4, 1], [1, 0]))
+BLOCKS = gl.constexpr(gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
 SUMS = gl.constexpr(gl.SliceLayout(1, BLOCKS.value))
 SUM = gl.constexpr(gl.SliceLayout(0, SUMS.value))
 TOKENS = gl.constexpr(gl.SliceLayout(1, TALL.value))
 CHANNELS = gl.constexpr(gl.SliceLayout(0, TALL.value))
 # float32 as products leave it, to be read by rows: eight columns of four rows next to each other
 # lie in different banks
-HELD = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+HELD = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 # and sums over pairs of channels, to be read 16 at a time
 FOLDED = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+PIECES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
@@ -197,9 +204,23 @@ def _multiply(s_a, s_b, s_acc):
 
 
 @gluon.jit
-def _load(p, m, factor):
-    """Returns a tile as [4, 16, N], times a factor [64] of its rows."""
-    return by_blocks(gl.load(p, mask=m, other=0.0).to(gl.float32) * factor[:, None])
+def _copy(s_x, p, stride: gl.constexpr, length, columns, zero):
+    """Starts the copy of a tile [64, N] to shared memory; what lies outside is 0."""
+    o_t, o_n = gl.arange(0, 64, gl.SliceLayout(1, PIECES)), gl.arange(0, N, gl.SliceLayout(0, PIECES))
+    m = (o_t < length)[:, None] & (o_n < columns)[None, :]
+    start_copy(s_x, p + ((o_t + zero)[:, None] * stride + o_n[None, :]), m)
+
+
+@gluon.jit
+def _load(s_x):
+    """Returns a tile in shared memory, as [4, 16, N] in float32."""
+    return by_blocks(s_x.load(TALL).to(gl.float32))
+
+
+@gluon.jit
+def _load_rows(s_x, factor):
+    """Returns such a tile times a factor [64] of its rows."""
+    return by_blocks(s_x.load(TALL).to(gl.float32) * factor[:, None])
 
 
 @gluon.jit
@@ -209,15 +230,9 @@ def _spread(x):
 
 
 @gluon.jit
-def _add_pairs(x):
-    """Returns the sums over pairs of channels of x [64, N], which a thread has."""
-    return gl.sum(gl.reshape(x, [64, N // 2, 2]), axis=2)
-
-
-@gluon.jit
 def _sum_channels(x, s_acc, LAYOUT: gl.constexpr):
-    """Returns the sums [64] over the rows of x [64, N / 2]."""
-    s_x = s_acc._reinterpret(gl.float32, [64, N // 2], FOLDED)
+    """Returns the sums [64] over the rows of x [64, N]."""
+    s_x = s_acc._reinterpret(gl.float32, [64, N], FOLDED)
     gl.barrier()
     s_x.store(x)
     gl.barrier()
@@ -227,31 +242,37 @@ def _sum_channels(x, s_acc, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _finish(
-    x, dx, b_dx, s_first, b_r, square, length, s_acc,
+    x, dx, s_x, s_dx, s_acc, b_r, square, length,
     K: gl.constexpr, SLICES: gl.constexpr, STRIDE: gl.constexpr,
 ):  # fmt: skip
-    """Stores the gradient of x of that of r x, whose last slice is b_dx, and the first in s_first.
+    """Stores the gradient of x of that of y = r x, in s_dx, with r = 1 / sqrt(<x, x> + 1e-6):
 
-    r = 1 / sqrt(<x, x> + 1e-6); b_r times a factor of which `square` is the square of 1 / r's.
+        dx = r (dy - y <y, dy>)
+
+    s_x: free for x. b_r: r and a factor, of which `square` is one over the square.
     """
+    zero = gl.where(square < 0, 1, 0)
+    for i in gl.static_range(SLICES):
+        _copy(s_x.index(i), x + i * N, STRIDE, length, K - i * N, zero)
+    async_copy.commit_group()
     o_t, o_n = gl.arange(0, 64, TOKENS), gl.arange(0, N, CHANNELS)
-    o = (o_t // 16 * 16)[:, None] * STRIDE + o_n[None, :]
-    j = (o_t % 16)[:, None] * STRIDE
-    LAST: gl.constexpr = (SLICES - 1) * N
-    m_t = (o_t < length)[:, None]
-    m = m_t & (LAST + o_n < K)[None, :] if K % N != 0 else m_t
-    b_x = gl.load(x + LAST + o + j, mask=m, other=0.0).to(gl.float32)
-    b_along = _add_pairs(b_x * b_dx)
-    if SLICES > 1:
-        b_first = gl.load(x + o + j, mask=m_t, other=0.0).to(gl.float32)
-        b_dfirst = s_first.load(TALL)
-        b_along += _add_pairs(b_first * b_dfirst)
-    b_along = _sum_channels(b_along, s_acc, TOKENS) * (b_r * b_r * square)
-    b_dx = b_r[:, None] * (b_dx - b_x * b_along[:, None])
-    gl.store(dx + LAST + o + j, b_dx.to(dx.dtype.element_ty), mask=m)
-    if SLICES > 1:
-        b_dx = b_r[:, None] * (b_dfirst - b_first * b_along[:, None])
-        gl.store(dx + o + j, b_dx.to(dx.dtype.element_ty), mask=m_t)
+    p_dx = dx + ((o_t // 16 * 16 + zero)[:, None] * STRIDE + o_n[None, :]) + (o_t % 16)[:, None] * STRIDE
+    async_copy.wait_group(0)
+    gl.barrier()
+    b_along = gl.zeros([64, N], gl.float32, TALL)
+    for i in gl.static_range(SLICES):
+        b_x = s_x.index(i).load(TALL).to(gl.float32)
+        b_along += b_x * s_dx.index(i).load(TALL).to(gl.float32)
+    b_along = _sum_channels(b_along, s_acc, TOKENS) * b_r * b_r * square
+    for i in gl.static_range(SLICES):
+        m = (o_t < length)[:, None]
+        if K % N != 0:
+            m = m & (i * N + o_n < K)[None, :]
+        b_x = s_x.index(i).load(TALL).to(gl.float32)
+        b_dx = s_dx.index(i).load(TALL).to(gl.float32)
+        b_dx = b_r[:, None] * (b_dx - b_x * b_along[:, None])
+        gl.store(p_dx + i * N, b_dx.to(dx.dtype.element_ty), mask=m)
+    gl.barrier()
 
 
 @gluon.jit(do_not_specialize=["tokens", "NT"])
@@ -302,7 +323,7 @@ def gradients_kernel(
     dtype: gl.constexpr = k.dtype.element_ty
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, N], dtype)
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     tile = i_c * HV + i_h
 
     # dP and dkk of pairs that lie at a cut between halves of the chunk, and of these halves
@@ -343,16 +364,19 @@ def gradients_kernel(
     # with an index of which the compiler knows nothing: of what it knew, it would keep every
     # address
     a_sums = gl.allocate_shared_memory(gl.float32, [4, 4 * N], FLAT)
-    a_left = gl.allocate_shared_memory(dtype, [2, C, N], OPERAND)
+    NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, N], dtype)
+    a_left = gl.allocate_shared_memory(dtype, [2, C, N], NARROW)
+    a_inputs = gl.allocate_shared_memory(dtype, [5, C, N], PLAIN)
     a_acc = gl.allocate_shared_memory(gl.float32, [1, C, N], HELD)
     if NORM:
-        s_dq = gl.allocate_shared_memory(gl.float32, [1, C, N], PLAIN)
-        s_dk = gl.allocate_shared_memory(gl.float32, [1, C, N], PLAIN)
+        s_dq = gl.allocate_shared_memory(dtype, [SLICES, C, N], PLAIN)
+        s_dk = gl.allocate_shared_memory(dtype, [SLICES, C, N], PLAIN)
 
     b_dA = gl.zeros([4, N], gl.float32, SUMS)
-    b_dbeta = gl.zeros([C], gl.float32, LINE)
-    for i in range(SLICES):
-        zero = gl.where(i + NT < 0, 1, 0)
+    b_kR = gl.zeros([4, 16, N], gl.float32, BLOCKS)
+    for turn in range(SLICES):
+        zero = gl.where(turn + NT < 0, 1, 0)
+        i = turn ^ zero
         s_sums, s_acc = a_sums.index(zero), a_acc.index(zero)
         s_1, s_2 = a_left.index(zero), a_left.index(zero + 1)
         block = gl.arange(0, 4, gl.SliceLayout(1, SUMS))[:, None] + zero
@@ -369,6 +393,16 @@ def gradients_kernel(
         o_q = first * (H * K) + o_n[None, :]
         o_g = first * (HV * K) + o_n[None, :]
         j_q, j_g = (o_t % 16)[:, None] * (H * K), (o_t % 16)[:, None] * (HV * K)
+        s_q, s_k = a_inputs.index(zero), a_inputs.index(zero + 1)
+        s_OS, s_YS, s_US = a_inputs.index(zero + 2), a_inputs.index(zero + 3), a_inputs.index(zero + 4)
+        gl.barrier()
+        _copy(s_q, q + p_q, H * K, length, K - i * N, zero)
+        _copy(s_k, k + p_q, H * K, length, K - i * N, zero)
+        async_copy.commit_group()
+        _copy(s_OS, OS + p_g, HV * K, length, K - i * N, zero)
+        _copy(s_YS, YS + p_g, HV * K, length, K - i * N, zero)
+        _copy(s_US, US + p_g, HV * K, length, K - i * N, zero)
+        async_copy.commit_group()
         b_a = gl.load(g + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32)
         if dt_bias is not None:
             b_bias = gl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(gl.float32)
@@ -390,22 +424,21 @@ def gradients_kernel(
         b_wide = gl.where(block == 3, s_sums.slice(2 * N, N).load(SUM)[None, :], b_wide)
         b_e -= b_m[:, None, :]
         b_x = _exp2(b_e)
-        f_k = a_tokens.index(1 + zero).load(TOKENS)
-        b_q = _load(q + p_q + o_q + j_q, m, a_tokens.index(zero).load(TOKENS))
-        b_k = _load(k + p_q + o_q + j_q, m, f_k)
+        async_copy.wait_group(1)
+        gl.barrier()
+        b_q = _load_rows(s_q, a_tokens.index(zero).load(TOKENS))
+        b_k = _load_rows(s_k, a_tokens.index(1 + zero).load(TOKENS))
         b_beta = _spread(a_tokens.index(2 + zero).load(TOKENS))
         b_dq, b_R, b_taken, b_dg = _differentiate_blocks(
             a_dP, a_dkk, b_q * b_x, b_beta * b_k * b_x, b_k * _exp2(-b_e)
         )
         gl.barrier()
-        b_k = _load(k + p_q + o_q + j_q, m, f_k)
-        b_q = _load(q + p_q + o_q + j_q, m, a_tokens.index(zero).load(TOKENS))
-        b_own = _spread(a_tokens.index(3 + zero).load(TOKENS))
         b_beta = _spread(a_tokens.index(2 + zero).load(TOKENS))
+        b_own = _spread(a_tokens.index(3 + zero).load(TOKENS))
         b_dq = b_own * b_k + b_x * b_dq
         b_R *= b_x
         b_dk = b_own * b_q + b_beta * b_R + _invert(b_x) * b_taken
-        b_kR = _add_pairs(whole(b_k * b_R))
+        b_kR += b_k * b_R
         b_total = b_start
         # the cut between halves of the chunk, then those between halves of these
         for level in gl.static_range(2):
@@ -414,29 +447,27 @@ def gradients_kernel(
             if level == 0:
                 b_h += b_wide
             b_h = _exp2(b_h)[:, None, :]
-            right3 = right[:, None, :]
-            b_f = gl.where(right3, b_x, _invert(b_x)) * b_h
-            b_q = _load(q + p_q + o_q + j_q, m, a_tokens.index(zero).load(TOKENS))
-            b_k = _load(k + p_q + o_q + j_q, m, f_k)
+            b_right = gl.where(right, 1.0, 0.0)[:, None, :]
+            b_f = gl.where(right[:, None, :], b_x, _invert(b_x)) * b_h
+            # queries right of the cut, keys left of it; keys right of it times beta
+            b_w = gl.where(right[:, None, :], b_q, b_k)
             b_beta = _spread(a_tokens.index(2 + zero).load(TOKENS))
+            b_strength = gl.where(right[:, None, :], b_beta, 1.0)
             gl.barrier()
-            s_1.store(whole(gl.where(right3, b_q, b_k) * b_f).to(dtype))
-            s_2.store(whole(gl.where(right3, b_beta * b_k, b_k) * b_f).to(dtype))
+            s_1.store(whole(b_w * b_f).to(dtype))
+            s_2.store(whole(b_k * b_strength * b_f).to(dtype))
             fence_async_shared()
             gl.barrier()
             s_dP = (a_near if level else a_wide).index(zero)
             s_dkk = (a_near if level else a_wide).index(zero + 1)
             b_u = _multiply(s_dP, s_1, s_acc) * b_f
-            b_q = _load(q + p_q + o_q + j_q, m, a_tokens.index(zero).load(TOKENS))
-            b_k = _load(k + p_q + o_q + j_q, m, f_k)
-            b_dq += gl.where(right3, b_u, 0.0)
-            b_dk += gl.where(right3, 0.0, b_u)
-            b_between = gl.where(right3, b_q, b_k) * b_u
+            b_between = b_w * b_u
+            b_dq += b_right * b_u
+            b_dk += (1.0 - b_right) * b_u
             b_u = _multiply(s_dkk, s_2, s_acc) * b_f
-            b_k = _load(k + p_q + o_q + j_q, m, f_k)
+            b_kR += b_right * b_k * b_u
             b_beta = _spread(a_tokens.index(2 + zero).load(TOKENS))
-            b_kR += _add_pairs(whole(gl.where(right3, b_k * b_u, 0.0)))
-            b_u *= gl.where(right3, b_beta, 1.0)
+            b_u *= gl.where(right[:, None, :], b_beta, 1.0)
             b_dk += b_u
             b_between += b_k * b_u
             b_between, b_0, _ = _sum_across(b_between, b_between, right)
@@ -444,40 +475,31 @@ def gradients_kernel(
             if level == 0:
                 b_total = b_0
         # what the state gives
-        b_k = _load(k + p_q + o_q + j_q, m, f_k)
-        b_q = _load(q + p_q + o_q + j_q, m, a_tokens.index(zero).load(TOKENS))
-        b_beta = _spread(a_tokens.index(2 + zero).load(TOKENS))
+        async_copy.wait_group(0)
+        gl.barrier()
         f_gam, f_lam = _exp2(b_start + b_m)[:, None, :], _exp2(b_all - b_start - b_m)[:, None, :]
-        b_u = b_x * f_gam * by_blocks(gl.load(OS + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32))
+        b_u = b_x * f_gam * _load(s_OS)
         b_dq += b_u
         b_between = b_q * b_u
-        b_u = b_x * f_gam * by_blocks(gl.load(YS + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32))
-        b_kR -= _add_pairs(whole(b_k * b_u))
-        b_u *= b_beta
+        b_u = b_x * f_gam * _load(s_YS)
+        b_kR -= b_k * b_u
+        b_u *= _spread(a_tokens.index(2 + zero).load(TOKENS))
         b_dk -= b_u
         b_between -= b_k * b_u
-        b_u = _invert(b_x) * f_lam * by_blocks(gl.load(US + p_g + o_g + j_g, mask=m, other=0.0).to(gl.float32))
+        b_u = _invert(b_x) * f_lam * _load(s_US)
         b_dk += b_u
         b_between, b_read, b_written = _sum_across(b_between, b_k * b_u, None)
         b_dg += b_between
         a_sums.index(1 + zero).store(gl.reshape(b_read, [4 * N]))
         a_sums.index(2 + zero).store(gl.reshape(b_written, [4 * N]))
         a_sums.index(3 + zero).store(gl.reshape(b_total, [4 * N]))
-        b_dbeta += _sum_channels(b_kR, s_acc, LINE)
         b_dq, b_dk = whole(b_dq), whole(b_dk)
         if not NORM:
             gl.store(dq + p_g + o_g + j_g, (scale * b_dq).to(dq.dtype.element_ty), mask=m)
             gl.store(dk + p_g + o_g + j_g, b_dk.to(dk.dtype.element_ty), mask=m)
-        elif i < SLICES - 1:
-            s_dq.index(0).store(b_dq)
-            s_dk.index(0).store(b_dk)
         else:
-            p_x = (start * H + i_h) * K
-            b_r = a_tokens.index(1 + zero).load(TOKENS)
-            _finish(k + p_x, dk + p_x, b_dk, s_dk.index(zero), b_r, 1.0, length, s_acc, K, SLICES, H * K)
-            b_r = a_tokens.index(zero).load(TOKENS)
-            square = 1.0 / (scale * scale)
-            _finish(q + p_x, dq + p_x, b_dq, s_dq.index(zero), b_r, square, length, s_acc, K, SLICES, H * K)
+            s_dq.index(i).store(b_dq.to(dtype))
+            s_dk.index(i).store(b_dk.to(dtype))
         gl.barrier()
         b_SdS = gl.load(SdS + tile * K + o_k, mask=m_k, other=0.0)
         b_rest = gl.convert_layout(b_SdS, SUM)[None, :] * _exp2(b_all)
@@ -507,7 +529,7 @@ def gradients_kernel(
 
     dA = gl.sum(gl.sum(b_dA, axis=0), axis=0)
     gl.store(dgates + tile * (K + 1) + K, -LN2 * dA)
-    b_dbeta += gl.load(dYV + tile * C + o_c)
+    b_dbeta = gl.load(dYV + tile * C + o_c) + _sum_channels(whole(b_kR), a_acc.index(0), LINE)
     b_strength = a_tokens.index(2).load(LINE)
     b_diagonal = -gl.load(dkk + tile * (C * C) + o_c * (C + 1)).to(gl.float32)
     b_dbeta = gl.where(b_strength >= LEAST_DIVISOR, b_diagonal / b_strength, b_dbeta)
@@ -516,3 +538,9 @@ def gradients_kernel(
         b_z = gl.load(beta + p_beta, mask=o_c < length, other=0.0).to(gl.float32)
         b_dbeta *= beta_max * sigmoid(b_z) * sigmoid(-b_z)
     gl.store(dbeta + p_beta, b_dbeta.to(dbeta.dtype.element_ty), mask=o_c < length)
+    if NORM:
+        p_x = (start * H + i_h) * K
+        s_acc, b_r = a_acc.index(0), a_tokens.index(1).load(TOKENS)
+        _finish(k + p_x, dk + p_x, a_inputs, s_dk, s_acc, b_r, 1.0, length, K, SLICES, H * K)
+        b_r, square = a_tokens.index(0).load(TOKENS), 1.0 / (scale * scale)
+        _finish(q + p_x, dq + p_x, a_inputs, s_dq, s_acc, b_r, square, length, K, SLICES, H * K)
