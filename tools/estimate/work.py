@@ -274,30 +274,23 @@ class _Calls:
         """
         shape, modules = self.shape, (kimi_delta_attention.fwd, kimi_delta_attention.bwd)
         programs, scaled = self.chunks * shape.HV, self.keys * shape.HV // shape.H
-        slices = -(-shape.K // self.row.prepare.columns)
         tiles, given = self._tiles(self.row.products.columns), 2 * (self.keys + scaled)
         prepare = Work(programs, given + self.factor, (-(-shape.K // 64),), (), self.mask)
         multiply = Work(programs, 4 * self.values + 2 * self.states, (tiles,), (), self.mask)
-        gradients = Work(programs, given + 3 * scaled + 2 * self.P, (slices, 2, 4), (), self.mask)
+        slices = kimi_delta_attention.gradients_hopper.count_slices(shape.K)
+        gradients = Work(programs, given + 3 * scaled + 2 * self.P, (slices,), (), self.mask)
         columns = self.row.scan.columns  # and the reverse scan's
         scan = self._serial(
             columns, self._tiles(columns), 3 * scaled + self.values + self.T + self.P
         )
-        rows = shape.sequences * shape.tokens // tile("sum_heads", shape.K).rows
-        combine = Work(rows * shape.H, 2 * scaled + self.keys)
         for name, backward, kernel, options, work in (
             ("prepare", False, "prepare_hopper", "dense", prepare),
             ("scan", False, "scan", "dense", scan),
             ("reverse scan", True, "reverse", "dense", scan),
             ("products", True, "products", "dense", multiply),
-            ("gradients", True, "gradients", "dense, gates with a bound", gradients),
+            ("gradients", True, "gradients_hopper", "dense", gradients),
         ):
             yield Launch(
                 name, backward, self._variant(modules[backward], options, f"kimi_{kernel}"), work
             )
-        combined = self._variant(
-            gated_delta_rule_bwd, "of normalized", "sum_heads", QR=shape.H * shape.K
-        )
-        for name in ("gradient of q", "gradient of k"):
-            yield Launch(name, True, combined, combine)
         yield Launch("sums of gates", True, None, Work(0, 4 * programs * (shape.K + 1)), count=4)

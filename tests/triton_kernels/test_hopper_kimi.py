@@ -1,0 +1,113 @@
+"""Hopper's gradients of Kimi Delta Attention, in Gluon: they pass parity where decays are hard."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from delta_trn.backends.dispatch import TRITON_DEVICES
+
+if "cpu" not in TRITON_DEVICES:
+    pytest.skip(
+        "compiled kernels run here with --emulate alone, as in make emulate",
+        allow_module_level=True,
+    )
+
+from delta_trn.backends.parity import rule
+from delta_trn.backends.parity.rule_cases import BOTH, Case
+from delta_trn.backends.parity.rule_cases import inputs as inputs_of
+from delta_trn.triton_kernels.kimi_delta_attention import gradients_hopper
+from delta_trn.triton_kernels.launch import config
+from tests.support.emulator import driver
+from tests.support.planted_bugs import Bug, planted
+
+
+def bounded(T, H, HV, K, **how):
+    how = {"gates": "plain", "norm": "random"} | how
+    return Case("hopper", 1, T, H, K, 16, "", HV=HV, lower_bound=-5.0, loss=BOTH, reflect=True,
+                op="kimi_delta_attention", **how)  # fmt: skip
+
+
+# value heads of a key head: 1, where the kernel takes the gradients through the norms, to 4; last
+# chunks end in each of the four blocks of 16 tokens
+CASES = {
+    "two_slices_and_state": bounded(66, 2, 2, 64, state=True),
+    "four_slices": bounded(90, 1, 1, 128),
+    "three_slices_of_two_heads": bounded(47, 1, 2, 96, state=True),
+    "packed_groups_of_three": bounded(70, 1, 3, 32, lengths=(0, 3, 0, 64, 1, 2), state=True),
+    "one_token_of_four_heads": bounded(1, 1, 4, 32, state=True),
+    "half_a_slice": bounded(64, 1, 1, 16),
+    "gates_at_both_ends": bounded(64, 1, 1, 64, gates="wide", state=True),
+    "gates_at_both_ends_and_zero_keys": bounded(130, 1, 1, 64, gates="wide", norm="zero"),
+    "near_keys": bounded(64, 1, 1, 32, keys="near", beta=2.0),
+    "hardly_a_decay": replace(bounded(64, 1, 1, 32, gates="wide"), lower_bound=-1e-3),
+}
+
+
+def agrees(case):
+    """Returns whether all of a case agrees with the judge, as parity asks, and the verdicts."""
+    count, takes = [], gradients_hopper.takes
+    with pytest.MonkeyPatch.context() as patch:
+        counted = lambda *given: count.append(takes(*given)) or count[-1]  # noqa: E731
+        patch.setattr(gradients_hopper, "takes", counted)
+        verdicts = rule.verdicts(case, torch.bfloat16, "triton", "cpu")
+    assert count and all(count)
+    return all(verdict.passed for verdict in verdicts), verdicts
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_agree_with_the_judge(name):
+    with driver.options(check=1) as reports:
+        passed, verdicts = agrees(CASES[name])
+    assert not reports
+    assert passed, [str(verdict) for verdict in verdicts if not verdict.passed]
+
+
+def test_gradients_are_the_same_bits_in_every_order_of_warps_and_copies():
+    x = inputs_of(CASES["two_slices_and_state"], torch.bfloat16)
+    results = []
+    for order in range(3):
+        with driver.options(late_copies=order % 2, late_products=order // 2, order=order):
+            results.append(rule.outcome(x, "triton"))
+    for name, y in results[0].items():
+        assert all(torch.equal(y, other[name]) for other in results[1:]), name
+
+
+LAST = "triton_kernels.kimi_delta_attention.gradients_hopper:"
+MISTAKES = (
+    ("a pair of neighbors is left out", "_differentiate_blocks", "static_range(15 - n)", "static_range(14 - n)"),
+    ("dg of a pair starts at its key", "_sum_across", "(b_read,) + behind", "behind + (b_read,)"),
+    ("a token decays its own write", "_sum_across",
+     "        b_written += _take(writes, t)\n", "        b_written += _take(writes, (t + 1) % 16)\n"),
+    ("the middle of the chunk cuts nothing", "gradients_kernel", "apart >= 2", "apart >= 4"),
+    ("halves have no cut", "gradients_kernel", "apart == 1", "apart == 5"),
+    ("the first block does not decay through the second", "gradients_kernel",
+     "gl.where(block == 0, s_sums", "gl.where(block == 4, s_sums"),
+    ("keys right of a cut without beta", "gradients_kernel",
+     "b_strength = gl.where(right[:, None, :], b_beta, 1.0)", "b_strength = 1.0 + 0.0 * b_right"),
+    ("queries' states decay like keys'", "gradients_kernel", "_exp2(b_all - b_start - b_m)", "_exp2(b_start + b_m)"),
+    ("dg without the state carried through", "gradients_kernel", "* _exp2(b_all)", "* 0.0 * _exp2(b_all)"),
+    ("a later block reads nothing of the state", "gradients_kernel", "gl.where(block < j, b_0", "gl.where(block > 3, b_0"),
+    ("copies are not waited for", "gradients_kernel", "async_copy.wait_group(1)", "async_copy.wait_group(2)"),
+    ("dq keeps its part along q", "_finish", "b_dx - b_x * b_along", "b_dx - 0.0 * b_x * b_along"),
+    ("the gate without its rate", "gradients_kernel", "b_dy *= LN2 * rate", "b_dy *= 1.0"),
+    ("no bias", "gradients_kernel", "b_a += b_bias[None, :]\n        # times", "b_a += 0.0 * b_bias[None, :]\n        # times"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "line", "mistake"), MISTAKES, ids=[bug[0] for bug in MISTAKES]
+)
+def test_a_planted_bug_is_seen(name, place, line, mistake):
+    with planted(Bug(name, LAST + place, line, mistake, "")), driver.options(check=1) as reports:
+        passed, _ = agrees(CASES["two_slices_and_state"])
+    assert reports or not passed
+
+
+def test_the_kernel_takes_the_gradients_through_norms_where_heads_are_no_groups():
+    q, A_log = torch.ones(1, 1, 2, 96, dtype=torch.bfloat16), torch.ones(2)
+    row = replace(config(96, 16, itemsize=2, rule="kimi_"), dot="tf32")
+    grouped = q.repeat(1, 1, 2, 1)
+    assert gradients_hopper.adds_norms(q, q, q, A_log, -5.0, row)
+    assert not gradients_hopper.adds_norms(q, q, grouped, A_log, -5.0, row)
+    assert not gradients_hopper.adds_norms(q, q, q, A_log, -5.1, row)
