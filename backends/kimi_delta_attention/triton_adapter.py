@@ -119,9 +119,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
     products = [torch.empty_like(x) for x in (P, P, qg, qg, qg, last)]
     products.append(rows.new_empty(chunks.count, HV, row.C))
-    normed = call.l2norm and not gradients_hopper.adds_norms(
-        q, k, g, A_log, call.lower_bound, row
-    )
+    normed = call.l2norm and not gradients_hopper.adds_norms(q, k, g, A_log, call.lower_bound, row)
     combined = HV != H or normed
     dq, dk = (
         q.new_empty((B, length, HV, K), dtype=torch.float32 if combined else q.dtype)

@@ -530,7 +530,9 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
                 "*fp32": TYPES["*fp32"].replace("dq dk ", ""),
             }
             for use, H, types in (("", 4, given), (", groups", 2, TYPES)):
-                own = values | arguments | {"H": H, "SLICES": hopper.count_slices(K), "NORM": H == 4}
+                own = (
+                    values | arguments | {"H": H, "SLICES": hopper.count_slices(K), "NORM": H == 4}
+                )
                 kernel, launch = hopper.gradients_kernel, tile("kimi_hopper_gradients", K)
                 name = "kimi_gradients_hopper"
                 yield Variant(name, layout + use, kernel, types, launch, own)

@@ -1,27 +1,25 @@
 """Kimi Delta Attention's gradients of all chunks for sm_90, in Gluon, where gates have a bound; what
 it computes, of what bwd.products_kernel wrote: see bwd.
 
-With g >= SAFE, 8 tokens decay a channel to exp(-40) at the least, which bfloat16 holds beside all
-that stands with it, and so does the reciprocal. So no levels of cuts are needed. With b the sums of
-g from the chunk's start, and m_I a whole power of 2 next to exp(b) behind the first 8 of the 16
-tokens of block I,
+With g >= SAFE, 8 tokens decay a channel to exp(-40) at the least, so that within a block of 16
+tokens no cut is needed. With b the sums of g from the chunk's start and b_m that of the first 8
+tokens of a block,
 
-    x_i = exp(b_i) / m_I,  y_j = m_J / exp(b_j),  i in I, j in J                  [C, K]
-    exp(b_i - b_j) = x_i (m_I / m_J) y_j
-    row_q_i = x_i sum_J (m_I / m_J) sum_{j in J} dP_ij (y k)_j,  and row_k so of dkk
-    column_j = y_j sum_I (m_I / m_J) sum_{i in I} (dP_ij (x q)_i + dkk_ij (beta x k)_i)
+    x_i = exp(b_i - b_m),  y_j = exp(b_m - b_j)                                   [C, K]
+    exp(b_i - b_j) = x_i y_j,  of a pair i > j in the block
 
-where the inner sums are products of tiles, four for each of the three, and m_I / m_J <= 1 of blocks
-I > J.
+and both are far from the ends of float32. Of these pairs, 120 in a block, the sums are taken one
+after the other, in float32. What lies between blocks comes over two cuts by products of tiles, as
+bwd has it: of the halves of the chunk, and of the halves of these. The factors of both cuts are x
+and y, times what depends on the block and the channel alone.
 
-A pair i > j counts in dg_t where j < t <= i: in the sum over i >= t of what readers take, less the
-sum over j >= t of what is taken from keys. Each product of such a pair is the same number in both,
-of operands that were rounded once, since a power of 2 rounds nothing: so nothing is left of a pair
-behind t but float32's roundings, and the pair of t - 1 and t, which is never below exp(SAFE) of its
-undecayed self, stands above them.
+No sum of dg is a difference: it would be right to float32 beside the largest pair of a chunk, and
+dg may be a millionth of that where the tokens around t decay strongly, or a key is 0.
 
-One program has a chunk and a value head. A thread has 16 tokens of two channels, as in
-prepare_hopper, and products come to it from the layout that wgmma gives them.
+One program has a chunk and a value head, and takes 32 channels at a time. A thread has 16 tokens of
+a channel, so that sums over the tokens of a block need no exchange; products come to it through
+shared memory. q, k and what products_kernel wrote are copied to shared memory at once. dq and dk
+wait there in 16 bits until all channels are known, for the gradients through the norms.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false,
@@ -61,8 +59,7 @@ exp, load_rate, locate_chunk, sigmoid = (
 )
 N = gl.constexpr(32)  # channels of a slice
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
-# a thread's 8 tokens of two channels; as 8 blocks of 8 tokens; their sums; what a block has of them
+# a thread's 16 tokens of a channel; as four blocks of 16 tokens; their sums; those of one block
 TALL = gl.constexpr(gl.BlockedLayout([16, 1], [1, 32], [4, 1], [1, 0]))
 BLOCKS = gl.constexpr(gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
 SUMS = gl.constexpr(gl.SliceLayout(1, BLOCKS.value))
@@ -72,7 +69,7 @@ CHANNELS = gl.constexpr(gl.SliceLayout(0, TALL.value))
 # float32 as products leave it, to be read by rows: eight columns of four rows next to each other
 # lie in different banks
 HELD = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
-# and sums over pairs of channels, to be read 16 at a time
+# and sums over channels, to be read 16 at a time
 FOLDED = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 PIECES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -206,7 +203,10 @@ def _multiply(s_a, s_b, s_acc):
 @gluon.jit
 def _copy(s_x, p, stride: gl.constexpr, length, columns, zero):
     """Starts the copy of a tile [64, N] to shared memory; what lies outside is 0."""
-    o_t, o_n = gl.arange(0, 64, gl.SliceLayout(1, PIECES)), gl.arange(0, N, gl.SliceLayout(0, PIECES))
+    o_t, o_n = (
+        gl.arange(0, 64, gl.SliceLayout(1, PIECES)),
+        gl.arange(0, N, gl.SliceLayout(0, PIECES)),
+    )
     m = (o_t < length)[:, None] & (o_n < columns)[None, :]
     start_copy(s_x, p + ((o_t + zero)[:, None] * stride + o_n[None, :]), m)
 
@@ -256,7 +256,11 @@ def _finish(
         _copy(s_x.index(i), x + i * N, STRIDE, length, K - i * N, zero)
     async_copy.commit_group()
     o_t, o_n = gl.arange(0, 64, TOKENS), gl.arange(0, N, CHANNELS)
-    p_dx = dx + ((o_t // 16 * 16 + zero)[:, None] * STRIDE + o_n[None, :]) + (o_t % 16)[:, None] * STRIDE
+    p_dx = (
+        dx
+        + ((o_t // 16 * 16 + zero)[:, None] * STRIDE + o_n[None, :])
+        + (o_t % 16)[:, None] * STRIDE
+    )
     async_copy.wait_group(0)
     gl.barrier()
     b_along = gl.zeros([64, N], gl.float32, TALL)
@@ -310,7 +314,7 @@ def gradients_kernel(
     C: gl.constexpr,
     NORM: gl.constexpr,
 ):
-    """Computes what bwd.gradients_kernel does, for 64 tokens in a chunk; 64 channels at a time.
+    """Computes what bwd.gradients_kernel does, for 64 tokens in a chunk; 32 channels at a time.
 
     NORM: dq and dk are those of q and k as they came, else, in float32, of the normalized ones.
     """
@@ -390,11 +394,14 @@ def gradients_kernel(
         first = (o_t // 16 * 16 + zero)[:, None]
         p_q = (start * H + i_h // (HV // H)) * K + i * N
         p_g = (start * HV + i_h) * K + i * N
-        o_q = first * (H * K) + o_n[None, :]
         o_g = first * (HV * K) + o_n[None, :]
-        j_q, j_g = (o_t % 16)[:, None] * (H * K), (o_t % 16)[:, None] * (HV * K)
+        j_g = (o_t % 16)[:, None] * (HV * K)
         s_q, s_k = a_inputs.index(zero), a_inputs.index(zero + 1)
-        s_OS, s_YS, s_US = a_inputs.index(zero + 2), a_inputs.index(zero + 3), a_inputs.index(zero + 4)
+        s_OS, s_YS, s_US = (
+            a_inputs.index(zero + 2),
+            a_inputs.index(zero + 3),
+            a_inputs.index(zero + 4),
+        )
         gl.barrier()
         _copy(s_q, q + p_q, H * K, length, K - i * N, zero)
         _copy(s_k, k + p_q, H * K, length, K - i * N, zero)
