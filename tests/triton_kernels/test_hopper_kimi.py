@@ -84,8 +84,8 @@ MISTAKES = (
     (
         "a token decays its own write",
         "_sum_across",
-        "        b_written += _take(writes, t)\n",
-        "        b_written += _take(writes, (t + 1) % 16)\n",
+        "b_written += _take(writes, t)",
+        "b_written += _take(writes, (t + 1) % 16)",
     ),
     ("the middle of the chunk cuts nothing", "gradients_kernel", "apart >= 2", "apart >= 4"),
     (

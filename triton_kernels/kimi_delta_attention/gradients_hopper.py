@@ -439,7 +439,6 @@ def gradients_kernel(
         b_dq, b_R, b_taken, b_dg = _differentiate_blocks(
             a_dP, a_dkk, b_q * b_x, b_beta * b_k * b_x, b_k * _exp2(-b_e)
         )
-        gl.barrier()
         b_beta = _spread(a_tokens.index(2 + zero).load(TOKENS))
         b_own = _spread(a_tokens.index(3 + zero).load(TOKENS))
         b_dq = b_own * b_k + b_x * b_dq
