@@ -146,6 +146,7 @@ TABLE = (
     Row("kimi_scan kimi_reverse", 2,  ANY,  ANY,     8,     1,  (16, 32), upright=True),
     Row("kimi_gradients",         2,  ANY,  ANY,     8,     1,  (16, 32), majors=WARPS),
     Row("kimi_gradients",         2,  ANY,  ANY,     4,     1,  (16, 32)),
+    Row("kimi_hopper_gradients",  2,  ANY,  128,     4,     1),
     Row("kimi_prepare kimi_gradients", 4, ANY, ANY,  4,     1,  (16, 16)),
     # 16 elements of each tile in a thread, whose cumulated sums move through all warps
     Row("kimi_copies",          ANY,  ANY,  ANY,     8,     1,  (16, 64)),

@@ -19,7 +19,12 @@ from delta_trn.backends.gated_delta_rule.triton_time_adapter import chunk_counts
 from delta_trn.backends.rows import as_rows, empty_like_parts
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.gated_delta_rule_bwd import sum_heads
-from delta_trn.triton_kernels.kimi_delta_attention import bwd, fwd, prepare_hopper
+from delta_trn.triton_kernels.kimi_delta_attention import (
+    bwd,
+    fwd,
+    gradients_hopper,
+    prepare_hopper,
+)
 
 MAKES_GATES = TAKES_POOL = TAKES_PLACES = True
 step = rule.step
@@ -130,7 +135,8 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
     (dq, dk, dv), (dg, dbeta) = empty_like_parts((q, k, v)), empty_like_parts((g, beta))
     products = [torch.empty_like(x) for x in (P, P, qg, qg, qg, last)]
     products.append(rows.new_empty(chunks.count, HV, row.C))
-    combined, of_heads = HV != H or call.l2norm, (dq, dk)
+    adds = gradients_hopper.adds_norms(q, k, g, call.lower_bound, row)
+    combined, of_heads = HV != H or (call.l2norm and not adds), (dq, dk)
     if combined:
         of_heads = [q.new_empty((B, length, HV, K), dtype=torch.float32) for _ in range(2)]
     dgates = None
@@ -161,8 +167,9 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         dbeta=dbeta,
         dgates=dgates,
         scale=call.scale,
+        l2norm=call.l2norm,
         beta_max=call.beta_max,
-        lower_bound=None if A_log is None else call.lower_bound,
+        lower_bound=call.lower_bound,
         chunks=chunks,
         config=row,
     )

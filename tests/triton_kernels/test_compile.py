@@ -57,7 +57,8 @@ def test_quick_configurations_compile_within_their_bounds(tmp_path, cache):
         f"kimi_{name}"
         for name in ("prepare", "scan", "reverse", "products", "gradients", "prepare_hopper")
     }
-    layers = {"short_convolution", "rms_norm", "cross_entropy", "sum_heads"}
+    scans |= {"kimi_gradients_hopper"}
+    layers = {"short_convolution", "rms_norm", "cross_entropy", "sum_heads", "kimi_copies"}
     assert kernels == scans | layers | {"step", "delta_residual", "chain", "refine", "gates"}
     assert any(row["kernel"] == "step" and row["options"].endswith("channels") for row in rows)
     for row in rows:

@@ -168,6 +168,8 @@ class _Calls:
         heads = lie(self.shape.H, self.shape.HV, self.shape.K, self.shape.V)
         if kernel in ("kimi_scan", "kimi_reverse"):  # which read qg, kg and kl
             heads |= dict.fromkeys(("QR", "KR"), self.shape.HV * self.shape.K)
+        if kernel == "kimi_gradients_hopper" and self.shape.H == self.shape.HV:
+            heads |= {"DQR": heads["QR"], "DKR": heads["KR"]}
         return replace(variant, values=variant.values | heads | values)
 
     def _give(self, variant: Variant, *names: str) -> Variant:
@@ -282,17 +284,15 @@ class _Calls:
         """
         shape, modules = self.shape, (kimi_delta_attention.fwd, kimi_delta_attention.bwd)
         programs, scaled = self.chunks * shape.HV, self.keys * shape.HV // shape.H
-        slices = -(-shape.K // self.row.prepare.columns)
         tiles, given = self._tiles(self.row.products.columns), 2 * (self.keys + scaled)
         prepare = Work(programs, given + self.factor, (-(-shape.K // 64),), (), self.mask)
         multiply = Work(programs, 4 * self.values + 2 * self.states, (tiles,), (), self.mask)
-        gradients = Work(programs, given + 3 * scaled + 2 * self.P, (slices, 2, 4), (), self.mask)
+        slices = kimi_delta_attention.gradients_hopper.count_slices(shape.K)
+        gradients = Work(programs, given + 3 * scaled + 2 * self.P, (slices,), (), self.mask)
         columns = self.row.scan.columns  # and the reverse scan's
         scan = self._serial(
             columns, self._tiles(columns), 3 * scaled + self.values + self.T + self.P
         )
-        rows = shape.sequences * shape.tokens // tile("sum_heads", shape.K).rows
-        combine = Work(rows * shape.H, 2 * scaled + self.keys)
         copies = tile("kimi_copies", shape.K)
         across = -(-shape.K // copies.columns)
         copy = Work(programs * across, given + 3 * self.factor, (), (), self.mask)
@@ -303,12 +303,9 @@ class _Calls:
             ("scaled copies again", True, "copies", bounded, copy),
             ("reverse scan", True, "reverse", "dense", scan),
             ("products", True, "products", "dense", multiply),
-            ("gradients", True, "gradients", bounded, gradients),
+            ("gradients", True, "gradients_hopper", bounded, gradients),
         ):
             module = modules[backward and kernel != "copies"]
             variant = self._variant(module, options, f"kimi_{kernel}")
             yield Launch(name, backward, variant, work)
-        combined = self._variant(gated_delta_rule_bwd, "of normalized", "sum_heads")
-        for name in ("gradient of q", "gradient of k"):
-            yield Launch(name, True, combined, combine)
         yield Launch("sums of gates", True, None, Work(0, 4 * programs * (shape.K + 1)), count=4)

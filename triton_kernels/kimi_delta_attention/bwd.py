@@ -57,6 +57,7 @@ import triton.language as tl
 from delta_trn.triton_kernels import gated_delta_rule_reverse as rule
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.gated_delta_rule_bwd import LEAST_DIVISOR
+from delta_trn.triton_kernels.kimi_delta_attention import gradients_hopper as hopper
 from delta_trn.triton_kernels.kimi_delta_attention.fwd import (
     add_sums,
     find_cut_factors,
@@ -71,6 +72,7 @@ from delta_trn.triton_kernels.launch import (
     power_of_two,
     row_stride,
     take_turns,
+    tile,
 )
 from delta_trn.triton_kernels.tiles import (
     LOG2E,
@@ -436,13 +438,16 @@ def gradients(
     dbeta,
     dgates,
     scale,
+    l2norm,
     beta_max,
     lower_bound,
     chunks: Chunks,
     config: Config,
 ):
-    """Launches both kernels: fills products, dq and dk of value heads, dv,
-    dg, dbeta; with A_log dgates.
+    """Launches both kernels: fills products, dq and dk, dv, dg, dbeta; with A_log dgates.
+
+    dq and dk are those of value heads, of the normalized q and k, but not where
+    `hopper.adds_norms`: there, of q and k. lower_bound: as `prepare` takes it.
     """
     H, (HV, V), K = q.shape[2], do.shape[2:], q.shape[3]
     launch, grid, sizes = (
@@ -476,7 +481,8 @@ def gradients(
     )
     strides = {"QR": q, "KR": k, "GR": g, "BR": beta}
     strides |= {"DQR": dq, "DKR": dk, "DGR": dg, "DBR": dbeta}
-    gradients_kernel[grid](
+    sizes |= {name: row_stride(x) for name, x in strides.items()}
+    arguments = (
         q,
         k,
         g,
@@ -493,10 +499,24 @@ def gradients(
         dgates,
         *places,
         beta_max or None,
-        lower_bound,
+        None if A_log is None else lower_bound,
+    )
+    # a given g that breaks its promise counts as the same in forward and here
+    bounded = l2norm or A_log is not None
+    if bounded and hopper.takes(q, k, g, lower_bound, config):
+        hopper.gradients_kernel[grid](
+            *arguments,
+            H=H,
+            SLICES=hopper.count_slices(K),
+            NORM=l2norm and H == HV,
+            **sizes,
+            **tile("kimi_hopper_gradients", K).options(),
+        )
+        return
+    gradients_kernel[grid](
+        *arguments,
         H=H,
         BK=config.gradients.columns,
-        **{name: row_stride(x) for name, x in strides.items()},
         DOT=config.dot,
         **sizes,
         **config.gradients.options(),
@@ -542,3 +562,18 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
             yield Variant(
                 "kimi_gradients", f"{layout}, {form}", gradients_kernel, TYPES, row.gradients, own
             )
+            if form == "gates made" or not row.prepare.gluon:
+                continue
+            # of groups, dq and dk are in float32, as TYPES has them
+            given = TYPES | {
+                "*x": f"{TYPES['*x']} dq dk",
+                "*fp32": TYPES["*fp32"].replace("dq dk ", ""),
+            }
+            for use, H, types in (("", 4, given), (", groups", 2, TYPES)):
+                own = sizes | tables | arguments | channel_rows_of(H, 4, K, V)
+                own |= {"SLICES": hopper.count_slices(K), "NORM": H == 4}
+                if H == 4:  # dq and dk are then those of the layer, side by side
+                    own |= {"DQR": own["QR"], "DKR": own["KR"]}
+                kernel, launch = hopper.gradients_kernel, tile("kimi_hopper_gradients", K)
+                name = "kimi_gradients_hopper"
+                yield Variant(name, f"{layout}, {form}{use}", kernel, types, launch, own)

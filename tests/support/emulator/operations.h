@@ -173,6 +173,7 @@ template <class T> static void floats() {
 template <class T> static void approximations() {
     lanes("div.full.# div.approx.#", [](T a, T b) { return T(double(a) / double(b)); });
     lanes("ex2.approx.#", [](T a) { return T(std::exp2(double(a))); });
+    lanes("rcp.approx.#", [](T a) { return T(1 / double(a)); });
     lanes("rsqrt.approx.#", [](T a) { return T(1 / std::sqrt(double(a))); });
     lanes("cvt.rmi.#.f32", [](T a) { return T(std::floor(float(a))); });
 }
