@@ -151,7 +151,7 @@ class Case:
         """
         options: dict[str, Any] = {"use_qk_l2norm_in_kernel": self.normalized_inside}
         options |= {} if self.scale is None else {"scale": self.scale}
-        options |= {"safe_gate": True} if self.decay == "bounded" else {}
+        options |= {"safe_gate": True} if self.decay == "bounded" and not self.gates else {}
         if self.gates is None:
             return options
         gates = ("use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
