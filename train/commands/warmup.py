@@ -1,5 +1,5 @@
 """delta-trn warmup RECIPE|RUN_DIR [key=value ...] [--list] [--processes N] [--capability X.Y]
-delta-trn warmup --bench | --model DIR [--rows N] [--tokens N] [--capability X.Y]
+delta-trn warmup --bench | --model DIR [--rows N] [--row-length N] [--capability X.Y]
 
 On a GPU, or for one that --capability names, kernels are compiled into Triton's cache by all cores:
 what the run, the timed cases or the model would launch is noted on a stand-in of the GPU, so none
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--rows", type=int, default=1, help="with --model: sequences (%(default)s)")
     parser.add_argument(
-        "--tokens", type=int, default=1024, help="with --model: tokens of each (%(default)s)"
+        "--row-length", type=int, default=1024, help="with --model: tokens of each (%(default)s)"
     )
     parser.add_argument(
         "--capability", metavar="X.Y", help="of the GPU to compile for, such as 9.0; default: ours"
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         from delta_trn.train.run.launches import launch_model, require_model
 
         require_model(options.model)
-        return _compile(options, lambda: launch_model(options.model, options.rows, options.tokens))
+        return _compile(options, lambda: launch_model(options.model, options.rows, options.row_length))
     config = apply(_configuration(options.recipe), parse(options.changes))
     if options.list:
         return _list(config, processes)

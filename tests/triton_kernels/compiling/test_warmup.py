@@ -49,7 +49,7 @@ def test_a_model_compiles_nothing_after_its_warmup(tmp_path):
     model, cache = tmp_path / "model", tmp_path / "cache"
     sizes = {"hidden_size": 32, "num_heads": 1, "head_dim_k": 16, "num_hidden_layers": 1}
     DeltaConfig(vocab_size=50, **sizes).save_pretrained(model)
-    words = "--model", model, "--tokens", "64"
+    words = "--model", model, "--row-length", "64"
     status, out, error = warm(*words, "--capability", "9.0", cache=cache)
     assert status == 0, error
     count = int(re.findall(r"^(\d+) kernels$", out, re.MULTILINE)[0])
