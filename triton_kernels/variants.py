@@ -14,7 +14,9 @@ from delta_trn.triton_kernels.launch import ANY, Tile, config
 
 # absent where g and beta are given, and where sequences are not packed
 GATE_ARGUMENTS: tuple[str, ...] = ("A_log", "dt_bias", "beta_max", "dgates")
-ROW_ARGUMENTS: tuple[str, ...] = ("QR", "KR", "VR", "GR", "BR", "DQR", "DKR", "DVR", "DGR", "DBR")
+ROW_ARGUMENTS: tuple[str, ...] = (
+    "QR", "KR", "VR", "XR", "GR", "BR", "DQR", "DKR", "DVR", "DGR", "DBR",
+)  # fmt: skip
 PACKED_ARGUMENTS: tuple[str, ...] = ("cu_seqlens", "chunk_offsets", "chunk_start", "chunk_length")
 
 # ends the options of variants that only few heads take, and those that divide V by 32

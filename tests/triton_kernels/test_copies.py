@@ -5,6 +5,7 @@ and launches are counted.
 from collections import Counter
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ pytest.importorskip("triton", reason="the triton extra is not installed")
 from delta_trn.backends.dispatch import default_backend
 from delta_trn.backends.gated_delta_rule import triton_adapter, triton_time_adapter
 from delta_trn.backends.gated_delta_rule.contract import Rule, Step
+from delta_trn.backends.gated_delta_rule.once import once
 from delta_trn.backends.kimi_delta_attention import triton_adapter as channels_adapter
 from delta_trn.backends.rows import find_whole
 from delta_trn.models.cache import LayerCache
@@ -175,7 +177,9 @@ def outcome(call, adapter: Any = triton_adapter):
     return [o, state, *adapter.backward(do, dstate, call, saved)]
 
 
-def test_tables_of_packed_sequences_are_made_once(launches):
+def test_tables_of_packed_sequences_are_made_once(launches, monkeypatch):
+    """Where boundaries are kept: on a CPU nothing is, so that is switched on here."""
+    monkeypatch.setitem(once.__globals__, "_keeps", lambda x: True)
     cuts = torch.tensor([0, 20, 20, 70])
     call, _ = call_of(cuts, T=70, H=1, HV=1, K=16, V=16)
     first = launches.during(lambda: outcome(call))
@@ -196,6 +200,7 @@ def test_tables_of_packed_sequences_are_made_once(launches):
         assert launches.during(lambda: triton_adapter.forward(call, save=False))["cumsum"] == 1
 
 
+@patch.dict(once.__globals__, {"_keeps": lambda x: True})
 def tables_follow():
     """Requires new tables for boundaries whose numbers were overwritten since the last call."""
     cuts = torch.tensor([0, 20, 70], device=DEVICE)
