@@ -34,7 +34,9 @@ def test_one_kernel_that_does_not_launch_costs_its_own_case_alone(
     monkeypatch.setattr(measure_gpu, "DRY_LIMIT_S", 600)
     groups = [("channels", ["kimi_hopper"]), ("rule", ["seam_65"])]
     monkeypatch.setattr(measure_gpu, "groups", lambda: groups)
-    monkeypatch.setenv("DELTA_TRN_FAILING_KERNEL", "kimi_delta_attention.bwd.gradients_kernel")
+    monkeypatch.setenv(
+        "DELTA_TRN_FAILING_KERNEL", "kimi_delta_attention.gradients_hopper.gradients_kernel"
+    )
     steps = ["headline", "parity"]
     assert measure_gpu.main([*steps, "--out", str(tmp_path), "--dry", THROUGH]) == 1
     failed, *timed = sorted(lines(tmp_path / "data.jsonl"), key=lambda line: line["case"])
