@@ -505,6 +505,12 @@ def nki_missing(device: str) -> str | None:
     return _placeholder()
 
 
+NO_SIMULATOR = (
+    "needs the package nki-simulator; in a checkout of delta-trn: pip install "
+    "./packages/nki-simulator"
+)
+
+
 def simulator_missing(device: str) -> str | None:
     """Returns why the simulator cannot run here; None if it can.
 
@@ -513,10 +519,7 @@ def simulator_missing(device: str) -> str | None:
     """
     if find_spec("nki") is None:
         if find_spec("nki_simulator") is None:
-            return (
-                "needs the package nki-simulator; in a checkout of delta-trn: pip install "
-                "./packages/nki-simulator"
-            )
+            return NO_SIMULATOR
         return None
     if placeholder := _placeholder():
         return placeholder

@@ -46,9 +46,8 @@ class KimiDeltaAttention(GatedDeltaNet):
     def __init__(self, config: DeltaConfig) -> None:
         self.decays, self.bound = config.head_dim_k, config.decay_bound
         super().__init__(config)
-        if (
-            self.bound is not None
-        ):  # a rate of 10 would start a bounded decay where it has no gradient
+        # a rate of 10 would start a bounded decay where it has no gradient
+        if self.bound is not None:
             self.tags["A_log"] = Tag(Role.SCALAR, law=partial(constant, value=0.0), stored=True)
 
     def _make_gates(self, config: DeltaConfig) -> None:

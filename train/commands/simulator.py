@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from delta_trn.backends.checks import BackendRefusal
+from delta_trn.backends.dispatch import NO_SIMULATOR
 
 KERNELS = "delta_trn.nki_kernels"
 
@@ -19,9 +20,6 @@ def main(arguments: Sequence[str]) -> int:
     Raises BackendRefusal, which says how to install it, where it is absent.
     """
     if find_spec("nki_simulator") is None:
-        raise BackendRefusal(
-            "delta-trn simulator needs the package nki-simulator; in a checkout of delta-trn: "
-            "pip install ./packages/nki-simulator"
-        )
+        raise BackendRefusal(f"delta-trn simulator {NO_SIMULATOR}")
     command = [sys.executable, "-m", "nki_simulator", "--package", KERNELS, *arguments]
     return subprocess.run(command).returncode

@@ -74,7 +74,9 @@ def main(arguments: Sequence[str]) -> int:
         from delta_trn.train.run.launches import launch_model, require_model
 
         require_model(options.model)
-        return _compile(options, lambda: launch_model(options.model, options.rows, options.row_length))
+        return _compile(
+            options, lambda: launch_model(options.model, options.rows, options.row_length)
+        )
     config = apply(_configuration(options.recipe), parse(options.changes))
     if options.list:
         return _list(config, processes)
