@@ -28,7 +28,7 @@ from delta_trn.triton_kernels import (
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.hopper import gradients as hopper_gradients
 from delta_trn.triton_kernels.hopper.prepare import heads_together
-from delta_trn.triton_kernels.kimi_delta_attention.prepare_hopper import count_slices
+from delta_trn.triton_kernels.kimi_delta_attention.gradients_hopper import count_slices
 from delta_trn.triton_kernels.launch import config, power_of_two, tile
 from delta_trn.triton_kernels.variants import Variant, by_heads, channel_rows_of, rows_of
 from tools.estimate import machine
