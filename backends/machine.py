@@ -242,10 +242,8 @@ def keep_freed_memory() -> None:
     """
     if platform.libc_ver()[0] == "glibc":
         library = ctypes.CDLL(None)
-        for option, size in (
-            (-3, 2**25),
-            (-1, 2**30),
-        ):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
+        # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
+        for option, size in ((-3, 2**25), (-1, 2**30)):
             library.mallopt(option, size)
 
 

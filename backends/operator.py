@@ -487,9 +487,8 @@ class _Eager(torch.autograd.Function):
         gradients = ctx.context.run(
             operator._dispatch_backward, douts, kept, ctx.options, ctx.backend
         )
-        wanted = zip(
-            operator.spread(gradients), ctx.needs_input_grad[2:], strict=False
-        )  # None: it is absent
+        # None: it is absent
+        wanted = zip(operator.spread(gradients), ctx.needs_input_grad[2:], strict=False)
         return (
             None,
             None,

@@ -84,9 +84,8 @@ def find_wrapper(tensors: Iterable[Tensor | None]) -> Tensor | None:
 
 def is_divided(x: Tensor) -> bool:
     """Returns whether x is a DTensor."""
-    module = sys.modules.get(
-        "torch.distributed.tensor"
-    )  # slow to import; where nobody did, there is none
+    # slow to import; where nobody did, there is none
+    module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 

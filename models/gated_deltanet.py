@@ -42,9 +42,8 @@ CLOSED = -1e4
 # What the decay's projection is set to at a sequence's first token: exp(g) is 0 for any A_log from
 # -40 to 40, which erases the state.
 FORGET = 1e20
-Projected = tuple[
-    Tensor, Tensor, Tensor, Tensor
-]  # q, k and v side by side, the output's gate, a, b
+# q, k and v side by side, the output's gate, a, b
+Projected = tuple[Tensor, Tensor, Tensor, Tensor]
 IN_THE_KERNEL: Forwards = {ShortConvolution: ShortConvolution.forward, **NORM_FORWARDS}
 
 

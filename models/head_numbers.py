@@ -163,7 +163,6 @@ for _module, _owner, _check in (
     ("_fully_shard._fsdp_param_group", "FSDPParamGroup", "_init_mp_dtypes"),
     ("_flat_param", "FlatParamHandle", "_validate_tensors_to_flatten"),
 ):
-    with contextlib.suppress(
-        ImportError, AttributeError
-    ):  # in another torch its own words have to do
+    # in another torch its own words have to do
+    with contextlib.suppress(ImportError, AttributeError):
         _explain(getattr(import_module(f"torch.distributed.fsdp.{_module}"), _owner), _check)

@@ -164,9 +164,8 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         smoothing = self.config.label_smoothing if self.training else 0.0
         multiplier = self.config.logit_scale
-        if not multiplies(
-            self.lm_head
-        ):  # wrapped by PEFT, say: it computes more than its weight says
+        # wrapped by PEFT, say: it computes more than its weight says
+        if not multiplies(self.lm_head):
             logits = at_least_float32(self.lm_head(hidden * multiplier))
             total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
             return total / (targets != IGNORED).sum().clamp(min=1)
@@ -225,9 +224,8 @@ class DeltaForSequenceClassification(GenericForSequenceClassification, DeltaPreT
     _keys_to_ignore_on_load_unexpected = [r"lm_head\."]  # noqa: RUF012
 
     def __init__(self, config: DeltaConfig) -> None:
-        DeltaPreTrainedModel.__init__(
-            self, config
-        )  # the mixin's would make a matrix without a muP role
+        # the mixin's would make a matrix without a muP role
+        DeltaPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         assert config.num_labels is not None  # transformers counts 2 where nothing is said
         multiplier = config.width_ratio ** TABLES[config.parametrization][Role.READOUT].multiplier

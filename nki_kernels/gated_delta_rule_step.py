@@ -192,10 +192,8 @@ def multiply_states(states, columns, heads, eye_sb):
     and stream c columns, not V.
     """
     m, V = states[0].shape[1], states[0].shape[2]
-    tiles, rest = (
-        len(states),
-        columns[len(states) - 1].shape[3],
-    )  # the last tile may have fewer heads
+    # the last tile may have fewer heads
+    tiles, rest = (len(states), columns[len(states) - 1].shape[3])
     c = (tiles - 1) * heads + rest
     r_ps, p_ps = psum((c, V)), psum((c, V))
     for span in split(V, PARTITIONS):
@@ -337,10 +335,8 @@ def arrange_by_partition(states, k_blocks_sb, q_blocks_sb, heads, eye_sb):
     [active, m, 2, its heads] per tile of states.
     """
     c, K = k_blocks_sb.shape[0], k_blocks_sb.shape[2]
-    flat = (
-        k_blocks_sb.reshape((c, c * K)),
-        q_blocks_sb.reshape((c, c * K)),
-    )  # head h begins at h K
+    # head h begins at h K
+    flat = (k_blocks_sb.reshape((c, c * K)), q_blocks_sb.reshape((c, c * K)))
     tiles = []
     for i in range(len(states)):
         active, m = states[i].shape[0], states[i].shape[1]

@@ -21,11 +21,8 @@ EVERY = (
     2  # chunks between kept states: 1.2 times the least bytes per step instead of 1.5, in bfloat16
 )
 WIDTH = 4  # lanes per bundle: their C x C matrices fill one bank of PSUM
-LANES = (
-    (64, 128, 8),
-    (128, 256, 6),
-    (256, 512, 2),
-)  # most K, most V, lanes: at most 166 of SBUF's 176 KiB are live
+# most K, most V, lanes: at most 166 of SBUF's 176 KiB are live
+LANES = ((64, 128, 8), (128, 256, 6), (256, 512, 2))
 # the same with a decay per channel, K at most 128
 CHANNEL_LANES = ((128, 256, 4), (128, 512, 2))
 LAYER_LANES = 6  # of a whole layer in float32, where the convolution's tiles lie in SBUF, too

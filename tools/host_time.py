@@ -119,9 +119,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     os.environ.setdefault("XLA_DISABLE_FUNCTIONALIZATION", "1")  # as torch-neuronx sets it
-    device = machine.pick(
-        "xla"
-    )  # before the first backward pass, at which autograd counts the devices
+    # before the first backward pass, at which autograd counts the devices
+    device = machine.pick("xla")
     config = apply(recipe(options.recipe), parse(options.changes))
     backends = {
         **dispatch.BACKENDS,

@@ -23,9 +23,8 @@ ROWS = tl.constexpr(9)
 # element
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-LN2_HIGH = tl.constexpr(
-    0.693145751953125
-)  # 15 bits: its product with a whole number below 512 is exact
+# 15 bits: its product with a whole number below 512 is exact
+LN2_HIGH = tl.constexpr(0.693145751953125)
 
 # A smaller g, -inf included, counts as this one: exp of either is exactly 0 in float32 (from -104
 # on), and sums of these over a chunk keep the digits of the small ones.

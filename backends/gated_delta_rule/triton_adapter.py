@@ -51,9 +51,8 @@ KEPT_BYTES: int | None = None
 FIXED_CALLS = (
     16  # in a compiled graph, which fixes what a call keeps before it runs, so many share them
 )
-kept_now: WeakIdKeyDictionary = (
-    WeakIdKeyDictionary()
-)  # U of each call that keeps its states -> bytes
+# U of each call that keeps its states -> bytes
+kept_now: WeakIdKeyDictionary = WeakIdKeyDictionary()
 kept_lock = Lock()  # pipelines and autograd call from several threads
 
 
@@ -279,9 +278,8 @@ def scan_backward(
         # dlast has done its work: the scan keeps there what rounding takes of the first states'
         # gradients
         scanned, initial_state, dstate, dfirst = split.chunks, states, dstates, dlast
-    if (
-        U.untyped_storage().nbytes() < chunks.size
-    ):  # not kept: empty, or one number that stands for all
+    # not kept: empty, or one number that stands for all
+    if U.untyped_storage().nbytes() < chunks.size:
         S, U = (
             q.new_empty(shape, dtype=dtype)
             for shape, dtype in state_shapes(chunks, HV, K, V, q.dtype)

@@ -199,9 +199,8 @@ def add_up(a: Tensor, b: Tensor, rounding: Rounding) -> Tensor:
     (M, K), N = a.shape[-2:], b.shape[-1]
     if rounding.dtype.itemsize < 4 or K == 0:
         return a @ b
-    if (
-        a.device.type == "cpu" and M * N > 1
-    ):  # einsum would add the terms of a number in several sums
+    # einsum would add the terms of a number in several sums
+    if a.device.type == "cpu" and M * N > 1:
         axes = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         total = a.new_empty((*axes, M, N))
         lefts = a.mT.expand(*axes, K, M).reshape(-1, K, M).contiguous().numpy()

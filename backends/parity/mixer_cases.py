@@ -29,11 +29,8 @@ from delta_trn.backends.parity.layer_cases import EPS, LayerCase
 from delta_trn.backends.parity.rule_cases import Case
 
 RESET = 1e20  # of a: its decay is exactly 0
-SHARED = (
-    "dgain",
-    "dA_log",
-    "ddt_bias",
-)  # with the weights' gradients, these are sums over all tokens
+# with the weights' gradients, these are sums over all tokens
+SHARED = ("dgain", "dA_log", "ddt_bias")
 
 
 @dataclass(frozen=True)

@@ -185,9 +185,8 @@ def from_config(config: DeltaConfig) -> dict[str, Any]:
         **{"use_short_conv": True, "hidden_act": "swish", "attnres_block_size": None, "attn": None},
         **{**family.constants, **kept},
     }
-    if (
-        "lower_bound" in written
-    ):  # safe_gate changes no number, and is refused there without such a bound
+    # safe_gate changes no number, and is refused there without such a bound
+    if "lower_bound" in written:
         bound = written["lower_bound"]
         written["safe_gate"] = bound is not None and bound >= SAFE and kept.get("safe_gate", True)
     return written

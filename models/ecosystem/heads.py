@@ -56,9 +56,8 @@ class WeightsReport:
         lines = [f"{self.heads} heads, {len(self.dead)} dead numbers", *map(str, self.dead)]
         if self.dead:
             one = self.dead[0]
-            alive = (
-                0.0 if one.name.endswith("A_log") else -4.6
-            )  # a decay rate of 1, a time step of 0.01
+            # a decay rate of 1, a time step of 0.01
+            alive = 0.0 if one.name.endswith("A_log") else -4.6
             lines.append(
                 "load the weights again in float32; if the heads are dead in the file, too, start "
                 f"them anew, as by model.get_parameter({one.name!r}).data[{one.head}] = {alive}"

@@ -139,7 +139,6 @@ def _list_imports(source: str) -> Iterator[str]:
         ):
             yield node.module
             spec = find_spec(node.module)
-            if (
-                spec is not None and spec.submodule_search_locations
-            ):  # a package, whose files may be meant
+            # a package, whose files may be meant
+            if spec is not None and spec.submodule_search_locations:
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)

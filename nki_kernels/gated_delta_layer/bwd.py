@@ -92,9 +92,8 @@ OWN_STAGES = (
 )
 
 
-NOT_THE_RULES = {stage.name for stage in OWN_STAGES} | {
-    "store"
-}  # the layer has them in another form
+# the layer has them in another form
+NOT_THE_RULES = {stage.name for stage in OWN_STAGES} | {"store"}
 STAGES = (*OWN_STAGES, *(stage for stage in RULE_STAGES if stage.name not in NOT_THE_RULES))
 ORDER = rank("gated_delta_layer_bwd", STAGES, ORDERS["LAYER_BACKWARD"])
 CONVOLUTION = ("load taps", "multiply taps", "sum taps", "store dx")

@@ -225,9 +225,8 @@ def multiply_levels(chunk, levels, table):
         copy_scaled(chunk.pairs[:, lane, 0, :], table["identity"], chunk.own[:, lane : lane + 1])
         copy_scaled(chunk.pairs[:, lane, 1, :], table["identity"], 0.0)
     flat = chunk.scaled.reshape((chunk.scaled.shape[0], count, lanes, 2 * rows))
-    for turn in range(
-        count
-    ):  # large blocks first: the Scalar engine does not wait for the Vector engine then
+    # large blocks first: the Scalar engine does not wait for the Vector engine then
+    for turn in range(count):
         level = count - 1 - turn
         s, pairs_ps = double(level), psum((rows, lanes, 2 * rows))
         for lane in range(lanes):

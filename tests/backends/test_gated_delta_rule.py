@@ -123,9 +123,8 @@ def test_check_mode_names_bad_data_and_its_place(changes, message):
     bad = arguments(**changes)
     with checking(), pytest.raises(ValueError, match=re.escape(message)):
         gated_delta_rule(**bad)
-    gated_delta_rule(
-        **bad
-    )  # data is read in check mode only: on an accelerator, reading waits for the device
+    # data is read in check mode only: on an accelerator, reading waits for the device
+    gated_delta_rule(**bad)
 
 
 def test_check_mode_accepts_data_at_its_bounds():

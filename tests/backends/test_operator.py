@@ -416,9 +416,8 @@ def test_a_traced_call_is_one_operation_with_gradients(name):
     function, tensors = operations()[name]
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # of torch.jit: it is deprecated, and shapes become constants
+        # of torch.jit: it is deprecated, and shapes become constants
+        warnings.simplefilter("ignore")
         traced = torch.jit.trace(function, tuple(leaves))
     for x, y in zip(results(traced, tensors), results(function, tensors), strict=True):
         assert torch.equal(x, y)

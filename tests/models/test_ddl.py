@@ -145,9 +145,8 @@ def test_a_saved_deep_delta_model_loads_as_the_same(tmp_path):
     again = DeltaForCausalLM.from_pretrained(tmp_path)
     saved, loaded = m.state_dict(), again.state_dict()
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
-    with (
-        torch.no_grad()
-    ):  # not to the bit: where weights lie in memory decides how products are summed
+    # not to the bit: where weights lie in memory decides how products are summed
+    with torch.no_grad():
         assert_same(logits(again.eval(), ids), logits(m, ids), what="loaded", factor=4)
 
 

@@ -72,10 +72,8 @@ def test_positions_off_by_one_change_attention():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (
-            {"parametrization": "mup"},
-            12**-0.5 * 2**-0.5,
-        ),  # 1 / D at m = 1 times a constant, D = 12 at m = 2
+        # 1 / D at m = 1 times a constant, D = 12 at m = 2
+        ({"parametrization": "mup"}, 12**-0.5 * 2**-0.5),
         ({"parametrization": "mup_original"}, 12**-0.5 * 2**-0.5),
         ({"parametrization": "sp"}, 12**-0.5),
         ({"parametrization": "mup", "base_width": 32}, 12**-0.5),

@@ -416,9 +416,8 @@ def careless(case, dtype):
     erased = case.keys == "equal" and dtype == torch.bfloat16
     most = (ERASED if erased else ROUNDINGS) * floor(terms(case), dtype)
     if case.has_channels and dtype == torch.bfloat16:
-        most *= (
-            2**0.5
-        )  # both factors of a pair are rounded after they decayed, and so is what reads a state
+        # both factors of a pair are rounded after they decayed, and so is what reads a state
+        most *= 2**0.5
     return [
         name
         for name, value in reference_for(inputs(case, dtype)).baseline.items()

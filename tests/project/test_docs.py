@@ -238,9 +238,8 @@ def test_commands_that_need_more_are_well_formed(page):
                     f"{page.name}:{block.line}: make has no target {words[1]}"
                 )
             elif words[0] == "python" and words[1].startswith("results/"):
-                runpy.run_path(
-                    str(ROOT / words[1]), run_name="not main"
-                )  # what it imports is there
+                # what it imports is there
+                runpy.run_path(str(ROOT / words[1]), run_name="not main")
             elif ours and ours[0] == "run":
                 recipe = [word for word in ours if word != "--or-resume"]
                 status, output = run([*recipe, "--keys"])

@@ -58,9 +58,8 @@ def patch_once():
     interpreter._convert_float = partial(convert_float, interpreter._convert_float)
 
     def patch_attr(obj, name, member, builder, scope):
-        call = getattr(
-            member, "__wrapped__", member
-        )  # without its question whether it has `_semantic`
+        # without its question whether it has `_semantic`
+        call = getattr(member, "__wrapped__", member)
 
         def with_semantic(*args, **kwargs):
             kwargs["_semantic"] = interpreter.interpreter_semantic

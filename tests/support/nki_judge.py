@@ -12,9 +12,8 @@ from nki_simulator import Numerics, record
 
 DTYPES = (torch.float32, torch.bfloat16)
 EXACT = Numerics()
-ROUNDED_PRODUCTS = Numerics(
-    matmul="bfloat16"
-)  # the Tensor engine has been seen to round float32 so
+# the Tensor engine has been seen to round float32 so
+ROUNDED_PRODUCTS = Numerics(matmul="bfloat16")
 
 
 def normal(generator, *shape):

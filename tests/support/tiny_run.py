@@ -257,9 +257,8 @@ def final_state(run: Path, name: str = "step-*") -> dict[str, Any]:
     assert raw.endswith(b"\n") and raw.count(b"\n") == len(read_metrics(run)), "a line is not whole"
     return {
         "metrics": read_metrics(run),
-        "samples": [
-            path.read_text() for path in run.glob("samples.txt")
-        ],  # none of a divided model
+        # none of a divided model
+        "samples": [path.read_text() for path in run.glob("samples.txt")],
         "checkpoint": last.name,
         "best": os.readlink(run / "checkpoints" / "best"),
         "state": state,

@@ -58,11 +58,8 @@ def test_epsilon_and_decay_of_every_group_match_the_scaling_table():
     expected = {
         "model.embed.weight": (1 / 4, 0.0, 1.0),
         "model.blocks.0.mixer.q_proj.weight": (1 / 4, 0.2, 1 / 4),
-        "model.blocks.0.mlp.down_proj.weight": (
-            1 / 3,
-            0.2,
-            1 / 3,
-        ),  # 192 inputs, and 64 at the base width
+        # 192 inputs, and 64 at the base width
+        "model.blocks.0.mlp.down_proj.weight": (1 / 3, 0.2, 1 / 3),
         "model.blocks.0.mixer.a_proj.weight": (1 / 2, 0.2, 1 / 4),
         "model.blocks.0.mixer.b_proj.weight": (1 / 2, 0.2, 1 / 4),
         "model.blocks.0.mixer.dt_bias": (1 / 2, 0.0, 1.0),
@@ -94,9 +91,8 @@ class TestSchedule:
 
     def test_learning_rate_follows_a_cosine_from_peak_to_min_lr(self):
         assert learning_rate(self.C, 10) == pytest.approx(0.5)
-        assert learning_rate(self.C, 55) == pytest.approx(
-            0.3
-        )  # halfway down, at the mean of both ends
+        # halfway down, at the mean of both ends
+        assert learning_rate(self.C, 55) == pytest.approx(0.3)
         assert learning_rate(self.C, 10 + 30) == pytest.approx(
             0.1 + 0.2 * (1 + math.cos(math.pi / 3))
         )

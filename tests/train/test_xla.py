@@ -245,14 +245,8 @@ class TestGatedDeltaRule:
     def compute(self, **options):
         """Returns outputs and gradients on XLA and on the CPU."""
         generator = torch.Generator().manual_seed(0)
-        B, T, H, HV, K, V = (
-            2,
-            70,
-            1,
-            2,
-            8,
-            16,
-        )  # two chunks and a part of one; grouped heads; V is not K
+        # two chunks and a part of one; grouped heads; V is not K
+        B, T, H, HV, K, V = (2, 70, 1, 2, 8, 16)
         tensors = [torch.randn(B, T, H, K, generator=generator) for _ in range(2)]
         tensors.append(torch.randn(B, T, HV, V, generator=generator))
         tensors += [

@@ -145,9 +145,8 @@ def kept(shapes):
 
 def test_saved_tensors_have_the_declared_shapes_with_and_without_kept_states(monkeypatch):
     tensors = inputs()[:6]
-    monkeypatch.setattr(
-        triton_adapter, "FIXED_SHAPES", SimpleNamespace(get=lambda: True)
-    )  # a compiled graph
+    # a compiled graph
+    monkeypatch.setattr(triton_adapter, "FIXED_SHAPES", SimpleNamespace(get=lambda: True))
     for most, count in ((None, 5), (1000, 3)):
         monkeypatch.setattr(triton_adapter, "KEPT_BYTES", most)
         saved = triton_adapter.forward(rule(*tensors), save=True)[2]

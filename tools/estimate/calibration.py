@@ -44,9 +44,8 @@ def compare(heads: tuple[int, int], lengths: tuple[int, int], kernels: dict[str,
     """Returns estimated over measured for a row of MEASURED, with `kernels` from `load`."""
     shape = Shape(*lengths, *heads, SIZE, SIZE)
     sizes = peer.Sizes(shape)
-    microseconds = time_move(sizes.A) + time_move(
-        2 * sizes.gates
-    )  # zeros of A; the running sum of g
+    # zeros of A; the running sum of g
+    microseconds = time_move(sizes.A) + time_move(2 * sizes.gates)
     for name in peer.FORWARD:
         choice = kernels["choices"][f"{heads[1]} {name}"]
         words = (word.partition("=") for word in choice.split())

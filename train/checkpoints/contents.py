@@ -342,9 +342,8 @@ def _plain_library() -> Iterator[None]:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # it warns that one process works alone, which is intended
+            # it warns that one process works alone, which is intended
+            warnings.simplefilter("ignore")
             yield
     except CheckpointException as packed:
         raise packed.failures[min(packed.failures)][0] from packed

@@ -32,9 +32,8 @@ from delta_trn.train.settings.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_BEST = re.compile(
-    r"(?:best|step)-(\d{8,})"
-)  # a run of an earlier version has a folder best-00000100
+# a run of an earlier version has a folder best-00000100
+_BEST = re.compile(r"(?:best|step)-(\d{8,})")
 _LEFTOVER = re.compile(r"\.(step|best)-\d+\.(tmp|old)")
 
 Described = dict[str, dict[str, Any]]
@@ -199,9 +198,8 @@ class CheckpointStore:
             if step != best:
                 self._remove(self.path(step))
         target = (self.directory / "best").resolve()
-        for path in self.directory.glob(
-            "best-*"
-        ):  # an older run's best, once there is a better one
+        # an older run's best, once there is a better one
+        for path in self.directory.glob("best-*"):
             if path.resolve() != target:
                 self._remove(path)
         for path in self.directory.glob("undone-step-*"):

@@ -103,9 +103,8 @@ def _execute(sweep: "Sweep", folder: Path, own: Mapping[str, str | None]) -> int
     minutes = change(RunConfig(), {"max_minutes": own["max_minutes"] or "none"}).max_minutes
     configs = {t.config.data.model_dump_json(): t.config for t in sweep.trials}
     for config in configs.values():
-        load_dataset(
-            config
-        )  # tokenized before any trial starts: the others would wait for the first one
+        # tokenized before any trial starts: the others would wait for the first one
+        load_dataset(config)
     with RunFolder(folder).hold():
         write_file(folder / "sweep.json", json.dumps(sweep.asked, indent=1) + "\n", SAFE)
         tell(f"{folder}  {jobs} at a time on {', '.join(devices) if devices else 'cpu'}")

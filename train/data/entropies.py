@@ -58,9 +58,8 @@ def baselines(dataset: TokenDataset) -> dict[str, Baseline]:
     the shards then lack what they would have to compress.
     """
     path = dataset.path / "baselines.json"
-    with suppress(
-        OSError, ValueError, KeyError, TypeError
-    ):  # none yet, or another version wrote it
+    # none yet, or another version wrote it
+    with suppress(OSError, ValueError, KeyError, TypeError):
         saved = json.loads(path.read_bytes())
         if saved["dataset"] == dataset.fingerprint:
             kept = {name: Baseline(**values) for name, values in saved["baselines"].items()}

@@ -116,9 +116,8 @@ class ShardWriters:
 
     def __exit__(self, *error: object) -> None:
         for file in self._files.values():
-            with suppress(
-                OSError
-            ):  # closing writes the buffer once more, which the disk may have refused
+            # closing writes the buffer once more, which the disk may have refused
+            with suppress(OSError):
                 file.close()
 
     def append(self, split: Split, ids: np.ndarray) -> None:

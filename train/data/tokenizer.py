@@ -24,19 +24,15 @@ from delta_trn.train.files import write_file
 from delta_trn.train.settings.errors import TokenizerError
 
 BOS, EOS, PAD = "<|bos|>", "<|endoftext|>", "<|pad|>"
-OURS = {
-    "eos_token": EOS,
-    "bos_token": BOS,
-    "pad_token": PAD,
-}  # as a tokenizer's configuration names them
+# as a tokenizer's configuration names them
+OURS = {"eos_token": EOS, "bos_token": BOS, "pad_token": PAD}
 GPT2_REPOSITORY = "openai-community/gpt2"
 HUB_SECONDS = 5.0  # in which the Hub answers, if it does
 VOCAB_MULTIPLE = (
     64  # GPT-2's 50257 ids become 50304 rows: a size for matrix units, and that of the papers
 )
-TRAINING_BYTES = (
-    2**26
-)  # more text hardly changes the merges, and takes an hour rather than a minute
+# more text hardly changes the merges, and takes an hour rather than a minute
+TRAINING_BYTES = 2**26
 DEFAULT_BPE_VOCAB = 4096
 NAMED = ("gpt2", "bytebpe", "bytes")  # others are paths
 

@@ -73,10 +73,8 @@ def held_out_windows(
     """Yields the first `tokens` held-out tokens in order:
     whole windows of batch.length, at least one.
     """
-    sequence, total = (
-        config.batch.length,
-        dataset.split("val").tokens - 1,
-    )  # nothing precedes the first token
+    # nothing precedes the first token
+    sequence, total = (config.batch.length, dataset.split("val").tokens - 1)
     windows = max(min(tokens, total) // sequence, 1)
     where = {"batch": 1, "sequence": sequence, "seed": 0, "boundaries": config.data.boundaries}
     loader = make_loader(dataset, "val", kind="stream", **where)

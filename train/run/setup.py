@@ -186,9 +186,8 @@ def _rewind(run: Run, saved: RunConfig, tell: Tell) -> None:
     for key, (old, new) in changed.items():
         tell(f"{key} changes from {old} to {new}")
     if changed or state.step < config.steps or state.owes:
-        folder.summary_path.unlink(
-            missing_ok=True
-        )  # it would be taken for the result of what follows
+        # it would be taken for the result of what follows
+        folder.summary_path.unlink(missing_ok=True)
     before, after = learning_rate(saved, state.step), learning_rate(config, state.step)
     if before != after and state.step < config.steps:
         tell(f"so the learning rate at step {state.step} changes from {before:.3g} to {after:.3g}")
@@ -228,9 +227,8 @@ def _assemble(
     team: Team,
 ) -> Run:
     meta = dataset.meta
-    _ = (
-        dataset.tokenizer
-    )  # read and kept by every process: checkpoints need it when the data may be gone
+    # read and kept by every process: checkpoints need it when the data may be gone
+    _ = dataset.tokenizer
     configuration = model_config(
         config,
         rows=config.model.vocab_size or meta.vocab_size,

@@ -82,9 +82,8 @@ class TrainingStep:
                     loss.backward()
                 total += loss.detach()
                 if len(micros) > 1:
-                    machine.synchronize(
-                        self.device, wait=False
-                    )  # on XLA a micro-batch is one graph
+                    # on XLA a micro-batch is one graph
+                    machine.synchronize(self.device, wait=False)
         norm = self.sharding.step(self.optimizer, self.clip)
         mean = self.sharding.team.mean(total)
         machine.synchronize(self.device, wait=False)  # on XLA this is one graph, too

@@ -12,9 +12,8 @@ from delta_trn.train.settings.effects import require_effect
 from delta_trn.train.settings.errors import ConfigError, UsageError
 from delta_trn.train.settings.schema import RunConfig, declaration, flatten, validate
 
-_POWER = re.compile(
-    r"-?\d+(\.\d+)?\*\*-?\d+(\.\d+)?"
-)  # 2**-8.5, as learning rate grids are written
+# 2**-8.5, as learning rate grids are written
+_POWER = re.compile(r"-?\d+(\.\d+)?\*\*-?\d+(\.\d+)?")
 
 
 def read_arguments(
@@ -26,9 +25,8 @@ def read_arguments(
     section     where the command's own keys are; of two keys with one name, its is the one that is
                 meant
     """
-    for action in (
-        parser._actions
-    ):  # argparse would call `key=value` required, where anything else is missing
+    # argparse would call `key=value` required, where anything else is missing
+    for action in parser._actions:
         action.required = action.required and action.nargs != "*"
     options, unknown = parser.parse_known_intermixed_args(arguments)
     if not unknown:

@@ -20,9 +20,8 @@ def matrix_elements(config: RunConfig) -> int:
         if len(shape) == 2 and not name.endswith("conv.weight")
     )
     if not config.model.tie_word_embeddings:
-        count -= (
-            vocabulary(config) * config.model.width
-        )  # the embedding is looked up, not multiplied
+        # the embedding is looked up, not multiplied
+        count -= vocabulary(config) * config.model.width
     return count
 
 

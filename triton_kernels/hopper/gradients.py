@@ -55,9 +55,8 @@ PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  #
 KEYS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))  # tiles [C, K]
 ROW, COLUMN = (gl.constexpr(gl.SliceLayout(axis, PAIRS.value)) for axis in (1, 0))
 KEY_ROW = gl.constexpr(gl.SliceLayout(1, KEYS.value))
-PIECES = gl.constexpr(
-    gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
-)  # of 16 bytes, in tiles [C, 128]
+# of 16 bytes, in tiles [C, 128]
+PIECES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
 FOURS = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
 locate = gluon.jit(locate_chunk.fn)  # of a chunk's number in 32 bits, whose division is short
 

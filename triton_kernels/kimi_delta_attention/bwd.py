@@ -340,9 +340,8 @@ def gradients_kernel(
         b_YS = tl.load(YS + p_S, mask=m, other=0.0)
         b_US = tl.load(US + p_S, mask=m, other=0.0)
         b_SdS = tl.load(SdS + tile * K + o_k, mask=m_k, other=0.0)
-        o_r = o_c + tl.where(
-            i_k < NT + K, 0, C
-        )  # o_c, which the compiler does not know: it would keep masks
+        # o_c, which the compiler does not know: it would keep masks
+        o_r = o_c + tl.where(i_k < NT + K, 0, C)
         b_g, b_x = load_decays(g, rate, dt_bias, lower_bound, p_g, p_bias, m, m_k[None, :])
         b_g = forget_before(b_g, position, start, o_c, m_t)
         # the layout of products, which the levels have, costs nothing where a product makes it: of

@@ -79,9 +79,8 @@ def test_a_record_holds_the_trace_and_the_peaks():
     assert [r.op for r in run.trace] == [*once, *once, "tensor_copy", "dma_copy"]
     assert run.instructions == 8
     assert run.psum_peak == 1
-    assert run.sbuf_peak == 4 * (
-        64 + 128
-    )  # one pair of operands at a time, then 128 columns of the result
+    # one pair of operands at a time, then 128 columns of the result
+    assert run.sbuf_peak == 4 * (64 + 128)
     product = run.trace[2]
     assert (product.flags["K"], product.flags["M"], product.flags["N"]) == (128, 64, 128)
     assert [o.role for o in product.reads] == ["stationary", "moving"]

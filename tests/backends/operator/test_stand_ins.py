@@ -55,9 +55,8 @@ def kimi(q, k, v, g, beta, A_log, dt_bias, state, **options):
 
 
 def loss(hidden, weight, **options):
-    targets = (
-        hidden.new_ones(hidden.shape[0], dtype=torch.int64).cumsum(0) % 5
-    )  # of the class of hidden
+    # of the class of hidden
+    targets = hidden.new_ones(hidden.shape[0], dtype=torch.int64).cumsum(0) % 5
     return (linear_cross_entropy(hidden, weight, targets, **options),)
 
 

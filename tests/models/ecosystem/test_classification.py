@@ -82,15 +82,13 @@ class TestScores:
         with torch.no_grad():
             alone = torch.cat([classifier(row).logits for row in rows])
             last = torch.stack([classifier.model(row).last_hidden_state[0, -1] for row in rows])
-            assert_same(
-                alone, last @ classifier.score.weight.T / 2
-            )  # width 32, base width 16: m = 2
+            # width 32, base width 16: m = 2
+            assert_same(alone, last @ classifier.score.weight.T / 2)
             for ids in padded.values():
                 assert_same(classifier(ids, attention_mask=(ids != PAD).long()).logits, alone)
             with pytest.raises(AssertionError, match="above"):
-                assert_same(
-                    classifier(padded["left"]).logits, alone
-                )  # without a mask, padding is text
+                # without a mask, padding is text
+                assert_same(classifier(padded["left"]).logits, alone)
 
     def test_a_batch_without_a_token_for_padding_is_refused(self):
         classifier = DeltaForSequenceClassification(config())

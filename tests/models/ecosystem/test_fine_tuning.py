@@ -30,9 +30,8 @@ class TestLoRA:
             task_type=TaskType.CAUSAL_LM, r=4, target_modules="all-linear", init_lora_weights=False
         )
 
-    @pytest.mark.parametrize(
-        "length", [9, 40]
-    )  # our layers join products of 32 inputs from 32 tokens on
+    # our layers join products of 32 inputs from 32 tokens on
+    @pytest.mark.parametrize("length", [9, 40])
     @pytest.mark.parametrize("family", ["ours", *FAMILIES])
     def test_adapters_train_merge_and_load_again(self, family, length, tmp_path):
         """Ours in float64: with this seed's adapter float32's own error is

@@ -64,9 +64,8 @@ def log_likelihoods(model, begin, asked):
     """
     values = []
     for context, continuation in asked:
-        ids = torch.tensor(
-            [[*begin, *context.encode(), *continuation.encode()]]
-        )  # one token per byte
+        # one token per byte
+        ids = torch.tensor([[*begin, *context.encode(), *continuation.encode()]])
         with torch.no_grad():
             log_p = model(ids).logits[0, :-1].log_softmax(-1)
         own = log_p.gather(1, ids[0, 1:, None])[-len(continuation.encode()) :]

@@ -101,9 +101,8 @@ class TestLoading:
         logits = m(ids).logits
         m.resize_token_embeddings(70)
         assert_same(m(ids).logits[..., :61], logits)
-        rows = scaled_parameters(
-            m, optimizer="adamw", lr=1.0, weight_decay=0.0
-        )  # they keep their tags
+        # they keep their tags
+        rows = scaled_parameters(m, optimizer="adamw", lr=1.0, weight_decay=0.0)
         assert {row.shape for row in rows if row.role.name in ("EMBEDDING", "READOUT")} == {
             (70, 32)
         }

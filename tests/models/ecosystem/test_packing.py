@@ -30,9 +30,8 @@ def test_indexed_attention_refuses_packed_sequences():
             with pytest.raises(ValueError, match="indexed attention reads a row as one sequence"):
                 model(ids, use_cache=False, **told)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(
-                torch.compiler, "is_compiling", lambda: True
-            )  # then nobody may ask a tensor
+            # then nobody may ask a tensor
+            patched.setattr(torch.compiler, "is_compiling", lambda: True)
             assert torch.equal(model(ids, position_ids=torch.arange(20)[None]).logits, alone)
             with pytest.raises(RuntimeError, match="one sequence per row"):
                 model(ids, use_cache=False, position_ids=places)

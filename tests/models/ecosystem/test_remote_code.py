@@ -104,9 +104,8 @@ def test_another_rounding_of_one_weight_is_another_logit(elsewhere, in_pytorch):
 
 def test_the_exported_file_has_the_sources_as_they_are():
     names: dict[str, Any] = {}
-    exec(
-        remote_code(), names
-    )  # where the package is installed, its classes are those of the package
+    # where the package is installed, its classes are those of the package
+    exec(remote_code(), names)
     assert issubclass(names["DeltaForCausalLM"], DeltaForCausalLM)
     other = {"delta_trn", "delta_trn.models.settings"}
     sources = names["SOURCES"]

@@ -177,7 +177,6 @@ def test_initial_values_and_one_step_of_training_are_the_released_codes(case, op
     }
     for name, drawn in golden.stds.items():
         if name.endswith("_proj.weight"):
-            spread = (
-                5 / (2 * golden.state[renamed(name)].numel()) ** 0.5
-            )  # five standard errors of an std
+            # five standard errors of an std
+            spread = 5 / (2 * golden.state[renamed(name)].numel()) ** 0.5
             assert ours[renamed(name)] == pytest.approx(drawn, rel=spread), name

@@ -71,10 +71,8 @@ class TestRoles:
             "model.layers.0.linear_attn.A_log": (Role.VECTOR, 4),  # more heads: one of many
             "model.layers.0.linear_attn.norm.weight": (Role.CONSTANT, 1),
             "model.layers.0.input_layernorm.weight": (Role.VECTOR, 4),
-            "model.layers.0.mlp.down_proj.weight": (
-                Role.HIDDEN,
-                688 / 176,
-            ),  # rounded sizes: fan-in exact
+            # rounded sizes: fan-in exact
+            "model.layers.0.mlp.down_proj.weight": (Role.HIDDEN, 688 / 176),
             "lm_head.weight": (Role.READOUT, 4),
         }
         assert {name: (rows[name].role, rows[name].m) for name in expected} == expected

@@ -118,9 +118,8 @@ def rule_case(case: Case, dtype: torch.dtype, factors: Mapping[str, float]) -> R
     `factors` multiply its tensors.
     """
     x = rule_cases.inputs(case, dtype).tensors()
-    if (
-        case.norm == "unit"
-    ):  # rounding must leave no key longer than 1: with beta = 2 the state would grow
+    # rounding must leave no key longer than 1: with beta = 2 the state would grow
+    if case.norm == "unit":
         x["k"] = x["k"] * (1 - 2 * torch.finfo(dtype).eps)
     x = {name: y * factors.get(name, 1) for name, y in x.items()}
     douts = {n: x.pop(key) for n, key in (("o", "do"), ("final_state", "dstate")) if key in x}
@@ -204,10 +203,8 @@ def _draw_rule(d: Draw, name: str, op: str, dtype: torch.dtype, small: bool) -> 
     if channels:
         case = replace(case, decay=d.pick(case.decay, *CHANNEL_DECAYS))
         case = replace(case, lower_bound=d.pick(None, -5.0, -30.0) if gates else None)
-    factors = {
-        "g": d.pick(1.0, 1.0, 5.0),
-        "A_log": d.pick(1.0, 1.0, 1.0, 30.0),
-    }  # decays that overflow
+    # decays that overflow
+    factors = {"g": d.pick(1.0, 1.0, 5.0), "A_log": d.pick(1.0, 1.0, 1.0, 30.0)}
     if norm in ("tiny", "huge") and not half:  # to 1e-25 and 1e13
         factor = d.pick(1.0, 1e-21 if norm == "tiny" else 1e9)
         factors |= {"q": factor, "k": factor}
@@ -250,9 +247,8 @@ def _draw_layer(d: Draw, name: str, op: str, dtype: torch.dtype, small: bool) ->
 
 def _draw_mixer(d: Draw, name: str, op: str, dtype: torch.dtype, small: bool) -> RandomCase:
     s = d.sizes(small, d.chance(5))
-    most = (
-        (256, 512) if d.chance(10) else (128, 256)
-    )  # more than a kernel takes at once, or what it takes
+    # more than a kernel takes at once, or what it takes
+    most = (256, 512) if d.chance(10) else (128, 256)
     s["K"], s["V"] = (min(max(2, s[size]), limit) for size, limit in zip("KV", most, strict=True))
     packed, half = s["lengths"] is not None, dtype == torch.float16
     sizes = (1.0, 1.0, 1e-3) + (() if half else (0.0,)) + ((30.0,) if s["K"] >= 32 else ())

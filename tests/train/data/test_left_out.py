@@ -22,9 +22,8 @@ from tests.support.planted_bugs import Bug, planted
 from tests.support.tiny_run import keys, make_text, train
 
 GOOD = ["one is here", "two is there"]
-LONG = (
-    "words of a long file, again and again\n" * 120_000
-)  # more than the pieces that are read at once
+# more than the pieces that are read at once
+LONG = "words of a long file, again and again\n" * 120_000
 
 
 def source_of(path, **options):

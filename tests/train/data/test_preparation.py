@@ -109,9 +109,8 @@ def test_a_shard_is_read_by_the_published_layout_and_counted(source, tmp_path):
         meta, found = dataset.split(split), split_texts(dataset, split)
         assert meta.documents == len(found)
         assert meta.bytes == sum(len(text.encode()) for text in found)
-        assert meta.tokens == meta.bytes + 2 * len(
-            found
-        )  # plain bytes: BOS and EOS are all that is added
+        # plain bytes: BOS and EOS are all that is added
+        assert meta.tokens == meta.bytes + 2 * len(found)
         assert meta.tokens == sum(len(tokens) for tokens in dataset.shards(split))
     dataset.check_tokens()
 
@@ -275,9 +274,8 @@ def test_a_preparation_killed_at_any_moment_leaves_nothing_that_counts(tmp_path,
     call = 1
     while killed_before(call, lambda: run(source, out, **OPTIONS)):
         for shard in out.glob("*.bin"):
-            assert (
-                shard.read_bytes() == undisturbed[shard.name]
-            )  # whatever has its final name is whole
+            # whatever has its final name is whole
+            assert shard.read_bytes() == undisturbed[shard.name]
         if (out / "meta.json").exists():
             open_dataset(out).check_tokens()
         else:
@@ -308,9 +306,8 @@ def test_a_folder_that_its_holder_takes_away_is_held_by_those_who_waited(tmp_pat
     one after another.
     """
     out, inside, written = tmp_path / "out", [], io.StringIO()
-    monkeypatch.setattr(
-        sys, "stderr", written
-    )  # capsys may lose what a thread prints while it is read
+    # capsys may lose what a thread prints while it is read
+    monkeypatch.setattr(sys, "stderr", written)
 
     def hold():
         with hold_folder(out):

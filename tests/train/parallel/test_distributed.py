@@ -219,9 +219,8 @@ def test_a_different_run_is_outside_the_tolerances(
         seen -= {"loss"}  # the first tokens of documents, which are few, weigh little in it
         assert above(distance, allowed(optimizer)).keys() >= seen
         if hasattr(torch, "_other_products"):
-            seen -= {
-                "a parameter"
-            }  # A_log is rounded more there: ten tolerances are farther than this
+            # A_log is rounded more there: ten tolerances are farther than this
+            seen -= {"a parameter"}
     assert above(distance, tenfold).keys() >= seen
 
 

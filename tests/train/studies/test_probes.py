@@ -24,9 +24,8 @@ class TestFormulas:
         S = torch.randn(1, 1, 8, 16, generator=generator).expand(4000, 1, 8, 16)
         k = torch.randn(4000, 1, 8, generator=generator)
         assert recall(S, k) == pytest.approx(1, abs=0.03)
-        k = normalize(
-            torch.tensor([[[3.0, 4.0, 0, 0]]])
-        )  # the only written key, and one that is none
+        # the only written key, and one that is none
+        k = normalize(torch.tensor([[[3.0, 4.0, 0, 0]]]))
         S = torch.einsum("bhk,v->bhkv", k, torch.arange(1.0, 6.0))
         assert recall(S, 7 * k) == pytest.approx(2, rel=1e-5)
         assert recall(S, torch.tensor([[[4.0, -3.0, 0, 0]]])) == pytest.approx(0, abs=1e-6)

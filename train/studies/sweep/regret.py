@@ -101,9 +101,8 @@ def _fit(narrow: Curve, wide: Curve) -> tuple[float, float, float, float]:
     )
     drawn, _, lowest, inside = _draw(x, y, scatter, generator)
     best = x[np.array([drawn[x == rate].mean(0) for rate in x]).argmin(0)]
-    rates = np.where(
-        inside, lowest, best
-    )  # a report names no fitted rate but one among those tried
+    # a report names no fitted rate but one among those tried
+    rates = np.where(inside, lowest, best)
     x, y, scatter = fits[1]
     # the width that the rate was chosen at is what it is: only the choice is uncertain
     _, losses, lowest, inside = _draw(x, y, scatter * (narrow is not wide), generator)

@@ -16,9 +16,8 @@ from delta_trn.train.files import disk_errors, open_plain
 from delta_trn.train.watch.metrics import parse_line
 
 Result = Mapping[str, Any]
-Place = tuple[
-    str, str, str, int, float, int
-]  # arm, parametrization, optimizer, width, log2 rate, seed
+# arm, parametrization, optimizer, width, log2 rate, seed
+Place = tuple[str, str, str, int, float, int]
 ANY = "any"  # the parametrization at the base width, where all tables agree
 DIGITS = 6  # of the logarithm of a rate: rates of a grid carry the rounding of its factor
 SAFE = "every finished trial is kept: free some space and run the same command again"
@@ -62,9 +61,8 @@ class Results:
         with disk_errors(self.path, SAFE), open_plain(self.path, "a+b") as file:
             if size := file.tell():
                 file.seek(size - 1)
-                if (
-                    file.read(1) != b"\n"
-                ):  # a kill has cut the last line short; it stays, and is not read
+                # a kill has cut the last line short; it stays, and is not read
+                if file.read(1) != b"\n":
                     line = b"\n" + line
             file.write(line)
             file.flush()

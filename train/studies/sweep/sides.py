@@ -45,9 +45,8 @@ CERTAIN = 3.0
 POOLED = 2.0
 
 Name = Literal["flank", "wall"]
-Curves = Mapping[
-    tuple[float, int], Mapping[float, float]
-]  # (log2 scale, seed) -> log2 rate -> loss
+# (log2 scale, seed) -> log2 rate -> loss
+Curves = Mapping[tuple[float, int], Mapping[float, float]]
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,8 @@ class Instruction:
         machine.count += 1
         self._reads: list[tuple[str, NkiTensor]] = []
         self._writes: list[tuple[str, NkiTensor]] = []
-        self._latched: tuple[str, ...] = (
-            "bias",
-        )  # (P, 1) operands, read before the engine streams
+        # (P, 1) operands, read before the engine streams
+        self._latched: tuple[str, ...] = ("bias",)
 
     def read(
         self, role: str, tensor: object, regions: tuple[MemoryRegion, ...] = ON_CHIP
