@@ -100,7 +100,12 @@ class Measurement:
         try:
             limit = DRY_LIMIT_S if self.through else LIMIT_S
             done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=limit,
+                env=_environment(dry=bool(self.through)),
             )
             status, told = done.returncode, done.stdout
         except subprocess.TimeoutExpired as late:
@@ -122,6 +127,15 @@ class Measurement:
         print(f"== {job.step} {job.name}: {'FAILED' if status else 'done'}, {seconds} s")
         print(told, flush=True)
         return status
+
+
+def _environment(dry: bool) -> dict[str, str]:
+    """Returns the environment of the processes that are started, in which kernels are compiled."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONUNBUFFERED"] = "1"
+    if dry:
+        environment.setdefault("OMP_NUM_THREADS", "1")  # two processes run beside each other
+    return environment
 
 
 def machine(m: Measurement) -> int:
@@ -248,10 +262,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.steps if name not in STEPS]:
         parser.error(f"step {unknown[0]!r} is not one of {', '.join(STEPS)}")
-    os.environ["PYTHONUNBUFFERED"] = "1"
-    os.environ.pop("TRITON_INTERPRET", None)  # kernels are compiled here
-    if options.dry:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes run beside each other
     m = Measurement(options.out, options.dry)
     for name in options.steps or STEPS:
         if STEPS[name](m) == 2:

@@ -1,6 +1,7 @@
 """make measure, without a GPU: what fails is named and passed over, and all other lines are written."""
 
 import json
+import os
 
 import pytest
 
@@ -66,8 +67,10 @@ def test_one_kernel_that_does_not_launch_costs_its_own_case_alone(
 
 def test_nothing_else_is_tried_where_no_kernel_can_be_launched(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    before = dict(os.environ)
     assert measure_gpu.main(["machine", "headline", "--out", str(tmp_path)]) == 2
     assert [line["step"] for line in lines(tmp_path / "measure.jsonl")] == ["machine"]
+    assert dict(os.environ) == before, "what follows in this process has another environment"
     output = capsys.readouterr().out
     assert "MISSING: torch" in output and "with its remedy" in output
 

@@ -145,8 +145,8 @@ MISTAKES = (
     (
         "dg without the state carried through",
         "gradients_kernel",
-        "* _exp2(b_all)",
-        "* 0.0 * _exp2(b_all)",
+        "* exp2(b_all)",
+        "* 0.0 * exp2(b_all)",
     ),
     (
         "copies are not waited for",

@@ -28,7 +28,7 @@ from delta_trn.triton_kernels import (
 from delta_trn.triton_kernels.chunks import Chunks
 from delta_trn.triton_kernels.hopper import gradients as hopper_gradients
 from delta_trn.triton_kernels.hopper.prepare import heads_together
-from delta_trn.triton_kernels.kimi_delta_attention.gradients_hopper import count_slices
+from delta_trn.triton_kernels.kimi_delta_attention import gradients_hopper
 from delta_trn.triton_kernels.launch import config, power_of_two, tile
 from delta_trn.triton_kernels.variants import Variant, by_heads, channel_rows_of, rows_of
 from tools.estimate import machine
@@ -288,7 +288,7 @@ class _Calls:
         tiles, given = self._tiles(self.row.products.columns), 2 * (self.keys + scaled)
         prepare = Work(programs, given + self.factor, (-(-shape.K // 64),), (), self.mask)
         multiply = Work(programs, 4 * self.values + 2 * self.states, (tiles,), (), self.mask)
-        slices = count_slices(shape.K)
+        slices = gradients_hopper.count_slices(shape.K)
         gradients = Work(programs, given + 3 * scaled + 2 * self.P, (slices,), (), self.mask)
         columns = self.row.scan.columns  # and the reverse scan's
         scan = self._serial(

@@ -44,6 +44,19 @@ def add(a, b):
 
 
 @gluon.jit
+def exp2(x):
+    """Returns 2^x; 0 where that is below 2^-126."""
+    form: gl.constexpr = "ex2.approx.ftz.f32 $0, $1;"
+    return gl.inline_asm_elementwise(form, "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def larger(x, y):
+    """Returns the larger one of two numbers, for `gl.reduce`."""
+    return gl.maximum(x, y)
+
+
+@gluon.jit
 def halves(x, ACC: gl.constexpr):
     """Returns the left and the right half of the columns of x."""
     M: gl.constexpr = x.shape[0]

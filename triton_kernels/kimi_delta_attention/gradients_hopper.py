@@ -40,11 +40,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from delta_trn.triton_kernels import tiles
 from delta_trn.triton_kernels.gated_delta_rule_bwd import LEAST_DIVISOR
-from delta_trn.triton_kernels.hopper.tiles import FLAT, add, start_copy
+from delta_trn.triton_kernels.hopper.tiles import FLAT, add, exp2, larger, start_copy
 from delta_trn.triton_kernels.kimi_delta_attention.prepare_hopper import (
     SAFE,
-    _exp2,
-    _larger,
     takes,
 )
 from delta_trn.triton_kernels.launch import Config
@@ -361,7 +359,7 @@ def gradients_kernel(
             b_given = gl.load(g + (start + o_j) * GR + i_h * K, mask=o_j < length, other=0.0)
             b_reset = gl.where(b_given.to(gl.float32) == -float("inf"), o_j, b_reset)
         b_resets = gl.where(o_j[None, :] <= o_i[:, None], b_reset[None, :], -1)
-        first_i = gl.reduce(b_resets, 1, _larger)
+        first_i = gl.reduce(b_resets, 1, larger)
         s_line = s_first._reinterpret(gl.int32, [C], FLAT)
         s_line.store(first_i)
         gl.barrier()
@@ -455,7 +453,7 @@ def gradients_kernel(
         if A_log is None:
             b_g = gl.where(b_a < SAFE, SAFE, b_a) * LOG2E
         else:
-            b_g = (lower_bound * LOG2E) * _invert(1.0 + _exp2(b_a * -rate))
+            b_g = (lower_bound * LOG2E) * _invert(1.0 + exp2(b_a * -rate))
         b_g = by_blocks(gl.where((b_t < length)[:, None], b_g, 0.0))
         b_e = gl.associative_scan(b_g, 1, add)
         b_s, b_m = _take(b_e, 15), _take(b_e, 7)
@@ -470,14 +468,14 @@ def gradients_kernel(
         b_wide = gl.where(block == 0, s_sums.slice(N, N).load(SUM)[None, :], 0.0)
         b_wide = gl.where(block == 3, s_sums.slice(2 * N, N).load(SUM)[None, :], b_wide)
         b_e -= b_m[:, None, :]
-        b_x = _exp2(b_e)
+        b_x = exp2(b_e)
         async_copy.wait_group(1)
         gl.barrier()
         b_q = _load_rows(s_q, a_tokens.index(zero).load(TOKENS))
         b_k = _load_rows(s_k, a_tokens.index(1 + zero).load(TOKENS))
         b_beta = _spread(a_tokens.index(2 + zero).load(TOKENS))
         b_dq, b_R, b_taken, b_dg = _differentiate_blocks(
-            a_dP, a_dkk, b_q * b_x, b_beta * b_k * b_x, b_k * _exp2(-b_e)
+            a_dP, a_dkk, b_q * b_x, b_beta * b_k * b_x, b_k * exp2(-b_e)
         )
         b_beta = _spread(a_tokens.index(2 + zero).load(TOKENS))
         b_own = _spread(a_tokens.index(3 + zero).load(TOKENS))
@@ -492,7 +490,7 @@ def gradients_kernel(
             b_h = gl.where(right, b_m, b_s - b_m)
             if level == 0:
                 b_h += b_wide
-            b_h = _exp2(b_h)[:, None, :]
+            b_h = exp2(b_h)[:, None, :]
             b_right = gl.where(right, 1.0, 0.0)[:, None, :]
             b_f = gl.where(right[:, None, :], b_x, _invert(b_x)) * b_h
             # queries right of the cut, keys left of it; keys right of it times beta
@@ -523,7 +521,7 @@ def gradients_kernel(
         # what the state gives
         async_copy.wait_group(0)
         gl.barrier()
-        f_gam, f_lam = _exp2(b_start + b_m)[:, None, :], _exp2(b_all - b_start - b_m)[:, None, :]
+        f_gam, f_lam = exp2(b_start + b_m)[:, None, :], exp2(b_all - b_start - b_m)[:, None, :]
         if RESETS:
             b_first = s_first._reinterpret(gl.int32, [C], FLAT).load(TOKENS)
             b_end = s_first._reinterpret(gl.int32, [C], FLAT).slice(C - 1, 1).load(TOKENS)
@@ -561,7 +559,7 @@ def gradients_kernel(
             s_dk.index(i).store(b_dk.to(dtype))
         gl.barrier()
         b_SdS = gl.load(SdS + tile * K + o_k, mask=m_k, other=0.0)
-        b_rest = gl.convert_layout(b_SdS, SUM)[None, :] * _exp2(b_all)
+        b_rest = gl.convert_layout(b_SdS, SUM)[None, :] * exp2(b_all)
         if RESETS:
             b_forgot = s_first._reinterpret(gl.int32, [C], FLAT).slice(C - 1, 1).load(SUM)
             b_rest = gl.where(b_forgot[None, :] < 0, b_rest, 0.0)
@@ -585,7 +583,7 @@ def gradients_kernel(
                 b_a += b_bias[None, :]
             # beyond 150 a sigmoid or its counterpart is 0, and infinity times 0 would be NaN
             b_a = gl.minimum(gl.maximum(b_a * -rate, -150.0), 150.0)
-            b_e2 = _exp2(-gl.abs(b_a))
+            b_e2 = exp2(-gl.abs(b_a))
             b_r = _invert(1.0 + b_e2)
             b_dy = gl.where(m, (b_e2 * b_r) * (lower_bound * b_r) * b_dg, 0.0)
             b_dA += gl.sum(by_blocks(b_a * b_dy), axis=1)

@@ -48,7 +48,9 @@ from delta_trn.triton_kernels.hopper.tiles import (
     add,
     beside,
     cut,
+    exp2,
     invert,
+    larger,
     number_of_warp,
     start_copy,
 )
@@ -79,22 +81,10 @@ def count_slices(K: int) -> int:
 
 
 @gluon.jit
-def _exp2(x):
-    """Returns 2^x; 0 where that is below 2^-126."""
-    form: gl.constexpr = "ex2.approx.ftz.f32 $0, $1;"
-    return gl.inline_asm_elementwise(form, "=f,f", [x], gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _divide(x, y):
     """Returns x / y, to two roundings; 0 where y is above 2^126."""
     form: gl.constexpr = "div.approx.ftz.f32 $0, $1, $2;"
     return gl.inline_asm_elementwise(form, "=f,f,f", [x, y], gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _larger(x, y):
-    return gl.maximum(x, y)
 
 
 @gluon.jit
@@ -215,7 +205,7 @@ def prepare_kernel(
         gl.barrier()
         o_i, o_j = gl.arange(0, C, ROW)[:, None], gl.arange(0, C, COLUMN)[None, :]
         b_resets = gl.where(o_j <= o_i, s_reset.load(COLUMN)[None, :], -1)
-        s_first.store(gl.reduce(b_resets, 1, _larger))
+        s_first.store(gl.reduce(b_resets, 1, larger))
     async_copy.wait_group(1)
     gl.barrier()
     b_qq = gl.zeros([C, N], gl.float32, LOAD)
@@ -264,7 +254,7 @@ def prepare_kernel(
         if A_log is None:
             b_g = gl.where(b_x < SAFE, SAFE, b_x) * LOG2E
         else:
-            b_g = _divide(lower_bound * LOG2E, 1.0 + _exp2(b_x * rate))
+            b_g = _divide(lower_bound * LOG2E, 1.0 + exp2(b_x * rate))
         b_g = gl.where(m_t, b_g, 0.0)
         b_g = by_blocks(b_g, BLOCKS)
         b_p = gl.associative_scan(b_g, 1, add)
@@ -282,19 +272,19 @@ def prepare_kernel(
             + gl.where(block > 2, b_2, 0.0)
         )
         b_all = b_0 + b_1 + b_2 + b_3
-        f_0 = _exp2(b_start - b_0)[:, None, :]
-        f_1 = gl.where(block < 2, 0.0, _exp2(b_start - (b_0 + b_1 + b_2)))[:, None, :]
-        f_read = gl.where(block % 2 == 0, _exp2(b_s), 1.0)[:, None, :]
-        f_gam = _exp2(b_start)[:, None, :]
-        f_lam = _exp2(b_all - b_start - b_s)[:, None, :]
-        b_last = gl.convert_layout(gl.reshape(_exp2(b_all), [N]), gl.SliceLayout(0, TALL))
+        f_0 = exp2(b_start - b_0)[:, None, :]
+        f_1 = gl.where(block < 2, 0.0, exp2(b_start - (b_0 + b_1 + b_2)))[:, None, :]
+        f_read = gl.where(block % 2 == 0, exp2(b_s), 1.0)[:, None, :]
+        f_gam = exp2(b_start)[:, None, :]
+        f_lam = exp2(b_all - b_start - b_s)[:, None, :]
+        b_last = gl.convert_layout(gl.reshape(exp2(b_all), [N]), gl.SliceLayout(0, TALL))
         if RESETS:
             b_end_n = s_first.slice(C - 1, 1).load(gl.SliceLayout(0, TALL))
             b_last = gl.where(b_end_n < 0, b_last, 0.0)
         gl.store(last + tile * K + i * N + b_n, b_last, mask=m_k)
         o_g = (start * HV + i_h) * K + (b_t[:, None] * (HV * K) + (i * N + b_n)[None, :])
         m_o = m_t & m_k[None, :]
-        b_f = _exp2(b_p)
+        b_f = exp2(b_p)
         x_q = (
             by_blocks(s_q.index(i).load(TALL).to(gl.float32) * s_rq.load(TOKENS)[:, None], BLOCKS)
             * b_f
@@ -303,7 +293,7 @@ def prepare_kernel(
         s_q1.store(whole((x_q * f_1).to(dtype), TALL))
         gl.store(qg + o_g, (whole(x_q * (f_gam * scale), TALL) * b_open).to(dtype), mask=m_o)
         x_k = by_blocks(s_k.index(i).load(TALL).to(gl.float32) * s_rk.load(TOKENS)[:, None], BLOCKS)
-        b_read = x_k * _exp2(-b_p)
+        b_read = x_k * exp2(-b_p)
         x_k *= b_f
         s_k0.store(whole((x_k * f_0).to(dtype), TALL))
         s_k1.store(whole((x_k * f_1).to(dtype), TALL))
@@ -316,7 +306,7 @@ def prepare_kernel(
         b_kk0 = warpgroup_mma(s_k0, s_read.slice(0, 32, 0).permute((1, 0)), b_kk0, is_async=True)
         b_P1 = warpgroup_mma(s_q1, s_read.slice(32, 32, 0).permute((1, 0)), b_P1, is_async=True)
         b_kk1 = warpgroup_mma(s_k1, s_read.slice(32, 32, 0).permute((1, 0)), b_kk1, is_async=True)
-        b_kl = whole(b_read * _exp2(b_s)[:, None, :] * f_lam, TALL) * b_stays
+        b_kl = whole(b_read * exp2(b_s)[:, None, :] * f_lam, TALL) * b_stays
         gl.store(kl + o_g, b_kl.to(dtype), mask=m_o)
         b_P0, b_P1, b_kk0, b_kk1 = warpgroup_mma_wait(0, deps=(b_P0, b_P1, b_kk0, b_kk1))
 
