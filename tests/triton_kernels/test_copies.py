@@ -25,10 +25,21 @@ from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.kimi_delta_attention import KimiDeltaAttention
 from delta_trn.models.layers import consecutive_parts
 from delta_trn.models.sequence import Sequences
+from delta_trn.triton_kernels.launch import config
 from tests.support.planted_bugs import Bug, planted
 from tests.triton_kernels.test_recompilation import KERNELS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Hopper's kernels count as those that they stand for
+HOPPERS = {
+    "prepare.prepare": "fwd.prepare",
+    "prepare_hopper.prepare": "fwd.prepare",
+    "gradients_hopper.gradients": "bwd.gradients",
+}
+ROW = config(96, 16, itemsize=2, rule="kimi_")
+on_hopper = pytest.mark.skipif(
+    not ROW.prepare.gluon or ROW.dot == "interpreted", reason="Gluon runs compiled, on Hopper"
+)
 
 
 class Launches(TorchDispatchMode):
@@ -69,7 +80,8 @@ def launches(monkeypatch):
 
     for module, name in KERNELS:
         place = f"{module.__name__.split('.')[-1].removeprefix('gated_delta_rule_')}.{name}"
-        place = place.removesuffix("_kernel").replace("prepare.prepare", "fwd.prepare")  # Hopper's
+        place = place.removesuffix("_kernel")
+        place = HOPPERS.get(place, place)
         monkeypatch.setattr(module, name, Counted(place))
     with default_backend("triton"):
         yield mode
@@ -374,17 +386,21 @@ def test_a_layer_with_decays_per_channel_copies_no_token(packed, launches):
     }  # fmt: skip
 
 
-def channels_agree(cuts=None):
-    """Requires of Kimi Delta Attention the bits of copies, from parts of wider tensors."""
-    sizes: dict[str, Any] = {"T": 35, "H": 1, "HV": 2, "K": 16, "V": 24, "dtype": torch.bfloat16}
+def channels_agree(cuts=None, lower_bound: float | None = -5.0, HV=2):
+    """Requires of Kimi Delta Attention the bits of copies, from parts of wider tensors.
+
+    Bounded decays are those that Hopper's kernels take; with one value head for each key head,
+    their gradients are those through the norms, too.
+    """
+    sizes: dict[str, Any] = {"T": 70, "H": 1, "HV": HV, "K": 16, "V": 24, "dtype": torch.bfloat16}
     for layout in ("one tensor", "others"):
         parts, copies = call_of(cuts, layout, **sizes)
         generator = torch.Generator().manual_seed(0)
-        wide = torch.randn(1, 35, 2 * 16 + 16, generator=generator).to(DEVICE)
-        g = wide[..., 16:].unflatten(2, (2, 16))
-        bias = torch.ones(2, 16, device=DEVICE)
+        wide = torch.randn(1, 70, HV * 16 + 16, generator=generator).to(DEVICE)
+        g = wide[..., 16:].unflatten(2, (HV, 16))
+        bias = torch.ones(HV, 16, device=DEVICE)
         calls = [
-            replace(call, g=y, dt_bias=bias, lower_bound=-5.0)
+            replace(call, g=y, dt_bias=bias, lower_bound=lower_bound)
             for call, y in ((parts, g), (copies, g.contiguous()))
         ]
         found, expected = (outcome(call, channels_adapter) for call in calls)
@@ -395,9 +411,19 @@ def channels_agree(cuts=None):
         assert (find_whole(found[2:5]) is not None) == (layout == "one tensor")
 
 
-@pytest.mark.parametrize("cuts", [None, (0, 5, 5, 35)], ids=str)
-def test_parts_of_wider_tensors_give_the_bits_of_copies_with_decays_per_channel(cuts):
-    channels_agree(None if cuts is None else torch.tensor(cuts, device=DEVICE))
+@pytest.mark.parametrize("HV", [1, 2])
+@pytest.mark.parametrize("lower_bound", [None, -5.0], ids=["free", "bounded"])
+@pytest.mark.parametrize("cuts", [None, (0, 5, 5, 70)], ids=str)
+def test_parts_of_wider_tensors_give_the_bits_of_copies_with_decays_per_channel(
+    cuts, lower_bound, HV
+):
+    channels_agree(None if cuts is None else torch.tensor(cuts, device=DEVICE), lower_bound, HV)
+
+
+def strides_are_found(place, line, mistake, lower_bound, HV=2):
+    place = f"triton_kernels.kimi_delta_attention.{place}"
+    with planted(Bug(place, place, line, mistake, "")), pytest.raises(AssertionError):
+        channels_agree(None, lower_bound, HV)
 
 
 @pytest.mark.parametrize(
@@ -415,6 +441,25 @@ def test_parts_of_wider_tensors_give_the_bits_of_copies_with_decays_per_channel(
     ],
 )
 def test_a_planted_bug_of_strides_with_decays_per_channel_is_found(place, line, mistake):
-    place = f"triton_kernels.kimi_delta_attention.{place}"
-    with planted(Bug(place, place, line, mistake, "")), pytest.raises(AssertionError):
-        channels_agree()
+    strides_are_found(place, line, mistake, None)
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("place", "line", "mistake", "HV"),
+    [
+        ("prepare_hopper:prepare_kernel", "o_t[:, None] * QR", "o_t[:, None] * (H * K)", 2),
+        ("prepare_hopper:prepare_kernel", "o_t[:, None] * KR", "o_t[:, None] * QR", 2),
+        ("prepare_hopper:prepare_kernel", "o_t[:, None] * GR", "o_t[:, None] * (HV * K)", 2),
+        ("prepare_hopper:prepare_kernel", "o_c * BR", "o_c * HV", 2),
+        ("gradients_hopper:gradients_kernel", "p_q, QR, length", "p_q, H * K, length", 2),
+        ("gradients_hopper:gradients_kernel", "k + start * KR + p_q", "k + start * QR + p_q", 2),
+        ("gradients_hopper:gradients_kernel", "other * GR", "other * (HV * K)", 2),
+        ("gradients_hopper:gradients_kernel", "i_h + o_c * BR", "i_h + o_c * HV", 2),
+        ("gradients_hopper:gradients_kernel", "start * DQR + i_h", "start * (H * K) + i_h", 1),
+        ("gradients_hopper:gradients_kernel", "SLICES, QR, DQR", "SLICES, QR, H * K", 1),
+        ("gradients_hopper:gradients_kernel", "SLICES, KR, DKR", "SLICES, QR, DKR", 1),
+    ],
+)
+def test_a_planted_bug_of_strides_in_hoppers_kernels_is_found(place, line, mistake, HV):
+    strides_are_found(place, line, mistake, -5.0, HV)

@@ -23,12 +23,14 @@ from delta_trn.backends.layers import triton_adapter as layers
 from delta_trn.backends.layers.contract import Convolution, GatedNorm, Readout, SumNorm
 from delta_trn.triton_kernels.compile_only import SIZES
 from delta_trn.triton_kernels.hopper import prepare as hopper_prepare
+from delta_trn.triton_kernels.kimi_delta_attention import gradients_hopper, prepare_hopper
 
 LENGTHS = (1, 2, 15, 16, 17, 64, 65, 96, 128, 300, 1024, 1030)
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
+HOPPERS = (hopper_prepare, prepare_hopper, gradients_hopper)
 KERNELS = {
     (module, name): getattr(module, name)
-    for modules in ((hopper_prepare,), *(modules for modules, *_ in SIZES))
+    for modules in (HOPPERS, *(modules for modules, *_ in SIZES))
     for module in modules
     for name in vars(module)
     if name.endswith("_kernel")
@@ -92,13 +94,15 @@ def call_rule(T, *, packed=False, parts=False, H=1, HV=2, K=16):
     triton_adapter.step(Step(q[0], k[0], v[0], g[0], g[0], state, indices=own, accepted=kept))
 
 
-def call_channels(T, *, packed=False, H=1, HV=2, K=16):
+def call_channels(T, *, packed=False, lower_bound=None, H=1, HV=2, K=16):
     x, v, state = normal(1, T, H, K), normal(1, T, HV, K), normal(1, HV, K, K, dtype=torch.float32)
     g, beta = normal(1, T, HV, K, dtype=torch.float32), normal(1, T, HV, dtype=torch.float32)
     cuts = torch.tensor([0, T]) if packed else None
     call = Rule(
-        x, x, v, g, beta, initial_state=state, cu_seqlens=cuts, l2norm=True, output_final_state=True
-    )
+        x, x, v, g, beta, initial_state=state, cu_seqlens=cuts, l2norm=True,
+        output_final_state=True, A_log=None if lower_bound is None else beta.new_zeros(HV),
+        lower_bound=lower_bound,
+    )  # fmt: skip
     *_, saved = channels.forward(call, save=True)
     channels.backward(v, state, call, saved)
     channels.step(Step(x[:, 0], x[:, 0], v[:, 0], g[:, 0], beta[:, 0], state))
@@ -139,6 +143,8 @@ def test_no_kernel_is_compiled_again_for_another_length(parts, compiled_for, mon
             with triton_adapter.adjust(lambda row: replace(row, dot="tf32")):  # as compiled
                 call_rule(T, parts=parts)
                 call_rule(T, parts=parts, K=128)
+                call_channels(T, lower_bound=-5.0)
+                call_channels(T, lower_bound=-5.0, packed=True)
             with triton_adapter.adjust(
                 lambda row: replace(row, prepare=replace(row.prepare, gluon=False))
             ):
