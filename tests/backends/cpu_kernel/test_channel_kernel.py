@@ -1,5 +1,6 @@
 """The C++ kernel of Kimi Delta Attention: its bits, and mistakes in it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from delta_trn.backends.gated_delta_rule import chunked_kernel
 from delta_trn.backends.parity import rule
 from delta_trn.backends.parity.channel_cases import STEPS
 from delta_trn.backends.parity.rule_cases import BOTH, Case
-from tests.backends.cpu_kernel.test_chunked_kernel import check_bits_of_threads
+from tests.backends.cpu_kernel.test_chunked_kernel import ENDS, check_bits_of_threads
 
 BACKENDS = Path(chunked_kernel.__file__).parents[1]
 SOURCE = BACKENDS / "kimi_delta_attention" / "chunked_kernel.cpp"
@@ -32,6 +33,11 @@ WHOLE = Case(
     lengths=(110, 1, 0, 20),
     op="kimi_delta_attention",
 )
+# chunks of 32 tokens, and of 64
+CHUNKS = {
+    K: replace(WHOLE, name=f"ends of {K}", B=1, T=sum(ENDS), K=K, V=24, HV=1, lengths=ENDS)
+    for K in (40, 72)
+}
 pytestmark = pytest.mark.skipif(
     chunked_kernel.library(True).functions is None, reason=chunked_kernel.library(True).note
 )
@@ -70,20 +76,32 @@ MISTAKES = [
 ]
 
 
-def passes(step=False):
+STEP_MISTAKE = ("(gam[i] * S[i", "(gam[0] * S[i")
+# it leaves out the second half of a last chunk of three blocks
+CUT_MISTAKE = ("start + s < m; start += 2 * s)", "start + 2 * s <= m; start += 2 * s)")
+
+
+def passes(line=""):
+    step = line == STEP_MISTAKE[0]
     judged = rule.step_verdicts if step else rule.verdicts
     case = STEPS["decode_kimi_split"] if step else WHOLE
+    case = CHUNKS[72] if line == CUT_MISTAKE[0] else case
     return all(verdict.passed for verdict in judged(case, torch.float32, "chunked"))
 
 
+@pytest.mark.parametrize("K", CHUNKS)
+def test_a_last_chunk_of_any_length_passes_parity(K):
+    verdicts = list(rule.verdicts(CHUNKS[K], torch.float32, "chunked"))
+    assert verdicts and all(verdict.passed for verdict in verdicts), verdicts
+
+
 @pytest.mark.parametrize(
-    ("line", "mistake"), [*MISTAKES, ("(gam[i] * S[i", "(gam[0] * S[i")], ids=lambda x: x[:40]
+    ("line", "mistake"), [*MISTAKES, STEP_MISTAKE, CUT_MISTAKE], ids=lambda x: x[:40]
 )
 def test_a_mistake_in_the_kernel_turns_parity_red(line, mistake, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(compiler.SWITCH, raising=False)
     monkeypatch.setattr(compiler, "FLAGS", compiler.FLAGS.replace("-O3", "-O1"))
-    step = line.startswith("(gam")
     text = SOURCE.read_text()
     assert text.count(line) == 1
     for header in chunked_kernel.HEADERS:
@@ -93,8 +111,8 @@ def test_a_mistake_in_the_kernel_turns_parity_red(line, mistake, tmp_path, monke
     kernel = tmp_path / "kimi_delta_attention" / "kernel.cpp"
     kernel.parent.mkdir()
     kernel.write_text(text.replace(line, mistake))
-    assert passes(step)
+    assert passes(line)
     library = compiler.load(kernel)
     assert library.functions is not None, library.note
     monkeypatch.setattr(chunked_kernel, "library", lambda channels: library)
-    assert not passes(step)
+    assert not passes(line)

@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,6 +42,18 @@ WHOLE = Case(
 needs_kernel = pytest.mark.skipif(
     chunked_kernel.library(False).functions is None, reason=chunked_kernel.library(False).note
 )
+
+
+# last chunks that end in each of the four blocks of 16 tokens, whole blocks and whole chunks
+ENDS = (5, 16, 17, 32, 33, 45, 48, 49, 64, 109)
+
+
+@needs_kernel
+@pytest.mark.parametrize("K", [24, 72])
+def test_a_last_chunk_of_any_length_passes_parity(K):
+    case = replace(WHOLE, name=f"ends of {K}", T=sum(ENDS), K=K, V=24, H=1, HV=1, lengths=ENDS)
+    verdicts = list(rule.verdicts(case, torch.float32, "chunked"))
+    assert verdicts and all(verdict.passed for verdict in verdicts), verdicts
 
 
 @pytest.fixture
