@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from delta_trn.backends import BackendRefusal, gated_delta_rule, nki_runtime_adapter
+from delta_trn.backends import (
+    BackendRefusal,
+    gated_delta_rule,
+    gated_delta_rule_step,
+    kimi_delta_attention,
+    kimi_delta_attention_step,
+    nki_runtime_adapter,
+)
 from delta_trn.backends.dispatch import Call, choose, nki_missing
 from delta_trn.backends.gated_delta_rule import nki_adapter
 from delta_trn.backends.gated_delta_rule.contract import Rule
@@ -367,3 +374,26 @@ def test_tensors_off_the_host_reach_the_kernel_dense_and_unconverted():
         and seen[1] is not seen[2]
         and seen[3:] == [0.5, True]
     )
+
+
+@pytest.mark.parametrize("tensor", ["q", "k"])
+@pytest.mark.parametrize("step", [False, True], ids=["sequence", "step"])
+@pytest.mark.parametrize("channels", [False, True], ids=["one decay", "decay per channel"])
+def test_rows_that_no_scale_brings_into_the_range_of_rsqrt_are_refused(
+    channels, step, tensor, monkeypatch
+):
+    """Of both rules, as a sequence and as a token, before a kernel is called."""
+    monkeypatch.setattr(nki_adapter, "run", None)
+    x = {name: torch.ones(1, 2, 1, 16) for name in "qkv"}
+    x[tensor] = x[tensor] * 1e19
+    g = -torch.ones(1, 2, 1, 16) if channels else -torch.ones(1, 2, 1)
+    call, run_step = gated_delta_rule, gated_delta_rule_step
+    if channels:
+        call, run_step = kimi_delta_attention, kimi_delta_attention_step
+    options = {"use_qk_l2norm_in_kernel": True, "backend": NAME}
+    with pytest.raises(BackendRefusal, match=rf"rows of {tensor} with norms up to 4.6e\+18, .*: sc"):
+        if step:
+            token = [y[:, 0] for y in (*x.values(), g, torch.ones(1, 2, 1))]
+            run_step(*token, state=torch.zeros(1, 1, 16, 16), **options)
+        else:
+            call(*x.values(), g, torch.ones(1, 2, 1), **options)
