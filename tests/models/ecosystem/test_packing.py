@@ -8,9 +8,11 @@ from transformers import modeling_flash_attention_utils as flash
 from delta_trn import DeltaConfig, DeltaForCausalLM, check_packing, patch_transformers
 from delta_trn.backends.parity.judge import error
 from delta_trn.models.cache import CACHE_NAME
+from delta_trn.models.ecosystem import patching
 from delta_trn.models.sequence import sequence_bounds
 from tests.support.families import FAMILIES, INDEXED, make, tokens
 from tests.support.tiny_models import assert_same
+from tests.support.tiny_models import model as tiny_model
 
 
 def test_packed_sequences_do_not_see_each_other_however_the_model_is_told(packing_model):
@@ -57,6 +59,32 @@ def test_packing_without_the_patch_is_shown_to_leak(model):
     assert (
         not report and "sees its neighbors" in str(report) and "told by position_ids" in str(report)
     )
+
+
+def test_attention_gets_the_three_axes_of_images_behind_the_places_of_text():
+    """Of four axes, text, time, height and width, the first is the text's; all four differ."""
+    text = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    image = torch.stack([text + 10, text + 20, text + 30])
+    for axes in (image, torch.cat([text[None] + 40, image])):
+        told = patching._tell_attention({"position_ids": axes}, text)["position_ids"]
+        assert torch.equal(told, torch.cat([text[None], image]))
+
+
+@pytest.mark.parametrize(("leak", "found"), [(1, False), (20, True)], ids=["rounding", "a leak"])
+def test_a_leak_of_some_roundings_is_found(leak, found):
+    """What stands before a sequence is let in by as much as `leak` times what rounding changes."""
+    model = tiny_model(dtype=torch.float32)
+    report = check_packing(model, lengths=(5, 64, 1), by="cu_seqlens")
+    assert report
+    rounding, whole = (max(getattr(x, name) for x in report.sequences) for name in ("rounding", "leak"))
+
+    def let_in(module, arguments, options, output):
+        if options.pop("cu_seqlens", None) is not None:
+            unaware = module(**options).logits
+            output.logits = output.logits + leak * rounding / whole * (unaware - output.logits)
+
+    model.register_forward_hook(let_in, with_kwargs=True)
+    assert bool(check_packing(model, lengths=(5, 64, 1), by="cu_seqlens")) != found
 
 
 def test_a_packed_row_beside_a_padded_one_and_padding_on_either_side_are_kept_apart(packing_model):

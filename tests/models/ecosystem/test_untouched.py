@@ -75,13 +75,18 @@ class TestUntouched:
         assert torch.equal(whole.eval()(input_ids=tokens(1, 9)).logits, expected)
 
     def test_a_trainers_folder_is_completed_also_twice_and_in_another_dtype(self, source, tmp_path):
-        opened(source).save_pretrained(tmp_path, max_shard_size="30KB")
+        opened(source, dtype=torch.float32).save_pretrained(tmp_path, max_shard_size="30KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 2  # each of them is cast
         assert read(tmp_path).keys() < read(source).keys()
         added = complete_weights(tmp_path, source)
+        before, after = read(source), read(tmp_path)
+        assert {x.dtype for name, x in after.items() if not name.endswith(NUMBERS)} == {
+            torch.bfloat16
+        }
         assert (
             "mtp.fc.weight" in added and complete_weights(tmp_path, source, dtype="float32") == []
         )
-        before, after = read(source), read(tmp_path)
+        after = read(tmp_path)
         assert before.keys() == after.keys()
         assert all(torch.equal(after[name], before[name].to(after[name].dtype)) for name in before)
         assert (

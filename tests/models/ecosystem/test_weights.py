@@ -194,6 +194,17 @@ class TestFoldersThatDoNotFit:
         with pytest.raises(ValueError, match=r"no config\.json"):
             load_model(folder / "nothing")
 
+    def test_a_missing_tensor_of_theirs_is_refused_by_name(self, tmp_path):
+        """transformers would fill it with random numbers, and warn."""
+        make("qwen3_next").save_pretrained(tmp_path)
+        (file,) = tmp_path.glob("*.safetensors")
+        tensors = load_file(file)
+        absent = sorted(name for name in tensors if name.endswith("linear_attn.out_proj.weight"))
+        del tensors[absent[0]]
+        save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=f"no weights for {absent[0]}; 1 are missing"):
+            load_model(tmp_path)
+
     def test_what_is_no_causal_language_model_is_refused(self, tmp_path):
         (tmp_path / "config.json").write_text('{"model_type": "vit"}')
         with pytest.raises(ValueError, match="holds a vit"):
