@@ -124,6 +124,36 @@ def test_an_error_of_twice_what_is_allowed_is_seen():
         assert any(verdict.allowed == FACTOR * verdict.baseline for verdict in right)
 
 
+def test_an_error_that_lies_in_one_part_alone_is_seen():
+    """Of 64 heads one is small, and off by 30%: too little for the whole and for any element."""
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.randn(64, 200, generator=generator, dtype=torch.float64)
+    exact[3] *= 1e-3
+    noise = 1e-4 * torch.randn(2, 64, 200, generator=generator, dtype=torch.float64)
+    noise[:, 3] *= 1e-3
+    found = exact.clone()
+    found[3] += 1.2 * PART_FACTOR * noise[0, 3].square().mean().sqrt()
+    for parts, passed in ((None, True), (torch.arange(64), False)):
+        spread = Spread(exact, parts)
+        spread.add(exact + noise)
+        expected = Reference("o", "c", torch.float32, {"o": exact}, {"o": spread}, 1)
+        (verdict,) = expected.verdicts("chunked", {"o": found})
+        assert verdict.error <= verdict.allowed and verdict.element <= 1.0
+        assert verdict.passed == passed and (verdict.part <= 1.0) == passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [17.0, 300.0, 30_000.0])
+def test_large_results_of_16_bits_are_judged(size, dtype):
+    """All that is below half the largest number of the dtype."""
+    exact = size * torch.tensor([0.9, -1.0, 1.05], dtype=torch.float64)
+    spread = Spread(exact)
+    spread.add([exact.to(dtype).double()])
+    expected = Reference("o", "c", dtype, {"o": exact}, {"o": spread}, 1)
+    for x, passed in ((exact, True), (1.1 * exact, False)):
+        assert expected.verdicts("chunked", {"o": x.to(dtype)})[0].passed == passed
+
+
 def test_what_underflows_may_be_zero():
     case = Case("underflow", 1, 2, 1, 4, 4, reason="exp(-200) is 0 in float32", state=True)
     x = inputs(case, torch.float32)

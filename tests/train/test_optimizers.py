@@ -45,6 +45,31 @@ def batch(seed: int, sequences: int = 4) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
+def test_the_rate_of_each_role_is_multiplied_by_its_key():
+    keys = {"embedding_lr": 2.0, "readout_lr": 3.0, "gate_lr": 5.0, "scalar_lr": 7.0,
+            "vector_lr": 11.0}  # fmt: skip
+    expected = {
+        "model.embed.weight": 2.0,
+        "lm_head.weight": 3.0,
+        "model.blocks.0.mixer.q_proj.weight": 1.0,
+        "model.blocks.0.mixer.a_proj.weight": 5.0,
+        "model.blocks.0.mixer.A_log": 7.0,
+        "model.blocks.0.mixer.dt_bias": 7.0,
+        "model.blocks.0.mixer.conv.weight": 11.0,
+        "model.norm.weight": 11.0,
+    }
+    changes = {"model__tie_word_embeddings": False}
+    with_keys = changes | {f"optimizer__{key}": factor for key, factor in keys.items()}
+    factors = []
+    for c in (config(**changes), config(**with_keys)):
+        optimizer = make_optimizer(Sharding(build_model(c)), c)
+        factors.append(
+            {name: group["factor"] for group in optimizer.param_groups for name in group["names"]}
+        )
+    one, several = factors
+    assert {name: several[name] / one[name] for name in expected} == pytest.approx(expected)
+
+
 def test_epsilon_and_decay_of_every_group_match_the_scaling_table():
     """Here m = 4. Epsilon scales as the gradient's entries: 1/m, and 1/sqrt(m) for gates and
     scalars.

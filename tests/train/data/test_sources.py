@@ -295,3 +295,10 @@ def test_bad_sources_say_where_and_what_to_do(tmp_path, name, content, message):
         path = tmp_path
     with pytest.raises(SourceError, match=message):
         read(source_of(path))
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.tsv"])
+def test_words_that_elsewhere_mean_a_missing_value_are_text(name, tmp_path):
+    texts = ["NA", "null", "nan", "None", "N/A", "true", "1.50", "-inf"]
+    (tmp_path / name).write_text("\n".join(["text", *texts]) + "\n")
+    assert read(FileSource("x", tmp_path, (name,))) == texts
