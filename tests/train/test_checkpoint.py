@@ -49,6 +49,28 @@ def store(tmp_path) -> CheckpointStore:
     return store
 
 
+def test_lines_of_metrics_are_on_the_disk_before_a_checkpoint_is(data, tmp_path, monkeypatch):
+    """Else a machine that loses its power has a checkpoint of steps whose lines are gone."""
+    on_disk, at_checkpoints, fsync = {}, [], os.fsync
+    finish = CheckpointStore.finish
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        on_disk[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+
+    def finished(*given: Any) -> None:
+        written = (tmp_path / "run" / "metrics.jsonl").stat()
+        at_checkpoints.append((on_disk.get(written.st_ino), written.st_size))
+        finish(*given)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(CheckpointStore, "finish", finished)
+    changes: Any = {"checkpoint.every": 1, "evaluation.every": 2}
+    tiny_run.train("run", "tiny", *tiny_run.keys(data, tmp_path / "run", steps=3, **changes))
+    assert len(at_checkpoints) == 3
+    assert all(synced == size > 0 for synced, size in at_checkpoints), at_checkpoints
+
+
 class TestContent:
     def test_transformers_loads_model_and_tokenizer_from_a_checkpoint(self, finished):
         folder = finished / "checkpoints" / "step-00000012"

@@ -7,12 +7,16 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from delta_trn.backends.layers.nki_adapter import readout_block
+from delta_trn.backends.nki_runtime_adapter import count_instructions
 from delta_trn.train.commands import warmup
+from delta_trn.train.neuron import instructions
 from delta_trn.train.neuron.compiling import graphs
 from delta_trn.train.neuron.instructions import MOST, per_sequence
 from delta_trn.train.recipes import recipe
@@ -32,6 +36,18 @@ def list_rows(changes: dict[str, str], **options: Any) -> dict[str, tuple[int | 
     return {
         graph.name: (graph.rows, graph.length) for graph in graphs(config(**changes), **options)
     }
+
+
+@pytest.mark.parametrize("blocks", [3, 5, 7])
+def test_a_readout_of_many_blocks_of_words_has_the_counted_instructions(blocks):
+    """Beyond four blocks they are not counted: they lie on a line."""
+    c = config(model__width="64", batch__length="64")
+    rows = blocks * readout_block(64) + 100
+    counted = [
+        count_instructions(partial(instructions._run_readout, c, rows, training=training))
+        for training in (False, True)
+    ]
+    assert instructions._count_readout(c, rows) == tuple(counted)
 
 
 class TestGraphs:
