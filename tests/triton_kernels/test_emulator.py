@@ -230,16 +230,16 @@ BARRIER = r"\tbar\.sync \t0;"
 
 
 @pytest.mark.parametrize(
-    ("pattern", "superfluous"),
+    ("pattern", "kind", "superfluous"),
     [
-        (BARRIER, {0}),  # the first of two of the prologue
-        (r"\tfence\.proxy\.async\.shared::cta;", set()),
-        (r"\tcp\.async\.wait_group \t\d+;", set()),
-        (r"\twgmma\.wait_group\.sync\.aligned \d+;", set()),
-        (r"\twgmma\.fence\.sync\.aligned;", set()),
+        (BARRIER, "race in shared memory", {0}),  # the first of two of the prologue
+        (r"\tfence\.proxy\.async\.shared::cta;", "missing proxy fence", set()),
+        (r"\tcp\.async\.wait_group \t\d+;", "race with cp.async", set()),
+        (r"\twgmma\.wait_group\.sync\.aligned \d+;", "race with wgmma", set()),
+        (r"\twgmma\.fence\.sync\.aligned;", "missing wgmma.fence", set()),
     ],
 )
-def test_each_wait_that_is_taken_out_is_reported(pattern, superfluous):
+def test_each_wait_that_is_taken_out_is_reported_as_what_it_is(pattern, kind, superfluous):
     """But for those that others make superfluous."""
     function, *arguments = launched(loop)
     places, unseen = list(re.finditer(pattern, function.text)), set()
@@ -247,9 +247,69 @@ def test_each_wait_that_is_taken_out_is_reported(pattern, superfluous):
     for n, place in enumerate(places):
         with driver.options(check=1) as reports:
             without(function, place)(*arguments)
-        if not reports:
+        if not any(report.startswith(kind) for report in reports):
             unseen.add(n)
     assert unseen == superfluous
+
+
+@triton.jit
+def sum_twice_kernel(x, o, N: tl.constexpr):
+    i = tl.arange(0, N)
+    a = tl.load(x + i)
+    total = tl.sum(a)
+    tl.store(o + i, tl.sum(a * total) + a)
+
+
+def summed_twice(form=lambda function: function):
+    """Returns the error of a kernel that uses the same shared memory twice, and the reports."""
+    x, o = normal(256), torch.empty(256)
+    function, grid, warps, types, values = launched(
+        lambda: sum_twice_kernel[(1,)](x, o, 256, num_warps=8)
+    )
+    with driver.options(check=1, order=1) as reports:
+        form(function)(grid, warps, types, values)
+    a = x.double()
+    return distance(o, (a * a.sum()).sum() + a), list(reports)
+
+
+def test_a_write_after_a_read_is_a_race_in_shared_memory():
+    """The second sum may overwrite what another warp still reads of the first."""
+    error, reports = summed_twice()
+    assert error < 1e-5 and not reports
+    function, *_ = launched(
+        lambda: sum_twice_kernel[(1,)](normal(256), normal(256), 256, num_warps=8)
+    )
+    places, found = list(re.finditer(BARRIER, function.text)), []
+    for place in places:
+        _, reports = summed_twice(lambda function, place=place: without(function, place))
+        assert reports and all(x.startswith(("race in shared", "unwritten")) for x in reports)
+        found += reports
+    assert any(re.search(r"race in shared memory.*warp \d+ writes it", report) for report in found)
+
+
+def test_shared_memory_that_nobody_wrote_is_reported():
+    def forget(function):
+        return without(function, re.search(r"\t(@%p\d+ )?st\.shared[^;]*;", function.text))
+
+    error, reports = summed_twice(forget)
+    assert not error < 1e-3  # NaN, or far off
+    assert any(x.startswith("unwritten shared memory") for x in reports)
+
+
+@triton.jit
+def shift_kernel(x, SHIFT: tl.constexpr):
+    i = tl.program_id(0) + 1
+    tl.store(x + i, tl.load(x + i + SHIFT))
+
+
+@pytest.mark.parametrize("shift", [1, 0, -1])
+def test_a_program_that_reads_what_another_writes_is_a_race_of_programs(shift):
+    """In either order of the two: before the other writes, or after."""
+    x = normal(18)
+    with driver.options(check=1) as reports:
+        shift_kernel[(16,)](x, shift, num_warps=1)
+    races = [report for report in reports if report.startswith("race of programs")]
+    assert bool(races) == bool(shift) and len(races) == len(reports)
 
 
 def test_softmax_without_its_barrier_is_reported():
