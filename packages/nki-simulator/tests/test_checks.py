@@ -361,6 +361,14 @@ STRICT = (
         r"nl.log is valid for inputs in .*got 0 at \[0, 0\]",
         lambda: issue("activation", op=nl.log, data=filled(0.0, 4, 4)),
     ),
+    (
+        r"nl.log is valid for inputs in .*got 3.68\d+e\+19 at \[0, 0\]",
+        lambda: issue("activation", op=nl.log, data=filled(2.0**65, 4, 4)),
+    ),
+    (
+        r"nl.rsqrt is valid for inputs in .*got 3.16\d+e\+29 at \[0, 0\]",
+        lambda: issue("activation", op=nl.rsqrt, data=filled(2.0**98, 4, 4)),
+    ),
     ("leaves the range of int32", lambda: issue("iota", pattern=[[2**30, 4]])),
     ("dst overlaps src of `x` at another position", shift_in_place),
     ("dst overlaps data2 of .* at another position", broadcast_of_the_tile_that_is_written),
