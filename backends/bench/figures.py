@@ -3,7 +3,8 @@
     python -m backends.bench table [FILE ...]
 
 A cell is a peer's time over ours, the median over the rounds of a run; with several runs, the
-smallest and the largest. In brackets: the floor as a share of our time. What was not run is named.
+smallest and the largest. In brackets: the floor as a share of our time. Cases that were not run have
+no line, and a backend that was not run is named below.
 Without files: every results/*/data.jsonl.gz.
 """
 
@@ -50,17 +51,22 @@ def ratios(rows: Rows, backend: str, case: Case, phase: str) -> list[float]:
 
 
 def markdown(rows: Rows) -> str:
-    """Formats one line per case and one column per backend."""
-    heads = [
-        f"`{name}`, {peer} over ours: {_machine(rows, name)}" for name, (peer, _) in COLUMNS.items()
-    ]
-    lines = ["| shape | " + " | ".join(heads) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    """Formats one line for each case and one column for each backend, where anything was measured;
+    a last line names the backends of which nothing was.
+    """
+    measured = [name for name in COLUMNS if _was_run(rows, name)]
+    heads = [f"`{name}`, {COLUMNS[name][0]} over ours: {_machine(rows, name)}" for name in measured]
+    lines = ["| shape | " + " | ".join(heads) + " |", "|---" * (1 + len(measured)) + "|"]
     for case in CASES:
-        if TAGS["cuda"] in case.tags:
-            lines.append(
-                f"| {case} | " + " | ".join(_cell(rows, name, case) for name in COLUMNS) + " |"
-            )
-    return "\n".join(lines)
+        cells = [_cell(rows, name, case) for name in measured]
+        if set(cells) - {"-", NOT_RUN}:
+            lines.append(f"| {case} | " + " | ".join(cells) + " |")
+    absent = [
+        f"`{name}` beside {peer} on {device}"
+        for name, (peer, device) in COLUMNS.items()
+        if name not in measured
+    ]
+    return "\n".join([*lines, f"\nNot yet run: {', '.join(absent)}."] if absent else lines)
 
 
 def _find(
@@ -72,12 +78,18 @@ def _find(
     ]
 
 
-def _machine(rows: Rows, backend: str) -> str:
+def _here(rows: Rows, backend: str) -> list[Mapping[str, Any]]:
     device = COLUMNS[backend][1]
-    here = [row for row in rows if (row["backend"], row["device_type"]) == (backend, device)]
-    if not here:
-        return f"{device}, {NOT_RUN}"
-    return here[-1]["device"] + (f", {here[-1]['threads']} threads" if device == "cpu" else "")
+    return [row for row in rows if (row["backend"], row["device_type"]) == (backend, device)]
+
+
+def _was_run(rows: Rows, backend: str) -> bool:
+    return any(ratios(rows, backend, case, phase) for case in CASES for phase in passes(case))
+
+
+def _machine(rows: Rows, backend: str) -> str:
+    last = _here(rows, backend)[-1]
+    return last["device"] + (f", {last['threads']} threads" if "cpu" in COLUMNS[backend] else "")
 
 
 def _cell(rows: Rows, backend: str, case: Case) -> str:

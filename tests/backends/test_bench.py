@@ -373,5 +373,7 @@ def test_the_table_has_ratios_of_all_runs_and_the_floor_as_a_share_of_our_time(t
     assert bench.main(["table", *map(str, files)]) == 0
     lines = capsys.readouterr().out.splitlines()
     (row,) = [line for line in lines if line.startswith("| cpu_train")]
-    assert row.split(" | ")[1:] == ["forward 4.00 to 5.00 (25%)", "not yet run |"]
-    assert "hf over ours: CPU, 2 threads" in lines[0]
+    assert row.split(" | ")[1:] == ["forward 4.00 to 5.00 (25%) |"]
+    assert "hf over ours: CPU, 2 threads" in lines[0] and "fla" not in lines[0]
+    assert sum(line.startswith("|") for line in lines) == 3  # what was not measured has no line
+    assert lines[-1] == "Not yet run: `triton` beside fla on cuda."
