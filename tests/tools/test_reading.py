@@ -18,7 +18,7 @@ def test_sentences_come_from_docstrings_comments_and_pages(tmp_path):
     module, page = tmp_path / "a.py", tmp_path / "b.md"
     module.write_text(
         '"""The first sentence has six words. Short.\n\n    x = a table, which is no sentence\n\nThe end of it is a sentence again.\n"""\n'
-        "x = 1  # a comment that goes on\n# over a second line of code\ny = 2\n"
+        "x = 1  # a comment that goes on here\n# over a second line of code\ny = 2\n"
     )
     page.write_text(
         "# No heading is a sentence here\n\nA page has one\nof six words.\n\n```\nx y z a b c d\n```\n"
@@ -26,7 +26,7 @@ def test_sentences_come_from_docstrings_comments_and_pages(tmp_path):
     assert list(reading.sentences_of(module)) == [
         (1, "The first sentence has six words."),
         (1, "The end of it is a sentence again."),
-        (7, "a comment that goes on"),
+        (7, "a comment that goes on here"),
         (8, "over a second line of code"),
     ]
     assert list(reading.sentences_of(page)) == [(3, "A page has one of six words.")]
