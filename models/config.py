@@ -8,12 +8,6 @@ from transformers import PretrainedConfig
 from delta_trn.models.mup import TABLES, Role
 from delta_trn.models.settings import CONFIG_NAMES, complete
 
-# settings that earlier versions wrote into config.json, with the value where nobody gave another
-GONE = {
-    "init": "delta_trn", "output_norm_eps": None, "value_skip": 0.0, "o_gradient_bound": 0.0,
-    "scale_by": "head_dim",
-}  # fmt: skip
-
 
 class DeltaConfig(PretrainedConfig):
     """The settings of a model, checked, with every size that follows from others filled in.
@@ -39,7 +33,6 @@ class DeltaConfig(PretrainedConfig):
             for name, theirs in CONFIG_NAMES.items()
             if theirs in arguments
         }
-        _drop_gone(arguments)
         _refuse_near_misses(arguments)
         if isinstance(given.get("attention_layers"), list):  # as JSON has it
             given["attention_layers"] = tuple(given["attention_layers"])
@@ -193,19 +186,6 @@ class DeltaConfig(PretrainedConfig):
                         f"{name}={token} has no row: vocab_size={self.vocab_size}; give a token "
                         f"from 0 to {self.vocab_size - 1}, or more rows"
                     )
-
-
-def _drop_gone(arguments: dict[str, Any]) -> None:
-    """Takes out settings that earlier versions had.
-    Raises ValueError for one that asked for something.
-    """
-    for name, usual in GONE.items():
-        value = arguments.pop(name, usual)
-        if value != usual:
-            raise ValueError(
-                f"{name}={value!r} is a setting of an earlier version, which is gone: open the "
-                f"model with that version, or set {name} to {usual!r}"
-            )
 
 
 def _refuse_near_misses(arguments: dict[str, Any]) -> None:

@@ -391,7 +391,9 @@ def test_rows_that_no_scale_brings_into_the_range_of_rsqrt_are_refused(
     if channels:
         call, run_step = kimi_delta_attention, kimi_delta_attention_step
     options = {"use_qk_l2norm_in_kernel": True, "backend": NAME}
-    with pytest.raises(BackendRefusal, match=rf"rows of {tensor} with norms up to 4.6e\+18, .*: sc"):
+    with pytest.raises(
+        BackendRefusal, match=rf"rows of {tensor} with norms up to 4.6e\+18, .*: sc"
+    ):
         if step:
             token = [y[:, 0] for y in (*x.values(), g, torch.ones(1, 2, 1))]
             run_step(*token, state=torch.zeros(1, 1, 16, 16), **options)

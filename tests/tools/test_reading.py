@@ -17,7 +17,9 @@ def test_functions_come_from_all_rooms_in_turn():
 def test_sentences_come_from_docstrings_comments_and_pages(tmp_path):
     module, page = tmp_path / "a.py", tmp_path / "b.md"
     module.write_text(
-        '"""The first sentence has six words. Short.\n\n    x = a table, which is no sentence\n\nThe end of it is a sentence again.\n"""\n'
+        '"""The first sentence has six words. Short.\n\n'
+        "    x = a table, which is no sentence\n\n"
+        'The end of it is a sentence again.\n"""\n'
         "x = 1  # a comment that goes on here\n# over a second line of code\ny = 2\n"
     )
     page.write_text(

@@ -124,18 +124,6 @@ class TestStore:
         assert store.steps() == [15, 20] and store.require_best() == store.path(20)
         assert not list(store.directory.glob(".*"))
 
-    def test_the_best_of_an_earlier_version_is_a_folder_that_stays_until_there_is_a_better_one(
-        self, store
-    ):
-        shutil.copytree(store.path(5), store.directory / "best-00000005")
-        (store.directory / "best").symlink_to("best-00000005")
-        store.rotate(1)
-        assert store.steps() == [5, 15] and store.best() == 5
-        assert store.require_best() == store.directory / "best-00000005"
-        store.point_best(15)
-        store.rotate(1)
-        assert not list(store.directory.glob("best-*")) and store.best() == 15
-
     def test_a_damaged_best_checkpoint_is_refused_with_the_steps_there_are(self, store):
         assert store.require_best() is None
         store.point_best(5)

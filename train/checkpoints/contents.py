@@ -23,7 +23,7 @@ on any number of processes, divided in any way.
 import contextlib
 import json
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from delta_trn.train.data.tokenizer import TextTokenizer
 from delta_trn.train.parallel.sharding import Sharding, named_parameters
 from delta_trn.train.parallel.team import Team
 from delta_trn.train.settings.errors import CheckpointError, Diverged
-from delta_trn.train.settings.schema import RunConfig, differences, may_change_on_resume, read_saved
+from delta_trn.train.settings.schema import RunConfig, differences, may_change_on_resume, validate
 
 FORMAT = 1
 REMEDY = "lower optimizer.lr, or lengthen schedule.warmup"
@@ -236,7 +236,7 @@ def read_state(folder: Path) -> tuple[State, RunConfig]:
         )
     state = State(**{f.name: content[f.name] for f in fields(State) if f.name in content})
     state.best = tuple(content["best"]) if content["best"] else None
-    return state, read_saved(content["config"], where=f"{path}: ")
+    return state, validate(content["config"], where=f"{path}: ")
 
 
 def require_same_run(saved: RunConfig, now: RunConfig, where: Path) -> None:
@@ -261,15 +261,16 @@ def restore(folder: Path, sharding: Sharding, optimizer: Optimizer) -> None:
     load_weights(folder, sharding)
     own, saved = dict(named_parameters(optimizer)), {}
     for key, (size, dtype) in _sizes(folder).items():
-        name, slash, _ = _current_name(key, own).rpartition("/")
+        name, slash, _ = key.rpartition("/")
         if slash and name in own:
             if not size or sharding.saves_whole(name):
                 saved[key] = torch.empty(size, dtype=dtype)
             else:
                 saved[key] = torch.empty_like(own[name].detach(), dtype=dtype)
     _read(folder, saved)
-    slots = {_current_name(key, own): x for key, x in saved.items()}
-    slots |= {key: sharding.part(key, x) for key, x in slots.items() if sharding.saves_whole(key)}
+    slots = {
+        key: sharding.part(key, x) if sharding.saves_whole(key) else x for key, x in saved.items()
+    }
     sharding.load_slots(optimizer, slots)
     set_random_states(load_file(folder / _RANDOM), sharding.model.device)
 
@@ -279,12 +280,11 @@ def load_weights(folder: Path, sharding: Sharding) -> None:
     CheckpointError unless they are its own.
     """
     own = sharding.model.state_dict(keep_vars=True)
-    files = {
-        _current_name(key, own): (key, size)
+    saved = {
+        key: size
         for key, (size, _) in _sizes(folder).items()
         if "/" not in key and key not in _GENERATORS
     }
-    saved = {name: size for name, (_, size) in files.items()}
     wrong = [
         f"{name} {tuple(size)}"
         for name, size in saved.items()
@@ -304,17 +304,9 @@ def load_weights(folder: Path, sharding: Sharding) -> None:
         )
     targets = {name: own[name].detach() for name in saved}
     wholes = {name: torch.empty(saved[name]) for name in saved if sharding.saves_whole(name)}
-    _read(folder, {files[name][0]: tensor for name, tensor in (targets | wholes).items()})
+    _read(folder, targets | wholes)
     for name, whole in wholes.items():
         targets[name].copy_(sharding.part(name, whole))
-
-
-def _current_name(key: str, own: Collection[str]) -> str:
-    """Returns the name, or NAME/SLOT, that a saved tensor has now.
-    The backbone's once had no `model.`.
-    """
-    name = key.partition("/")[0]
-    return f"model.{key}" if name not in own and f"model.{name}" in own else key
 
 
 def _sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:

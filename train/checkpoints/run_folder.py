@@ -21,7 +21,7 @@ from delta_trn.train.files import (
     write_file,
 )
 from delta_trn.train.settings.errors import RunFolderError
-from delta_trn.train.settings.schema import RunConfig, read_saved
+from delta_trn.train.settings.schema import RunConfig, validate
 from delta_trn.train.watch import metrics
 from delta_trn.train.watch.metrics import MetricsFile
 
@@ -89,7 +89,7 @@ class RunFolder:
                 f"{self.config_path} cannot be read ({type(error).__name__}: {error}); every "
                 "checkpoint's state.json holds the same configuration"
             ) from None
-        return read_saved(tree, where=f"{self.config_path}: "), origin
+        return validate(tree, where=f"{self.config_path}: "), origin
 
     def write(self, config: RunConfig, origin: Origin) -> None:
         """Writes config.json: the configuration, `fingerprint`, and the origin under `run`."""

@@ -32,9 +32,7 @@ from delta_trn.train.settings.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
-# a run of an earlier version has a folder best-00000100
-_BEST = re.compile(r"(?:best|step)-(\d{8,})")
-_LEFTOVER = re.compile(r"\.(step|best)-\d+\.(tmp|old)")
+_LEFTOVER = re.compile(r"\.step-\d+\.(tmp|old)")
 
 Described = dict[str, dict[str, Any]]
 
@@ -176,7 +174,7 @@ class CheckpointStore:
         link = self.directory / "best"
         if not link.is_symlink():
             return None
-        match = _BEST.fullmatch(os.path.basename(os.readlink(link)))
+        match = _NAME.fullmatch(os.path.basename(os.readlink(link)))
         return int(match[1]) if match and link.exists() else None
 
     def require_best(self) -> Path | None:
@@ -197,11 +195,6 @@ class CheckpointStore:
         for step in self.steps()[:-keep_last]:
             if step != best:
                 self._remove(self.path(step))
-        target = (self.directory / "best").resolve()
-        # an older run's best, once there is a better one
-        for path in self.directory.glob("best-*"):
-            if path.resolve() != target:
-                self._remove(path)
         for path in self.directory.glob("undone-step-*"):
             remove(path)
 

@@ -5,10 +5,9 @@ A key is a dotted path such as `optimizer.lr`. `delta-trn run RECIPE --all-keys`
 Importing this costs a tenth of a second, so that a mistyped key is reported before torch is loaded.
 """
 
-import copy
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -364,45 +363,6 @@ def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Returns key -> (saved, now) wherever two configurations differ."""
     mine = dict(flatten(now))
     return {key: (value, mine[key]) for key, value in flatten(saved) if mine[key] != value}
-
-
-# Keys that earlier versions had, with the value where nobody gave another. Their runs are still
-# read.
-# ...: whatever the value, the run is the same.
-GONE: Mapping[str, Any] = {
-    "lora": {"rank": 0, "alpha": 32.0, "targets": ["all-linear"]},
-    "model.from": None,
-    "model.init": "delta_trn",
-    "model.readout": "auto",
-    "model.output_norm_eps": None,
-    "model.value_skip": 0.0,
-    "model.o_gradient_bound": 0.0,
-    "model.scale_by": "head_dim",
-    "data.chat_template": None,
-    "data.turns": "all",
-    "data.too_long": "refuse",
-    "data.workers": ...,
-    "evaluation.first": False,
-    "log.tensorboard": ...,
-    "checkpoint.asynchronous": ...,
-}
-
-
-def read_saved(tree: dict[str, Any], where: str) -> RunConfig:
-    """Returns the configuration of a saved run, of this version or an earlier one.
-
-    ConfigError names every wrong key and value, and every key of an earlier version that asked for
-    something which this one does not have.
-    """
-    tree = copy.deepcopy(tree)
-    for key, usual in GONE.items():
-        *sections, name = key.split(".")
-        place: Any = tree
-        for section in sections:
-            place = place.get(section, {})
-        if isinstance(place, dict) and name in place and usual in (..., place[name]):
-            del place[name]
-    return validate(tree, where)
 
 
 def validate(tree: dict[str, Any], where: str = "") -> RunConfig:

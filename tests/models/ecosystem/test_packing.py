@@ -76,7 +76,9 @@ def test_a_leak_of_some_roundings_is_found(leak, found):
     model = tiny_model(dtype=torch.float32)
     report = check_packing(model, lengths=(5, 64, 1), by="cu_seqlens")
     assert report
-    rounding, whole = (max(getattr(x, name) for x in report.sequences) for name in ("rounding", "leak"))
+    rounding, whole = (
+        max(getattr(x, name) for x in report.sequences) for name in ("rounding", "leak")
+    )
 
     def let_in(module, arguments, options, output):
         if options.pop("cu_seqlens", None) is not None:

@@ -19,7 +19,6 @@ from delta_trn.train.settings.schema import (
     flatten,
     is_one_of,
     may_change_on_resume,
-    read_saved,
     validate,
 )
 
@@ -196,16 +195,6 @@ class TestTree:
         fixed = ("model.width", "optimizer.lr", "seed", "out")
         for key in (*fixed, "evaluation.sequences", "data.source", "precision"):
             assert not may_change_on_resume(key), key
-
-    def test_a_run_of_an_earlier_version_is_read_unless_it_used_what_is_gone(self):
-        tree = override("steps=7").model_dump(mode="json")
-        tree["lora"] = {"rank": 0, "alpha": 32.0, "targets": ["all-linear"]}
-        tree["model"]["from"] = None
-        tree["checkpoint"]["asynchronous"] = True
-        assert read_saved(tree, "") == override("steps=7")
-        tree["lora"]["rank"] = 2
-        with pytest.raises(ConfigError, match=r"config\.json: lora="):
-            read_saved(tree, "config.json: ")
 
 
 class TestRecipes:
