@@ -17,7 +17,15 @@ from delta_trn.models.cache import CACHE_NAME, DeltaCache, LayerCache, take_cach
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.kimi_delta_attention import KimiDeltaAttention
-from delta_trn.models.layers import MLPS, NORM_FORWARDS, NORMS, Dropout, Embedding, is_untouched
+from delta_trn.models.layers import (
+    MLPS,
+    NORM_FORWARDS,
+    NORMS,
+    Dropout,
+    Tags,
+    is_untouched,
+    make_embedding,
+)
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag, initialize, initialize_module
 from delta_trn.models.residual import Additive, Whole, make_expansion, make_read, make_write
@@ -151,8 +159,7 @@ class DeltaPreTrainedModel(PreTrainedModel):
         return cast("DeltaModel", self.base_model).embed
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        backbone = cast("DeltaModel", self.base_model)
-        backbone.embed = retag(value, backbone.embed)
+        cast("Any", self.base_model).embed = mark_filled(value)
 
 
 class DeltaModel(DeltaPreTrainedModel):
@@ -171,12 +178,12 @@ class DeltaModel(DeltaPreTrainedModel):
     def __init__(self, config: DeltaConfig, *, is_part: bool = False) -> None:
         super().__init__(config)
         d, self.is_part = config.hidden_size, is_part
-        self.embed = Embedding(
-            config.vocab_size, d, Tag(Role.EMBEDDING, scale=config.embedding_init)
-        )
+        self.tags, tag = Tags(), Tag(Role.EMBEDDING, scale=config.embedding_init)
+        self.embed = make_embedding(self.tags, "embed", config.vocab_size, d, tag)
         self.positions = None
         if config.positions == "learned":
-            self.positions = Embedding(config.max_position_embeddings, d, Tag(Role.VECTOR))
+            most, tag = config.max_position_embeddings, Tag(Role.VECTOR)
+            self.positions = make_embedding(self.tags, "positions", most, d, tag)
         self.expand = make_expansion(config)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.read = make_read(config)
@@ -233,7 +240,7 @@ class DeltaModel(DeltaPreTrainedModel):
         )
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,  # type: ignore[arg-type]
-            **{CACHE_NAME: cache},
+            **{CACHE_NAME: cast(Any, cache)},
             hidden_states=None if streams is None else tuple(streams),  # type: ignore[arg-type]
         )
 
@@ -303,7 +310,7 @@ class DeltaModel(DeltaPreTrainedModel):
         Raises ValueError for a position beyond the last.
         """
         assert self.positions is not None
-        most = self.positions.weight.shape[0]
+        most = self.config.max_position_embeddings
         readable = position.device.type == "cpu" and not torch.compiler.is_compiling()
         if readable and int(position.max()) >= most:
             raise ValueError(
@@ -351,11 +358,10 @@ class DeltaModel(DeltaPreTrainedModel):
         return DeltaCache(self.config.num_hidden_layers) if past is None else past
 
 
-def retag(new: Any, old: Any) -> Any:
-    """Gives `new`, the plain module that transformers puts in place of a resized one,
-    the tags of `old`.
+def mark_filled(new: Any) -> Any:
+    """Marks the parameters of a module that transformers puts in place of a resized one, whose rows
+    it has: `initialize` leaves them as they are.
     """
-    new.tags = old.tags
     for parameter in new.parameters():
-        parameter._is_hf_initialized = True  # it has the old rows: `initialize` leaves it as it is
+        parameter._is_hf_initialized = True
     return new

@@ -15,6 +15,8 @@ from torch.nn.functional import pad
 from delta_trn.backends import stand_ins
 from delta_trn.backends.gated_delta_rule.once import once
 
+# asserts by a tensor of one bool, and waits for no device
+assert_later = torch.ops.aten._assert_async.msg
 HIDDEN = -9999.0  # what is added to a logit, or more, where a query may look
 ACROSS = (
     "attention_mask lets a token see across the beginning of its sequence, where a layer with a "
@@ -158,7 +160,7 @@ def check_bounds(name: str, bounds: Any, tokens: int) -> None:
         )
     if torch.compiler.is_compiling() or _is_captured(bounds):
         rises = (bounds.diff() >= 0).all() & (bounds[0] == 0) & (bounds[-1] == tokens)
-        torch._assert_async(rises, f"{name} must rise from 0 to the number of tokens")
+        assert_later(rises, f"{name} must rise from 0 to the number of tokens")
     elif stand_ins.may_read(bounds):
         once(bounds, ("bounds", tokens), lambda: _check_numbers(name, bounds.tolist(), tokens))
 
@@ -343,7 +345,7 @@ def _begins_of_blocks(mask: Tensor, told: Tensor | None, shape: tuple[int, int])
     ahead = (allowed & (index > index[:, None])).any(-1)
     across = ((first < start) & ~ahead).any()
     if torch.compiler.is_compiling():
-        torch._assert_async(~across, ACROSS)
+        assert_later(~across, ACROSS)
     elif bool(across):
         raise ValueError(ACROSS)
     return begins
@@ -354,7 +356,7 @@ def _numbers_sequences(mask: Tensor) -> bool:
     if mask.dtype == torch.bool:
         return False
     if torch.compiler.is_compiling():
-        torch._assert_async(
+        assert_later(
             (mask <= 1).all(),
             "attention_mask numbers sequences; under torch.compile pass position_ids instead",
         )

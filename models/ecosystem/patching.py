@@ -23,7 +23,12 @@ from delta_trn.backends.machine import compute_capability
 from delta_trn.models.ecosystem.heads import check_weights, keep_float32, widen
 from delta_trn.models.ecosystem.operations import gate_norm, replacements
 from delta_trn.models.head_numbers import Float32Numbers, is_in_memory, keep_numbers
-from delta_trn.models.sequence import packed_bounds, packed_places, places_in_sequences
+from delta_trn.models.sequence import (
+    assert_later,
+    packed_bounds,
+    packed_places,
+    places_in_sequences,
+)
 
 # the function of transformers by which a layer is known, and which rule of ours computes it
 RULES = {
@@ -412,7 +417,7 @@ def _choose_kernels(layer: Any, rule: str, backend: str | None) -> dict[str, str
         sizes = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
     else:
         sizes = layer.num_heads, layer.num_heads, layer.head_dim, layer.head_dim
-    heads = dict(zip(("H", "HV", "K", "V"), sizes, strict=True))
+    heads: dict[str, Any] = dict(zip(("H", "HV", "K", "V"), sizes, strict=True))
     convolution = {"C": weight.shape[0], "W": weight.shape[-1]}
     fused = layer.conv1d.bias is None and layer.activation in ("silu", "swish")
     sizes_of = {"short_convolution": convolution, "gated_rms_norm": {"N": heads["V"]}}
@@ -588,7 +593,7 @@ def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
             if shape[0] > 1 and "flash" in str(self.config._attn_implementation):
                 raise ValueError(NO_ROWS)
             if refusal:
-                torch._assert_async(~is_packed, refusal)
+                assert_later(~is_packed, refusal)
             else:
                 kwargs |= {**_tell_attention(kwargs, places), "cu_seq_lens_q": places}
         return forward(self, **kwargs)
