@@ -285,6 +285,16 @@ def choose_name(
     return next((backend.name for backend in candidates if not backend.refusals(call)), None)
 
 
+@torch.compiler.assume_constant_result
+def is_offered(op: str, device: str, name: str | None, default: str | None) -> bool:
+    """Returns whether a backend that may be chosen has an operation for tensors of a device,
+    whatever their sizes are.
+    """
+    call = Call(op, device, torch.float32, {}, (), False, None)
+    rows = [backend.rows.get(op) for backend in _candidates(call, name, Selection(default))]
+    return any(row and (row.devices is None or device in row.devices) for row in rows)
+
+
 @cache
 def adapter(name: str, op: str = "gated_delta_rule") -> ModuleType:
     """Returns the module that computes an operation; imports it when first needed."""

@@ -64,6 +64,7 @@ _HOMES = (
 )
 
 registration.register()
+registration.register_targets()
 
 
 def __getattr__(name: str):

@@ -350,7 +350,8 @@ class DeltaModel(DeltaPreTrainedModel):
             use_cache = self.config.use_cache and not self.training and cu_seqlens is None
         if past is None and not use_cache:
             return None
-        if self.training and self.is_gradient_checkpointing:
+        checkpoints = any(getattr(block, "gradient_checkpointing", False) for block in self.blocks)
+        if self.training and checkpoints:
             raise ValueError(
                 "gradient checkpointing runs blocks twice, which a cache cannot follow; pass "
                 "use_cache=False"

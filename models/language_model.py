@@ -185,6 +185,15 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         above = (at_least_float32(hidden) * rows).sum(-1) * multiplier
         return loss + smoothing * (above * counted).sum() / counted.sum().clamp(min=1)
 
+    def init_continuous_batching(self, *arguments: Any, **options: Any) -> Any:
+        """Raises NotImplementedError: transformers' `generate_batch`, and what it is made of, keeps
+        pages of keys and values, which a delta rule does not have.
+        """
+        raise NotImplementedError(
+            "generate_batch keeps pages of keys and values, and a layer with a state has none; use "
+            "generate, which takes rows of several lengths padded on the left, with attention_mask"
+        )
+
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 

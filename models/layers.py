@@ -119,7 +119,16 @@ def project(x: Tensor, *groups: Sequence[nn.Linear]) -> Sequence[Tensor]:
 
 
 def _can_join(x: Tensor, maps: Sequence[nn.Linear]) -> bool:
-    return x.shape[-2] >= SHORT and all(map(multiplies, maps))
+    return not _is_short(x.shape[-2]) and all(map(multiplies, maps))
+
+
+def _is_short(T: int) -> bool:
+    """Returns whether so many tokens are few; a graph of many lengths is one for long ones."""
+    if not torch.compiler.is_compiling():
+        return T < SHORT
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(T < SHORT)
 
 
 def multiplies(m: nn.Module) -> bool:
