@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from delta_trn.backends.stand_ins import may_read
 from delta_trn.models.attention import Attention
 from delta_trn.models.cache import CACHE_NAME, DeltaCache, LayerCache, take_cache
 from delta_trn.models.config import DeltaConfig
@@ -217,6 +218,9 @@ class DeltaModel(DeltaPreTrainedModel):
         if attention_mask is not None:
             check_mask(attention_mask)
         past, shape = take_cache(past_key_values, others), (x.shape[0], x.shape[1])
+        if cu_seqlens is not None:
+            _check_packed_row(cu_seqlens, others.get("cu_seq_lens_q"), shape)
+            others["cu_seq_lens_q"] = cu_seqlens
         stated = packed_bounds(others, attention_mask, shape, continues=past is not None)
         if unknown := sorted(set(others) - IGNORED):
             raise TypeError(
@@ -224,13 +228,7 @@ class DeltaModel(DeltaPreTrainedModel):
             )
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        if cu_seqlens is not None and len(x) != 1:
-            raise ValueError(
-                f"cu_seqlens packs sequences into one row, not into B={len(x)}: make it one row"
-            )
-        if cu_seqlens is not None:
-            check_bounds("cu_seqlens", cu_seqlens, shape[0] * shape[1])
-        elif stated is not None:
+        if cu_seqlens is None and stated is not None:
             cu_seqlens, attention_mask = stated, None  # padding is a sequence of its own there
         places = None if cu_seqlens is None else places_in_sequences(cu_seqlens, shape)
         cache = self._cache(x.shape[0], past, use_cache, attention_mask, cu_seqlens)
@@ -357,6 +355,24 @@ class DeltaModel(DeltaPreTrainedModel):
                 "use_cache=False"
             )
         return DeltaCache(self.config.num_hidden_layers) if past is None else past
+
+
+def _check_packed_row(cu_seqlens: Any, other: Any, shape: tuple[int, int]) -> None:
+    """Raises TypeError or ValueError unless these are the bounds of sequences in one row, as those
+    are that were given by another name.
+    """
+    if shape[0] != 1:
+        raise ValueError(
+            f"cu_seqlens packs sequences into one row, not into B={shape[0]}: make it one row"
+        )
+    check_bounds("cu_seqlens", cu_seqlens, shape[1])
+    if other is None or other is cu_seqlens or not may_read(cu_seqlens):
+        return
+    if not (isinstance(other, Tensor) and other.tolist() == cu_seqlens.tolist()):
+        raise ValueError(
+            "cu_seqlens and cu_seq_lens_q are two names of one argument, and differ: give one of "
+            "them"
+        )
 
 
 def mark_filled(new: Any) -> Any:

@@ -265,10 +265,14 @@ def _told(
     blocks = next((x for mask in masks if (x := _blocks(mask, shape)) is not None), None)
     if bounds is not None:
         check_bounds("cu_seq_lens_q", bounds, shape[0] * shape[1])
-        if blocks is None:
+        if blocks is None and places is None:
             return bounds.long(), None, None
         firsts = torch.zeros(shape[0] * shape[1] + 1, dtype=torch.bool, device=bounds.device)
         begins = firsts.index_fill_(0, bounds.long(), True)[:-1].view(shape)
+        if places is not None:
+            _check_agreement(places, begins, masks)
+        if blocks is None:
+            return bounds.long(), None, None
         return None, _begins_of_blocks(blocks, begins, shape), None
     mask = next((x for x in masks if isinstance(x, Tensor) and x.dim() == 2), None)
     if mask is not None and _numbers_sequences(mask):
@@ -285,6 +289,36 @@ def _told(
     if blocks is not None:
         begins = _begins_of_blocks(blocks, begins, shape)
     return None, begins, None if begins is None else real
+
+
+def _check_agreement(places: Any, begins: Tensor, masks: list[Any]) -> None:
+    """Raises ValueError where places start again within a sequence that bounds state.
+
+    Places that go on from one sequence to the next number the tokens of a row, and say nothing. A 0
+    before another, or at the end of a row, may be padding.
+
+    begins  [B, T] bool, where sequences begin by the bounds
+    """
+    shape = (begins.shape[0], begins.shape[1])
+    _check_rows("position_ids", places, shape, axes=True)
+    places = places.expand(*places.shape[:-2], *shape)
+    mask = next((x for x in masks if isinstance(x, Tensor) and x.dim() == 2), None)
+    real = None if mask is None else mask[:, -shape[1] :].bool()
+    told = _begins(places, real, False)
+    told[:, 0] = False
+    text = places.flatten(0, -3)[0] if places.dim() > 2 else places
+    told &= ~begins & ~((text == 0) & (pad(text[:, 1:], (0, 1)) == 0))
+    if real is not None:
+        told &= real
+    if torch.compiler.is_compiling() or _is_captured(told):
+        assert_later(~told.any(), "position_ids start again where the bounds state no sequence")
+    elif stand_ins.may_read(told) and bool(told.any()):
+        row, at = told.nonzero()[0].tolist()
+        raise ValueError(
+            f"position_ids go from {int(text[row, at - 1])} to {int(text[row, at])} at token {at} "
+            f"of row {row}, within a sequence that the bounds state; pass one of both, or bounds "
+            "at which the places start again"
+        )
 
 
 def _check_rows(name: str, x: Any, shape: tuple[int, int], axes: bool = False) -> None:
