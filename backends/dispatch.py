@@ -308,7 +308,7 @@ def describe_choice(
     where it has a slower way.
     """
     note = getattr(adapter(name, op), "note", None)
-    return name if note is None else f"{name} ({note(dtype, device)})"
+    return name if note is None else f"{name} ({note(dtype, device, op)})"
 
 
 def _find(name: str) -> Backend:
@@ -362,7 +362,7 @@ def describe(devices: Iterable[str]) -> list[Availability]:
             reasons = [f"{device}: {reason}" for device in refused for reason in refused[device]]
             reasons += [f"{device}: this machine has no such device" for device in absent]
             note = getattr(adapter(backend.name, op), "note", None) if here else None
-            reasons += [] if note is None else [f"here: {note()}"]
+            reasons += [] if note is None else [f"here: {note(op=op)}"]
             every.append(Availability(op, backend.name, automatic, here, tuple(reasons)))
     return every
 

@@ -395,7 +395,8 @@ def _describe_rule(layer: Any, rule: str, kernels: dict[str, str]) -> list[str]:
     """Returns a line that says how the rule is computed;
     none where its backend has one way only.
     """
-    how = describe_choice(kernels[rule], _dtype(layer), layer.conv1d.weight.device.type)
+    device = layer.conv1d.weight.device.type
+    how = describe_choice(kernels[rule], _dtype(layer), device, rule)
     return [] if how == kernels[rule] else [f"{rule} by {how}"]
 
 
