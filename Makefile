@@ -1,7 +1,7 @@
 # delta-trn. Every target installs what it needs into .venv; nothing else on the machine is touched.
 #
 #   make train      train a small muP Gated DeltaNet on real text, and generate from it
-#   make test       the test suite (8 minutes on 2 cores, no accelerator); of one folder: make test ARGS=tests/models
+#   make test       the test suite (a quarter of an hour on 2 cores, no accelerator); of one folder: make test ARGS=tests/models
 #   make emulate    Triton's kernels compiled for sm_90 and run by an emulator of their PTX, with its checks (no GPU);
 #                   for another GPU: DELTA_TRN_EMULATED=80, 86, 89 or 120 make emulate
 #   make lint       ruff and pyright
@@ -151,7 +151,7 @@ measure-trn1: $(if $(DRY),$(READY),$(NEURON)/.ready)
 # then 3.7.1 is installed, which belongs to torch 2.13.
 $(READY): pyproject.toml packages/nki-simulator/pyproject.toml .ci/constraints.txt
 	@echo "installing PyTorch and the packages beside it into $(VENV): 2 to 6 GB, several minutes, in which pip says nothing"
-	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13) and "delta-trn needs Python 3.10 to 3.12, this is " + sys.version.split()[0] + "; try make PYTHON=python3.11")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "delta-trn needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; try make PYTHON=python3.11")'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(RUN) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("triton") is None)' || \

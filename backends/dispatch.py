@@ -285,6 +285,16 @@ def choose_name(
     return next((backend.name for backend in candidates if not backend.refusals(call)), None)
 
 
+@torch.compiler.assume_constant_result
+def is_offered(op: str, device: str, name: str | None, default: str | None) -> bool:
+    """Returns whether a backend that may be chosen has an operation for tensors of a device,
+    whatever their sizes are.
+    """
+    call = Call(op, device, torch.float32, {}, (), False, None)
+    rows = [backend.rows.get(op) for backend in _candidates(call, name, Selection(default))]
+    return any(row and (row.devices is None or device in row.devices) for row in rows)
+
+
 @cache
 def adapter(name: str, op: str = "gated_delta_rule") -> ModuleType:
     """Returns the module that computes an operation; imports it when first needed."""
@@ -298,7 +308,7 @@ def describe_choice(
     where it has a slower way.
     """
     note = getattr(adapter(name, op), "note", None)
-    return name if note is None else f"{name} ({note(dtype, device)})"
+    return name if note is None else f"{name} ({note(dtype, device, op)})"
 
 
 def _find(name: str) -> Backend:
@@ -352,7 +362,7 @@ def describe(devices: Iterable[str]) -> list[Availability]:
             reasons = [f"{device}: {reason}" for device in refused for reason in refused[device]]
             reasons += [f"{device}: this machine has no such device" for device in absent]
             note = getattr(adapter(backend.name, op), "note", None) if here else None
-            reasons += [] if note is None else [f"here: {note()}"]
+            reasons += [] if note is None else [f"here: {note(op=op)}"]
             every.append(Availability(op, backend.name, automatic, here, tuple(reasons)))
     return every
 

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from delta_trn.backends import machine, stand_ins
 from delta_trn.backends.checks import BackendRefusal, shape_of
-from delta_trn.backends.dispatch import OPERATIONS, adapter, choose_name, selection
+from delta_trn.backends.dispatch import OPERATIONS, adapter, choose_name, is_offered, selection
 
 # "delta_trn", or another name for each copy of this file that an exported model brings along
 LIBRARY = re.sub(r"\W", "_", __name__.removesuffix(".backends.operator"), flags=re.ASCII)
@@ -159,6 +159,8 @@ class Operator:
         x, default = tensors[0], selection()
         assert x is not None
         device = "cpu" if x.is_meta else x.device.type
+        if not required and not is_offered(self.name, device, backend, default.name):
+            return None, False
         # index(): sizes are constants of a compiled graph, even of one with dynamic shapes
         constants = tuple([(name, index(size)) for name, size in sizes.items()])
         wanted = gradients_wanted(*tensors)

@@ -31,7 +31,7 @@ used, and the models are registered with `AutoModelForCausalLM` when transformer
     True
 """
 
-from importlib import import_module
+from importlib import import_module, metadata
 
 from delta_trn import registration
 
@@ -64,12 +64,15 @@ _HOMES = (
 )
 
 registration.register()
+registration.register_targets()
 
 
 def __getattr__(name: str):
     """Loads a public name from the package that defines it (PEP 562)."""
     if name == "mup":
         return import_module("delta_trn.mup")
+    if name == "__version__":
+        return metadata.version("delta-trn")
     if name not in _HOMES:
         raise AttributeError(
             f"module 'delta_trn' has no attribute {name!r}; public names: {', '.join(_HOMES)}, mup"
@@ -80,4 +83,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOMES, "mup"]
+    return [*globals(), *_HOMES, "mup", "__version__"]

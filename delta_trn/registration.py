@@ -14,6 +14,21 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 NAMES = "transformers.models.auto.configuration_auto"
+# PEFT's tables of the maps that get adapters where nobody names any
+TARGETS = "peft.utils.constants"
+NORMS = ["mixer_norm", "mlp_norm", "norm"]  # as those of a Llama are called here
+
+
+def register_targets() -> None:
+    """Adds our models to PEFT's tables: now if they are loaded, otherwise as soon as they are."""
+    if TARGETS not in sys.modules:
+        if not any(isinstance(finder, _WaitingForPeft) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _WaitingForPeft())
+        return
+    for name, table in vars(sys.modules[TARGETS]).items():
+        if name.endswith("_MODULES_MAPPING") and "llama" in table:
+            # our maps have the names of a Llama's
+            table.setdefault("delta_trn", NORMS if "_LNTUNING_" in name else table["llama"])
 
 
 def register() -> None:
@@ -57,15 +72,9 @@ class _Waiting(MetaPathFinder):
     ) -> ModuleSpec | None:
         if not fullname.startswith(("transformers", "delta_trn.models")):
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(
-            (s for finder in others if (s := finder.find_spec(fullname, path, target))), None
-        )
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
-        return spec
+        return _find_watched(self, fullname, path, target)
 
-    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    def execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
         self.depth += 1
         try:
             execute(module)
@@ -74,3 +83,28 @@ class _Waiting(MetaPathFinder):
         if self.depth == 0 and NAMES in sys.modules and self in sys.meta_path:
             sys.meta_path.remove(self)
             register()
+
+
+class _WaitingForPeft(MetaPathFinder):
+    """Finds PEFT's tables as Python does, and adds our models once they are there."""
+
+    def find_spec(
+        self, fullname: str, path=None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return _find_watched(self, fullname, path, target) if fullname == TARGETS else None
+
+    def execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        execute(module)
+        sys.meta_path.remove(self)
+        register_targets()
+
+
+def _find_watched(
+    watcher: _Waiting | _WaitingForPeft, fullname: str, path, target: ModuleType | None
+) -> ModuleSpec | None:
+    """Finds a module as Python does, which the watcher then executes."""
+    others = (finder for finder in sys.meta_path if finder is not watcher)
+    spec = next((s for finder in others if (s := finder.find_spec(fullname, path, target))), None)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module = partial(watcher.execute, spec.loader.exec_module)
+    return spec

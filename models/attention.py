@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from delta_trn.models.cache import LayerCache
 from delta_trn.models.config import DeltaConfig
-from delta_trn.models.layers import Linear, RMSNorm, at_least_float32, consecutive_parts
+from delta_trn.models.layers import (
+    RMSNorm,
+    Tags,
+    apply_linear,
+    at_least_float32,
+    consecutive_parts,
+    make_linear,
+)
 from delta_trn.models.mup import TABLES, Role
 from delta_trn.models.sequence import Sequences
 
@@ -43,7 +50,11 @@ class Attention(nn.Module):
         self.q_norm = self.k_norm = self.o_norm = self.g_proj = self.k_shift = self.v_shift = None
         if config.use_qk_rmsnorm:
             self.q_norm, self.k_norm = (RMSNorm(self.D, config.rms_norm_eps) for _ in range(2))
-        self.q_proj, self.k_proj, self.v_proj = (Linear(d, H * self.D, heads=H) for _ in range(3))
+        tags = self.tags = Tags()
+        self.q_proj, self.k_proj, self.v_proj = (
+            make_linear(tags, name, d, H * self.D, heads=H)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
         self.activations = tuple(
             ACTIVATIONS[name]
             for name in (config.q_activation, config.k_activation, config.v_activation)
@@ -55,21 +66,21 @@ class Attention(nn.Module):
         if config.using_groupnorm or config.use_output_gate:
             self.o_norm = RMSNorm(self.D, config.rms_norm_eps)
         if config.use_output_gate:
-            self.g_proj = Linear(d, H * self.D, heads=H)
-        self.o_proj = Linear(
-            H * self.D, d, scale=config.mixer_output_scale, heads=H, of_columns=True
+            self.g_proj = make_linear(tags, "g_proj", d, H * self.D, heads=H)
+        self.o_proj = make_linear(
+            tags, "o_proj", H * self.D, d, scale=config.mixer_output_scale, heads=H, of_columns=True
         )
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d] to [B, T, d]."""
-        k, v = self.k_proj(x), self.v_proj(x)
+        k, v = apply_linear(self.k_proj, x), apply_linear(self.v_proj, x)
         if self.k_shift is not None:
             k = self.k_shift(k, x, sequences, cache)
         if self.v_shift is not None:
             v = self.v_shift(v, x, sequences, cache)
         q, k, v = (
             act(y).unflatten(-1, (-1, self.D)).transpose(1, 2)  # [B, H, T, D]
-            for act, y in zip(self.activations, (self.q_proj(x), k, v), strict=True)
+            for act, y in zip(self.activations, (apply_linear(self.q_proj, x), k, v), strict=True)
         )
         if self.rotated:
             cos, sin = self._angles(sequences.position)
@@ -84,9 +95,9 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=self.scale)
         y = y.transpose(1, 2)  # [B, T, H, D]
         if self.o_norm is not None:
-            z = None if self.g_proj is None else self.g_proj(x).unflatten(-1, (-1, self.D))
-            y = self.o_norm(y, z)
-        return self.o_proj(y.flatten(-2))
+            z = None if self.g_proj is None else apply_linear(self.g_proj, x)
+            y = self.o_norm(y, None if z is None else z.unflatten(-1, (-1, self.D)))
+        return apply_linear(self.o_proj, y.flatten(-2))
 
     def _angles(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cosine and sine of every pair's angle, [B or 1, 1, T, pairs] float32."""
@@ -111,7 +122,8 @@ class Shift(nn.Module):
 
     def __init__(self, width: int, heads: int, slot: str) -> None:
         super().__init__()
-        self.proj, self.slot = Linear(width, heads, Role.GATE), slot
+        self.tags, self.slot = Tags(), slot
+        self.proj = make_linear(self.tags, "proj", width, heads, Role.GATE)
 
     def forward(
         self, x: Tensor, u: Tensor, sequences: Sequences, cache: LayerCache | None
@@ -130,6 +142,6 @@ class Shift(nn.Module):
         before = joined[:, :-1]
         if sequences.is_packed:
             before = before * (sequences.position > 0)[..., None]
-        a = at_least_float32(self.proj(u)).sigmoid()[..., None]
+        a = at_least_float32(apply_linear(self.proj, u)).sigmoid()[..., None]
         before, now = (y.unflatten(-1, (a.shape[2], -1)) for y in (before, x))
         return (a * before + (1 - a) * now).flatten(-2).to(x.dtype)

@@ -12,12 +12,21 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from delta_trn.backends.stand_ins import may_read
 from delta_trn.models.attention import Attention
 from delta_trn.models.cache import CACHE_NAME, DeltaCache, LayerCache, take_cache
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.kimi_delta_attention import KimiDeltaAttention
-from delta_trn.models.layers import MLPS, NORM_FORWARDS, NORMS, Dropout, Embedding, is_untouched
+from delta_trn.models.layers import (
+    MLPS,
+    NORM_FORWARDS,
+    NORMS,
+    Dropout,
+    Tags,
+    is_untouched,
+    make_embedding,
+)
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag, initialize, initialize_module
 from delta_trn.models.residual import Additive, Whole, make_expansion, make_read, make_write
@@ -151,8 +160,7 @@ class DeltaPreTrainedModel(PreTrainedModel):
         return cast("DeltaModel", self.base_model).embed
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        backbone = cast("DeltaModel", self.base_model)
-        backbone.embed = retag(value, backbone.embed)
+        cast("Any", self.base_model).embed = mark_filled(value)
 
 
 class DeltaModel(DeltaPreTrainedModel):
@@ -171,12 +179,12 @@ class DeltaModel(DeltaPreTrainedModel):
     def __init__(self, config: DeltaConfig, *, is_part: bool = False) -> None:
         super().__init__(config)
         d, self.is_part = config.hidden_size, is_part
-        self.embed = Embedding(
-            config.vocab_size, d, Tag(Role.EMBEDDING, scale=config.embedding_init)
-        )
+        self.tags, tag = Tags(), Tag(Role.EMBEDDING, scale=config.embedding_init)
+        self.embed = make_embedding(self.tags, "embed", config.vocab_size, d, tag)
         self.positions = None
         if config.positions == "learned":
-            self.positions = Embedding(config.max_position_embeddings, d, Tag(Role.VECTOR))
+            most, tag = config.max_position_embeddings, Tag(Role.VECTOR)
+            self.positions = make_embedding(self.tags, "positions", most, d, tag)
         self.expand = make_expansion(config)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.read = make_read(config)
@@ -210,6 +218,9 @@ class DeltaModel(DeltaPreTrainedModel):
         if attention_mask is not None:
             check_mask(attention_mask)
         past, shape = take_cache(past_key_values, others), (x.shape[0], x.shape[1])
+        if cu_seqlens is not None:
+            _check_packed_row(cu_seqlens, others.get("cu_seq_lens_q"), shape)
+            others["cu_seq_lens_q"] = cu_seqlens
         stated = packed_bounds(others, attention_mask, shape, continues=past is not None)
         if unknown := sorted(set(others) - IGNORED):
             raise TypeError(
@@ -217,13 +228,7 @@ class DeltaModel(DeltaPreTrainedModel):
             )
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        if cu_seqlens is not None and len(x) != 1:
-            raise ValueError(
-                f"cu_seqlens packs sequences into one row, not into B={len(x)}: make it one row"
-            )
-        if cu_seqlens is not None:
-            check_bounds("cu_seqlens", cu_seqlens, shape[0] * shape[1])
-        elif stated is not None:
+        if cu_seqlens is None and stated is not None:
             cu_seqlens, attention_mask = stated, None  # padding is a sequence of its own there
         places = None if cu_seqlens is None else places_in_sequences(cu_seqlens, shape)
         cache = self._cache(x.shape[0], past, use_cache, attention_mask, cu_seqlens)
@@ -233,7 +238,7 @@ class DeltaModel(DeltaPreTrainedModel):
         )
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,  # type: ignore[arg-type]
-            **{CACHE_NAME: cache},
+            **{CACHE_NAME: cast(Any, cache)},
             hidden_states=None if streams is None else tuple(streams),  # type: ignore[arg-type]
         )
 
@@ -303,7 +308,7 @@ class DeltaModel(DeltaPreTrainedModel):
         Raises ValueError for a position beyond the last.
         """
         assert self.positions is not None
-        most = self.positions.weight.shape[0]
+        most = self.config.max_position_embeddings
         readable = position.device.type == "cpu" and not torch.compiler.is_compiling()
         if readable and int(position.max()) >= most:
             raise ValueError(
@@ -343,7 +348,8 @@ class DeltaModel(DeltaPreTrainedModel):
             use_cache = self.config.use_cache and not self.training and cu_seqlens is None
         if past is None and not use_cache:
             return None
-        if self.training and self.is_gradient_checkpointing:
+        checkpoints = any(getattr(block, "gradient_checkpointing", False) for block in self.blocks)
+        if self.training and checkpoints:
             raise ValueError(
                 "gradient checkpointing runs blocks twice, which a cache cannot follow; pass "
                 "use_cache=False"
@@ -351,11 +357,28 @@ class DeltaModel(DeltaPreTrainedModel):
         return DeltaCache(self.config.num_hidden_layers) if past is None else past
 
 
-def retag(new: Any, old: Any) -> Any:
-    """Gives `new`, the plain module that transformers puts in place of a resized one,
-    the tags of `old`.
+def _check_packed_row(cu_seqlens: Any, other: Any, shape: tuple[int, int]) -> None:
+    """Raises TypeError or ValueError unless these are the bounds of sequences in one row, as those
+    are that were given by another name.
     """
-    new.tags = old.tags
+    if shape[0] != 1:
+        raise ValueError(
+            f"cu_seqlens packs sequences into one row, not into B={shape[0]}: make it one row"
+        )
+    check_bounds("cu_seqlens", cu_seqlens, shape[1])
+    if other is None or other is cu_seqlens or not may_read(cu_seqlens):
+        return
+    if not (isinstance(other, Tensor) and other.tolist() == cu_seqlens.tolist()):
+        raise ValueError(
+            "cu_seqlens and cu_seq_lens_q are two names of one argument, and differ: give one of "
+            "them"
+        )
+
+
+def mark_filled(new: Any) -> Any:
+    """Marks the parameters of a module that transformers puts in place of a resized one, whose rows
+    it has: `initialize` leaves them as they are.
+    """
     for parameter in new.parameters():
-        parameter._is_hf_initialized = True  # it has the old rows: `initialize` leaves it as it is
+        parameter._is_hf_initialized = True
     return new

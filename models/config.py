@@ -26,6 +26,8 @@ class DeltaConfig(PretrainedConfig):
     """
 
     model_type = "delta_trn"
+    # of a model's outputs, what a Trainer does not gather for metrics: under both of its names
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012
 
     def __init__(self, **arguments: Any) -> None:
         given = {

@@ -25,11 +25,13 @@ from delta_trn.models.initialization import decay_rates, taps, time_steps
 from delta_trn.models.layers import (
     NORM_FORWARDS,
     Forwards,
-    Linear,
     RMSNorm,
+    Tags,
+    apply_linear,
     consecutive_parts,
     in_dtype_of,
     is_untouched,
+    make_linear,
     project,
 )
 from delta_trn.models.mup import Role
@@ -83,32 +85,31 @@ class GatedDeltaNet(Float32Numbers):
         self.beta_max = 2.0 if config.allow_neg_eigval else 1.0
         self.scale = K**0.5 if config.readout == "sqrt_k" else K**-0.5
         self.scan: Callable[..., tuple[Tensor, Tensor | None]] = self.rule
-        self.q_proj, self.k_proj = Linear(d, H * K, heads=H), Linear(d, H * K, stored=True, heads=H)
-        self.v_proj = Linear(d, HV * V, stored=True, heads=HV)
-        self.o_proj = Linear(HV * V, d, scale=config.mixer_output_scale, heads=HV, of_columns=True)
+        tags = self.tags = Tags()
+        self.q_proj = make_linear(tags, "q_proj", d, H * K, heads=H)
+        self.k_proj = make_linear(tags, "k_proj", d, H * K, stored=True, heads=H)
+        self.v_proj = make_linear(tags, "v_proj", d, HV * V, stored=True, heads=HV)
+        self.o_proj = make_linear(
+            tags, "o_proj", HV * V, d, scale=config.mixer_output_scale, heads=HV, of_columns=True
+        )
         self._make_gates(config)
-        self.b_proj = Linear(d, HV, Role.GATE, stored=True)
+        self.b_proj = make_linear(tags, "b_proj", d, HV, Role.GATE, stored=True)
         tap = Tag(Role.VECTOR, law=taps, stored=True)
         self.conv = ShortConvolution(sum(self.sizes), config.conv_size, tap)
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
         self.A_log = nn.Parameter(torch.empty(HV, dtype=wide))
         self.dt_bias = nn.Parameter(torch.empty(HV * self.decays, dtype=wide))
         rates = partial(decay_rates, factor=config.forgetting)
-        self.tags = {
-            "A_log": Tag(Role.SCALAR, law=rates, stored=True),
-            "dt_bias": Tag(
-                Role.SCALAR if self.decays == 1 else Role.VECTOR, law=time_steps, stored=True
-            ),
-        }
+        tags["A_log"] = Tag(Role.SCALAR, law=rates, stored=True)
+        role = Role.SCALAR if self.decays == 1 else Role.VECTOR
+        tags["dt_bias"] = Tag(role, law=time_steps, stored=True)
         self.o_norm = RMSNorm(V, config.rms_norm_eps)
 
     def _make_gates(self, config: DeltaConfig) -> None:
         """Makes the projections of the decays and of the output's gate."""
         d, HV = config.hidden_size, config.num_v_heads
-        self.a_proj, self.g_proj = (
-            Linear(d, HV, Role.GATE, stored=True),
-            Linear(d, HV * self.V, heads=HV),
-        )
+        self.a_proj = make_linear(self.tags, "a_proj", d, HV, Role.GATE, stored=True)
+        self.g_proj = make_linear(self.tags, "g_proj", d, HV * self.V, heads=HV)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: LayerCache | None = None) -> Tensor:
         """Maps x [B, T, d], zero at padding, or on XLA [B T, d], to the same shape."""
@@ -120,7 +121,7 @@ class GatedDeltaNet(Float32Numbers):
             y = self._mix((self.conv(qkv, sequences, cache), gate, a, b), sequences, cache)
         else:
             y = self._mix_in_one_kernel((qkv, gate, a, b), sequences, cache, backend)
-        return self.o_proj(y.reshape(*x.shape[:-1], -1))
+        return apply_linear(self.o_proj, y.reshape(*x.shape[:-1], -1))
 
     def _project(self, x: Tensor) -> Sequence[Tensor]:
         """Returns q, k and v side by side, the output's gate, and what `_gate_inputs` takes more."""

@@ -18,7 +18,14 @@ from delta_trn.backends import (
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.gated_deltanet import CLOSED, GatedDeltaNet, in_sequences
 from delta_trn.models.initialization import constant
-from delta_trn.models.layers import Linear, consecutive_parts, in_dtype_of, is_untouched, project
+from delta_trn.models.layers import (
+    apply_linear,
+    consecutive_parts,
+    in_dtype_of,
+    is_untouched,
+    make_linear,
+    project,
+)
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import Tag
 from delta_trn.models.sequence import Sequences
@@ -51,11 +58,15 @@ class KimiDeltaAttention(GatedDeltaNet):
             self.tags["A_log"] = Tag(Role.SCALAR, law=partial(constant, value=0.0), stored=True)
 
     def _make_gates(self, config: DeltaConfig) -> None:
-        d, HV, K, V = config.hidden_size, config.num_v_heads, self.K, self.V
+        d, HV, K, V, tags = config.hidden_size, config.num_v_heads, self.K, self.V, self.tags
         self.f_proj = nn.Sequential(
-            Linear(d, V, stored=True), Linear(V, HV * K, stored=True, heads=HV)
+            make_linear(tags, "f_proj.0", d, V, stored=True),
+            make_linear(tags, "f_proj.1", V, HV * K, stored=True, heads=HV),
         )
-        self.g_proj = nn.Sequential(Linear(d, V), Linear(V, HV * V, heads=HV, bias=True))
+        self.g_proj = nn.Sequential(
+            make_linear(tags, "g_proj.0", d, V),
+            make_linear(tags, "g_proj.1", V, HV * V, heads=HV, bias=True),
+        )
 
     def _project(self, x: Tensor) -> Sequence[Tensor]:
         """Returns q, k and v side by side, the output's gate, and f without its bias.
@@ -68,7 +79,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         (f0, f1), (g0, g1) = self.f_proj, self.g_proj
         qkv, low = project(x, (self.q_proj, self.k_proj, self.v_proj), (f0, g0))
         f, gate = consecutive_parts(low, (self.V, self.V))
-        return qkv, g1(gate), f1(f)
+        return qkv, apply_linear(g1, gate), apply_linear(f1, f)
 
     def _gate_output(self, o: Tensor, gate: Tensor) -> Tensor:
         return self.o_norm(o, gate, "sigmoid")
@@ -85,7 +96,7 @@ class KimiDeltaAttention(GatedDeltaNet):
     def _project_gates(self, x: Tensor) -> Tensor:
         """Returns f without its bias and W_b x side by side, for who looks at both."""
         with torch.autocast(x.device.type, enabled=False):
-            z = self.b_proj(in_dtype_of(x, self.b_proj))
+            z = apply_linear(self.b_proj, in_dtype_of(x, self.b_proj))
         return torch.cat([self.f_proj(x), z], dim=-1)
 
     def _gate_inputs(
@@ -98,7 +109,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         whatever it is made of.
         """
         with torch.autocast(x.device.type, enabled=False):
-            z = self.b_proj(in_dtype_of(x, self.b_proj))
+            z = apply_linear(self.b_proj, in_dtype_of(x, self.b_proj))
         a, z = (
             in_sequences(self.f_proj(x) if f is None else f, sequences),
             in_sequences(z, sequences),

@@ -15,22 +15,26 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from delta_trn.backends import linear_cross_entropy as cross_entropy_of_readout
-from delta_trn.models.backbone import DeltaModel, DeltaPreTrainedModel, retag
+from delta_trn.models.backbone import DeltaModel, DeltaPreTrainedModel, mark_filled
 from delta_trn.models.cache import CACHE_NAME, DeltaCache
 from delta_trn.models.config import DeltaConfig
-from delta_trn.models.layers import Linear, at_least_float32, multiplies
+from delta_trn.models.layers import Tags, apply_linear, at_least_float32, make_linear, multiplies
 from delta_trn.models.mup import TABLES, Role
+from delta_trn.models.parameters import Tag
 from delta_trn.models.sequence import packed_bounds
 
 IGNORED = -100  # the target of a token that counts for nothing, as transformers and torch have it
 
 
-class Score(Linear):
+class Score(nn.Linear):
     """Computes a classifier's scores, W x times the multiplier that muP gives a readout."""
 
     def __init__(self, config: DeltaConfig, rows: int, multiplier: float) -> None:
-        super().__init__(config.hidden_size, rows, Role.READOUT)
+        super().__init__(config.hidden_size, rows, bias=False)
         self.multiplier = multiplier
+
+    def reset_parameters(self) -> None:
+        """Leaves the weight as it is: `initialize` fills the whole model."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps a tensor [..., d] to [..., rows]."""
@@ -56,7 +60,8 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__(config)
         self.model = DeltaModel(config, is_part=True)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, Role.READOUT)
+        self.tags, sizes = Tags(), (config.hidden_size, config.vocab_size)
+        self.lm_head = make_linear(self.tags, "lm_head", *sizes, Role.READOUT)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed.weight
         self.post_init()
@@ -118,7 +123,7 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         hidden = encoded.last_hidden_state
         assert hidden is not None
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden[:, kept] * self.config.logit_scale)
+        logits = apply_linear(self.lm_head, hidden[:, kept] * self.config.logit_scale)
         loss = None
         if labels is not None and targets is None:
             targets = _next_tokens(labels, bounds)
@@ -128,7 +133,7 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
                 loss = loss * (targets != IGNORED).sum() / items
         return CausalLMOutputWithPast(
             loss=loss,  # type: ignore[arg-type]
-            logits=logits,
+            logits=logits,  # type: ignore[arg-type]
             **{CACHE_NAME: getattr(encoded, CACHE_NAME)},
             hidden_states=encoded.hidden_states,
         )
@@ -180,6 +185,15 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
         above = (at_least_float32(hidden) * rows).sum(-1) * multiplier
         return loss + smoothing * (above * counted).sum() / counted.sum().clamp(min=1)
 
+    def init_continuous_batching(self, *arguments: Any, **options: Any) -> Any:
+        """Raises NotImplementedError: transformers' `generate_batch`, and what it is made of, keeps
+        pages of keys and values, which a delta rule does not have.
+        """
+        raise NotImplementedError(
+            "generate_batch keeps pages of keys and values, and a layer with a state has none; use "
+            "generate, which takes rows of several lengths padded on the left, with attention_mask"
+        )
+
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
@@ -188,7 +202,7 @@ class DeltaForCausalLM(DeltaPreTrainedModel, GenerationMixin):
 
         A layer that does more than multiply by its rows becomes the readout itself.
         """
-        retag(new_embeddings, self.lm_head)
+        mark_filled(new_embeddings)
         if not (isinstance(new_embeddings, nn.Embedding) or multiplies(new_embeddings)):
             self.lm_head = new_embeddings
             return
@@ -231,6 +245,7 @@ class DeltaForSequenceClassification(GenericForSequenceClassification, DeltaPreT
         multiplier = config.width_ratio ** TABLES[config.parametrization][Role.READOUT].multiplier
         self.model = DeltaModel(config, is_part=True)
         self.score = Score(config, config.num_labels, multiplier)
+        self.tags = {"score.weight": Tag(Role.READOUT)}
         self.post_init()
 
 

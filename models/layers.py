@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, chain, islice
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,54 +26,79 @@ Forwards = Mapping[type[nn.Module], Callable[..., Any]]
 SHORT = 64  # tokens of a sequence for which putting weights side by side costs more than it saves
 
 
-class Linear(nn.Linear):
-    """Computes y = W x, or W x + b; options are those of `Tag`, `ratio` is its `inputs`."""
+Tags = dict[str, Tag]
 
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        role: Role = Role.HIDDEN,
-        *,
-        scale: float = 1.0,
-        stored: bool = False,
-        heads: int = 1,
-        of_columns: bool = False,
-        ratio: float | None = None,
-        bias: bool = False,
-    ) -> None:
-        super().__init__(inputs, outputs, bias)
-        tag = Tag(
-            role, scale=scale, stored=stored, heads=heads, of_columns=of_columns, inputs=ratio
-        )
-        self.tags = {"weight": tag, "bias": Tag(Role.VECTOR, law=partial(constant, value=0.0))}
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Maps input [..., inputs] to [..., outputs]."""
-        if self.bias is not None and input.device.type != "xla":
-            # of rows: of a part of wider ones, in three dimensions, the bias would be added after
-            rows = input.reshape(-1, input.shape[-1])
-            y = F.linear(rows, self.weight, self.bias.to(self.weight.dtype))
-            return y.view(*input.shape[:-1], self.weight.shape[0])
-        (y,) = multiply(input, [self.weight])
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
+class _Unfilled(nn.Linear):
     def reset_parameters(self) -> None:
-        """Leaves the weight as it is: `initialize` fills the whole model."""
+        """Leaves the numbers as they are: `initialize` fills the whole model."""
 
 
-class Embedding(nn.Embedding):
-    """Maps a token id to a row of the weight."""
-
-    def __init__(self, rows: int, width: int, tag: Tag) -> None:
-        super().__init__(rows, width)
-        self.tags = {"weight": tag}
-
+class _UnfilledEmbedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """Leaves the weight as it is: `initialize` fills the whole model."""
+        """Leaves the numbers as they are."""
 
 
-def project(x: Tensor, *groups: Sequence[Linear]) -> Sequence[Tensor]:
+def make_linear(
+    tags: Tags,
+    name: str,
+    inputs: int,
+    outputs: int,
+    role: Role = Role.HIDDEN,
+    *,
+    scale: float = 1.0,
+    stored: bool = False,
+    heads: int = 1,
+    of_columns: bool = False,
+    ratio: float | None = None,
+    bias: bool = False,
+) -> nn.Linear:
+    """Returns a map y = W x, or W x + b, whose numbers nobody has drawn, and tags them.
+
+    It is PyTorch's own class, which quantizers and adapters look for. They may put another layer in
+    its place before its numbers are drawn, so that the tags are its owner's.
+
+    tags    the owner's, where `name` is the map's name there
+    others  options are those of `Tag`, `ratio` is its `inputs`
+    """
+    made = cast(nn.Linear, _Unfilled(inputs, outputs, bias))
+    made.__class__ = nn.Linear  # which would draw numbers that nobody uses from torch's generator
+    tags[f"{name}.weight"] = Tag(
+        role, scale=scale, stored=stored, heads=heads, of_columns=of_columns, inputs=ratio
+    )
+    if bias:
+        tags[f"{name}.bias"] = Tag(Role.VECTOR, law=partial(constant, value=0.0))
+    return made
+
+
+def make_embedding(tags: Tags, name: str, rows: int, width: int, tag: Tag) -> nn.Embedding:
+    """Returns a map from a token id to a row of the weight, made as `make_linear` makes one."""
+    embedding = cast(nn.Embedding, _UnfilledEmbedding(rows, width))
+    embedding.__class__ = nn.Embedding
+    tags[f"{name}.weight"] = tag
+    return embedding
+
+
+def apply_linear(m: nn.Module, x: Tensor) -> Tensor:
+    """Returns m(x) for a map of ours, x [..., inputs], or for what stands in its place.
+
+    On XLA, products are those of `multiply`. A bias has the weight's dtype there, where training
+    rounds matrices alone.
+    """
+    if not is_linear(m):
+        return m(x)
+    if x.device.type == "xla":
+        (y,) = multiply(x, [m.weight])
+        return y if m.bias is None else y + m.bias.to(y.dtype)
+    if m.bias is None:
+        return F.linear(x, m.weight)
+    # of rows: of a part of wider ones, in three dimensions, the bias would be added after
+    rows = x.reshape(-1, x.shape[-1])
+    y = F.linear(rows, m.weight, m.bias.to(m.weight.dtype))
+    return y.view(*x.shape[:-1], m.weight.shape[0])
+
+
+def project(x: Tensor, *groups: Sequence[nn.Linear]) -> Sequence[Tensor]:
     """Returns the outputs of each group of maps side by side, [..., sum of outputs], of x [..., T,
     inputs].
 
@@ -85,23 +110,41 @@ def project(x: Tensor, *groups: Sequence[Linear]) -> Sequence[Tensor]:
     """
     if not all(_can_join(x, maps) for maps in groups):
         return [
-            torch.cat([m(x) for m in maps], dim=-1) if maps[1:] else maps[0](x) for maps in groups
+            torch.cat([apply_linear(m, x) for m in maps], dim=-1)
+            if maps[1:]
+            else apply_linear(maps[0], x)
+            for maps in groups
         ]
     return multiply(x, *([m.weight for m in maps] for maps in groups))
 
 
-def _can_join(x: Tensor, maps: Sequence[Linear]) -> bool:
-    return x.shape[-2] >= SHORT and all(map(multiplies, maps))
+def _can_join(x: Tensor, maps: Sequence[nn.Linear]) -> bool:
+    return not _is_short(x.shape[-2]) and all(map(multiplies, maps))
+
+
+def _is_short(T: int) -> bool:
+    """Returns whether so many tokens are few; a graph of many lengths is one for long ones."""
+    if not torch.compiler.is_compiling():
+        return T < SHORT
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(T < SHORT)
 
 
 def multiplies(m: nn.Module) -> bool:
     """Returns whether a call of m only multiplies by m.weight, so that the weight may be read
     instead.
+    """
+    return is_linear(m) and m.bias is None
+
+
+def is_linear(m: nn.Module) -> TypeGuard[nn.Linear]:
+    """Returns whether a call of m only multiplies by m.weight and adds m.bias.
 
     The weight must be a plain tensor, or stand for one while a program is recorded: a subclass of
     Tensor, as torchao's, may have no other operation than the product.
     """
-    if not is_untouched(m, LINEAR_MAPS) or m.bias is not None:
+    if not is_untouched(m, LINEAR_MAPS):
         return False
     return type(m.weight) in (Tensor, nn.Parameter) or isinstance(
         m.weight, (FakeTensor, FunctionalTensor)
@@ -316,7 +359,7 @@ class LayerNorm(nn.Module):
 
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
 # What each class computes as long as nobody has put another forward in its place.
-LINEAR_MAPS: Forwards = {kind: kind.forward for kind in (Linear, nn.Linear)}
+LINEAR_MAPS: Forwards = {nn.Linear: nn.Linear.forward}
 NORM_FORWARDS: Forwards = {kind: kind.forward for kind in NORMS.values()}
 
 
@@ -331,13 +374,15 @@ class SwiGLU(nn.Module):
         self, width: int, inner: int, scale: float = 1.0, ratio: float | None = None
     ) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = Linear(width, inner), Linear(width, inner)
-        self.down_proj = Linear(inner, width, scale=scale, ratio=ratio)
+        self.tags: Tags = {}
+        self.gate_proj = make_linear(self.tags, "gate_proj", width, inner)
+        self.up_proj = make_linear(self.tags, "up_proj", width, inner)
+        self.down_proj = make_linear(self.tags, "down_proj", inner, width, scale=scale, ratio=ratio)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., width] to the same shape."""
         gate, up = project(x, (self.gate_proj,), (self.up_proj,))
-        return self.down_proj(F.silu(gate) * up)
+        return apply_linear(self.down_proj, F.silu(gate) * up)
 
 
 class GeluMLP(nn.Module):
@@ -347,14 +392,13 @@ class GeluMLP(nn.Module):
         self, width: int, inner: int, scale: float = 1.0, ratio: float | None = None
     ) -> None:
         super().__init__()
-        self.up_proj, self.down_proj = (
-            Linear(width, inner),
-            Linear(inner, width, scale=scale, ratio=ratio),
-        )
+        self.tags: Tags = {}
+        self.up_proj = make_linear(self.tags, "up_proj", width, inner)
+        self.down_proj = make_linear(self.tags, "down_proj", inner, width, scale=scale, ratio=ratio)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [..., width] to the same shape."""
-        return self.down_proj(F.gelu(self.up_proj(x)))
+        return apply_linear(self.down_proj, F.gelu(apply_linear(self.up_proj, x)))
 
 
 MLPS: dict[str, type[SwiGLU] | type[GeluMLP]] = {"swiglu": SwiGLU, "gelu": GeluMLP}

@@ -24,6 +24,8 @@ from delta_trn.models.config import DeltaConfig
 from delta_trn.models.mup import DECAYING, TABLES, Role
 
 Law = Callable[[Tensor, torch.Generator], Tensor]
+# the name that a module has in one which PEFT, or PyTorch's checkpointing, puts around it
+WRAPPED = ("base_layer", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,12 @@ def tagged_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tag
     """Yields (name, parameter, tag), each parameter once. Raises ValueError for a parameter without
     a tag.
 
-    A module that makes parameters has an attribute `tags`, a dict from attribute name to Tag. Tags
-    are there and not on the tensor, because so they survive loading, `to_empty` and `deepcopy`.
+    A module that makes parameters, or maps that have them, has an attribute `tags`, a dict from a
+    parameter's name there to its Tag. Tags are there and not on the tensor, or on a map, because so
+    they survive loading, `to_empty` and `deepcopy`, and layers that others put in a map's place.
     """
-    for name, parameter, module in _owned_parameters(model):
-        yield name, parameter, _tag_of(name, parameter, module)
+    for name, parameter, _ in _owned_parameters(model):
+        yield name, parameter, _tag_of(model, name, parameter)
 
 
 def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
@@ -88,14 +91,22 @@ def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.
                 yield f"{prefix}.{attribute}" if prefix else attribute, parameter, module
 
 
-def _tag_of(name: str, parameter: nn.Parameter, module: nn.Module) -> Tag:
-    tag = getattr(module, "tags", {}).get(name.rpartition(".")[2])
-    if not isinstance(tag, Tag):
-        raise ValueError(
-            f"{name} {tuple(parameter.shape)} has no muP role; give it one in the tags of "
-            f"{type(module).__name__}"
-        )
-    return tag
+def _tag_of(model: nn.Module, name: str, parameter: nn.Parameter) -> Tag:
+    """Returns the tag that a parameter has with the nearest module around it. Raises ValueError if
+    there is none.
+    """
+    parts = name.split(".")
+    for depth in reversed(range(len(parts))):
+        owner = model.get_submodule(".".join(parts[:depth]))
+        own = ".".join(part for part in parts[depth:] if part not in WRAPPED)
+        tag = getattr(owner, "tags", {}).get(own)
+        if isinstance(tag, Tag):
+            return tag
+    owner = model.get_submodule(name.rpartition(".")[0])
+    raise ValueError(
+        f"{name} {tuple(parameter.shape)} has no muP role; give it one in the tags of "
+        f"{type(owner).__name__}"
+    )
 
 
 @torch.no_grad()
@@ -125,19 +136,14 @@ def initialize_module(model: PreTrainedModel, module: nn.Module) -> None:
     is drawn with the module that has it first. An embedding or a readout that is not in the model is
     one that transformers makes to replace it. Raises ValueError for a parameter without a tag.
     """
-    rows = [row for row in _owned_parameters(model) if row[2] is module]
+    rows = [(name, x) for name, x, owner in _owned_parameters(model) if owner is module]
     if not rows and not any(module is m for m in model.modules()):
-        old, name = model.get_input_embeddings(), "embed"
+        old = model.get_input_embeddings()
         if isinstance(module, nn.Linear):
-            old, name = model.get_output_embeddings(), "lm_head"
-        known = getattr(module, "tags", None) or getattr(old, "tags", {})
-        made = nn.Module()  # what has the tags of the old one
-        made.tags = known  # type: ignore[assignment]
-        rows = [
-            (f"{name}.{attribute}", parameter, made)
-            for attribute, parameter in module.named_parameters(recurse=False)
-        ]
-    _draw(model, [(name, parameter, _tag_of(name, parameter, m)) for name, parameter, m in rows])
+            old = model.get_output_embeddings()
+        place = next((name for name, m in model.named_modules() if m is old), "")
+        rows = [(f"{place}.{name}", x) for name, x in module.named_parameters(recurse=False)]
+    _draw(model, [(name, parameter, _tag_of(model, name, parameter)) for name, parameter in rows])
 
 
 def _draw(

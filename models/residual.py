@@ -41,7 +41,7 @@ from delta_trn.backends import delta_residual
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.convolution import TokenConvolution
 from delta_trn.models.initialization import constant, identity_tap, uniform
-from delta_trn.models.layers import Linear, at_least_float32
+from delta_trn.models.layers import Tags, apply_linear, at_least_float32, make_linear
 from delta_trn.models.mup import TABLES, Role
 from delta_trn.models.parameters import Tag
 
@@ -152,17 +152,16 @@ class Gate(nn.Module):
         d, inner = config.hidden_size, config.ddl_beta_hidden_size
         p = min(max(config.ddl_beta_init / 2, 1e-6), 1 - 1e-6)
         bias = math.log(p / (1 - p))
+        self.tags: Tags = {}
         if config.ddl_beta_single_linear:
             self.inner, self.proj = None, BiasedLinear(d, 1, bias)
         else:
-            self.inner, self.proj = (
-                Linear(d, inner, Role.GATE),
-                BiasedLinear(inner, 1, bias, Role.SCALAR),
-            )
+            self.inner = make_linear(self.tags, "inner", d, inner, Role.GATE)
+            self.proj = BiasedLinear(inner, 1, bias, Role.SCALAR)
 
     def forward(self, c: Tensor) -> Tensor:
         """Maps c [..., d] to beta [...] float32 in (0, 2)."""
-        hidden = c if self.inner is None else self.inner(c).tanh()
+        hidden = c if self.inner is None else apply_linear(self.inner, c).tanh()
         return 2 * self.proj(hidden).squeeze(-1).sigmoid()
 
 
@@ -246,16 +245,18 @@ class LatentUpdate(DeepDelta):
         nn.Module.__init__(self)  # its value is another map
         d = config.hidden_size
         self.k_eps = config.ddl_k_eps
-        self.down, self.up = Linear(d, d // 4), Linear(d // 4, d)
-        self.gate, self.value = Gate(config), Linear(d, 1, Role.GATE)
+        self.tags: Tags = {}
+        self.down = make_linear(self.tags, "down", d, d // 4)
+        self.up = make_linear(self.tags, "up", d // 4, d)
+        self.gate, self.value = Gate(config), make_linear(self.tags, "value", d, 1, Role.GATE)
         self.multiplier = config.width_ratio ** TABLES[config.parametrization].value
 
     def operands(
         self, x: Tensor, read: Tensor, context: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns what `DeepDelta.operands` does, with DV = 1."""
-        k = self.up(F.silu(self.down(x)))
-        v = self.multiplier * at_least_float32(self.value(y))
+        k = apply_linear(self.up, F.silu(apply_linear(self.down, x)))
+        v = self.multiplier * at_least_float32(apply_linear(self.value, y))
         return x[..., None], k.to(x.dtype), v.to(x.dtype), self.gate(x)
 
 

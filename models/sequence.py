@@ -15,6 +15,8 @@ from torch.nn.functional import pad
 from delta_trn.backends import stand_ins
 from delta_trn.backends.gated_delta_rule.once import once
 
+# asserts by a tensor of one bool, and waits for no device
+assert_later = torch.ops.aten._assert_async.msg
 HIDDEN = -9999.0  # what is added to a logit, or more, where a query may look
 ACROSS = (
     "attention_mask lets a token see across the beginning of its sequence, where a layer with a "
@@ -158,7 +160,7 @@ def check_bounds(name: str, bounds: Any, tokens: int) -> None:
         )
     if torch.compiler.is_compiling() or _is_captured(bounds):
         rises = (bounds.diff() >= 0).all() & (bounds[0] == 0) & (bounds[-1] == tokens)
-        torch._assert_async(rises, f"{name} must rise from 0 to the number of tokens")
+        assert_later(rises, f"{name} must rise from 0 to the number of tokens")
     elif stand_ins.may_read(bounds):
         once(bounds, ("bounds", tokens), lambda: _check_numbers(name, bounds.tolist(), tokens))
 
@@ -263,10 +265,14 @@ def _told(
     blocks = next((x for mask in masks if (x := _blocks(mask, shape)) is not None), None)
     if bounds is not None:
         check_bounds("cu_seq_lens_q", bounds, shape[0] * shape[1])
-        if blocks is None:
+        if blocks is None and places is None:
             return bounds.long(), None, None
         firsts = torch.zeros(shape[0] * shape[1] + 1, dtype=torch.bool, device=bounds.device)
         begins = firsts.index_fill_(0, bounds.long(), True)[:-1].view(shape)
+        if places is not None:
+            _check_agreement(places, begins, masks)
+        if blocks is None:
+            return bounds.long(), None, None
         return None, _begins_of_blocks(blocks, begins, shape), None
     mask = next((x for x in masks if isinstance(x, Tensor) and x.dim() == 2), None)
     if mask is not None and _numbers_sequences(mask):
@@ -283,6 +289,36 @@ def _told(
     if blocks is not None:
         begins = _begins_of_blocks(blocks, begins, shape)
     return None, begins, None if begins is None else real
+
+
+def _check_agreement(places: Any, begins: Tensor, masks: list[Any]) -> None:
+    """Raises ValueError where places start again within a sequence that bounds state.
+
+    Places that go on from one sequence to the next number the tokens of a row, and say nothing. A 0
+    before another, or at the end of a row, may be padding.
+
+    begins  [B, T] bool, where sequences begin by the bounds
+    """
+    shape = (begins.shape[0], begins.shape[1])
+    _check_rows("position_ids", places, shape, axes=True)
+    places = places.expand(*places.shape[:-2], *shape)
+    mask = next((x for x in masks if isinstance(x, Tensor) and x.dim() == 2), None)
+    real = None if mask is None else mask[:, -shape[1] :].bool()
+    told = _begins(places, real, False)
+    told[:, 0] = False
+    text = places.flatten(0, -3)[0] if places.dim() > 2 else places
+    told &= ~begins & ~((text == 0) & (pad(text[:, 1:], (0, 1)) == 0))
+    if real is not None:
+        told &= real
+    if torch.compiler.is_compiling() or _is_captured(told):
+        assert_later(~told.any(), "position_ids start again where the bounds state no sequence")
+    elif stand_ins.may_read(told) and bool(told.any()):
+        row, at = told.nonzero()[0].tolist()
+        raise ValueError(
+            f"position_ids go from {int(text[row, at - 1])} to {int(text[row, at])} at token {at} "
+            f"of row {row}, within a sequence that the bounds state; pass one of both, or bounds "
+            "at which the places start again"
+        )
 
 
 def _check_rows(name: str, x: Any, shape: tuple[int, int], axes: bool = False) -> None:
@@ -343,7 +379,7 @@ def _begins_of_blocks(mask: Tensor, told: Tensor | None, shape: tuple[int, int])
     ahead = (allowed & (index > index[:, None])).any(-1)
     across = ((first < start) & ~ahead).any()
     if torch.compiler.is_compiling():
-        torch._assert_async(~across, ACROSS)
+        assert_later(~across, ACROSS)
     elif bool(across):
         raise ValueError(ACROSS)
     return begins
@@ -354,7 +390,7 @@ def _numbers_sequences(mask: Tensor) -> bool:
     if mask.dtype == torch.bool:
         return False
     if torch.compiler.is_compiling():
-        torch._assert_async(
+        assert_later(
             (mask <= 1).all(),
             "attention_mask numbers sequences; under torch.compile pass position_ids instead",
         )

@@ -70,6 +70,9 @@ def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command]
         if not given or given[0] in ("-h", "--help", "help", "--help-all"):
             print(_overview(commands, every=given[:1] == ["--help-all"]))
             return 0
+        if given[0] == "--version":
+            print(f"delta-trn {version('delta-trn')}")
+            return 0
         command, *rest = given
         if command not in commands:
             near = get_close_matches(command, commands, n=1)

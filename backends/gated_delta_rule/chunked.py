@@ -42,11 +42,14 @@ MAKES_GATES = (
 )
 
 
-def note(dtype: torch.dtype = torch.float32, device: str = "cpu") -> str:
-    """Says what computes calls of a dtype on a device, and why not the C++ kernel;
-    may compile it.
+def note(
+    dtype: torch.dtype = torch.float32, device: str = "cpu", op: str = "gated_delta_rule"
+) -> str:
+    """Says what computes an operation in a dtype on a device, and why not the C++ kernel, of which
+    each rule has one; may compile it.
     """
-    return chunked_kernel.refusal(dtype, device) or chunked_kernel.library(False).note
+    channels = op.startswith("kimi_delta_attention")
+    return chunked_kernel.refusal(dtype, device, channels) or chunked_kernel.library(channels).note
 
 
 def chunk_size(K: int, V: int) -> int:

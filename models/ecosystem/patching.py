@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,7 +24,12 @@ from delta_trn.backends.machine import compute_capability
 from delta_trn.models.ecosystem.heads import check_weights, keep_float32, widen
 from delta_trn.models.ecosystem.operations import gate_norm, replacements
 from delta_trn.models.head_numbers import Float32Numbers, is_in_memory, keep_numbers
-from delta_trn.models.sequence import packed_bounds, packed_places, places_in_sequences
+from delta_trn.models.sequence import (
+    assert_later,
+    packed_bounds,
+    packed_places,
+    places_in_sequences,
+)
 
 # the function of transformers by which a layer is known, and which rule of ours computes it
 RULES = {
@@ -46,6 +52,10 @@ CACHES = ("past_key_values", "cache", "cache_params")
 ABSENT = (
     "its weights are not in memory: A_log and dt_bias are neither checked nor made float32, which "
     "patch_transformers() before the model is loaded does"
+)
+UNREACHED = (
+    "{} of this class were made before, and something else put a forward into them; patch each of "
+    "these models first, and wrap or compile it then"
 )
 NO_CACHE = (
     "packed sequences cannot fill or continue a cache: transformers' attention would mix them. "
@@ -102,6 +112,7 @@ class Patch:
     backend: str | None = None
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
     _classes: dict[type, type] = field(default_factory=dict, repr=False)
+    _plain: dict[type, Any] = field(default_factory=dict, repr=False)  # the forward of a class
     _is_undone: bool = False
 
     def __str__(self) -> str:
@@ -149,13 +160,35 @@ class Patch:
         if isinstance(owner, nn.Module):
             self._replace_in_module(owner, function)
             return
-        if getattr(vars(owner).get("forward"), "from_delta_trn", False):
+        plain = vars(owner).get("forward")
+        if getattr(plain, "from_delta_trn", False):
             raise ValueError(ALREADY.format(owner.__name__))
         self.set(owner, "forward", function)
+        self._plain[owner] = plain
         self.set(owner, "__reduce_ex__", _reduce_patched(self))
         if _rule_of(owner) is not None:
             self.set(owner, "__init__", _widen_after(owner.__init__))
             self.set(owner, "_apply", _apply_in_float32(owner._apply))
+
+    def reach_living(self) -> None:
+        """Reaches modules of patched classes that were made before and have a forward of their own,
+        in which accelerate's hooks keep the method of the class; adds a row for what it cannot reach.
+        """
+        ours = {owner: vars(owner)["forward"] for owner in self._plain}
+        missed = [
+            type(module).__name__
+            for module, owner, method in _living(ours)
+            if getattr(method, "__func__", None) not in (self._plain[owner], ours[owner])
+        ]
+        for name in dict.fromkeys(missed):
+            self.rows.append(Row(name, {}, UNREACHED.format(missed.count(name))))
+        self._point_living(ours, self._plain, ours)
+        self.add_undo(lambda: self._point_living(ours, ours, self._plain))
+
+    @staticmethod
+    def _point_living(kinds: Any, old: Mapping[type, Any], new: Mapping[type, Any]) -> None:
+        for module, owner, _ in _living(kinds):
+            _point(module, old[owner], new[owner])
 
     def set(self, owner: type, name: str, value: Any) -> None:
         """Gives a class an attribute, until `undo`."""
@@ -198,6 +231,21 @@ class Patch:
 
 
 UNDONE = Patch(_is_undone=True)
+
+
+def _living(kinds: Container[type]) -> Iterator[tuple[nn.Module, type, Any]]:
+    """Yields every module of these classes in this process that has a forward of its own and no
+    Patch of its own, with the class and what is called in the end.
+    """
+    for module in gc.get_objects():
+        # not isinstance, which asks what objects stand for
+        if not issubclass(type(module), nn.Module):
+            continue
+        owner = next((kind for kind in type(module).__mro__ if kind in kinds), None)
+        method = vars(module).get("_old_forward", vars(module).get("forward"))
+        if owner is None or method is None or hasattr(type(module), PATCH):
+            continue
+        yield module, owner, method
 
 
 def _make_class(patch: Patch, kind: Any, forward: Callable[..., Any]) -> type:
@@ -351,6 +399,7 @@ def _patch_families(patch: Patch, backend: str | None) -> None:
             by_config = f"{UNBOUNDED}, unless a model's config bounds it"
             notes = (by_config,) if _may_be_plain(rule, kernels) else ()
             patch.rows.append(Row(name, kernels, notes=notes))
+    patch.reach_living()
 
 
 def _patch_model(patch: Patch, model: nn.Module, backend: str | None) -> None:
@@ -390,7 +439,8 @@ def _describe_rule(layer: Any, rule: str, kernels: dict[str, str]) -> list[str]:
     """Returns a line that says how the rule is computed;
     none where its backend has one way only.
     """
-    how = describe_choice(kernels[rule], _dtype(layer), layer.conv1d.weight.device.type)
+    device = layer.conv1d.weight.device.type
+    how = describe_choice(kernels[rule], _dtype(layer), device, rule)
     return [] if how == kernels[rule] else [f"{rule} by {how}"]
 
 
@@ -412,7 +462,7 @@ def _choose_kernels(layer: Any, rule: str, backend: str | None) -> dict[str, str
         sizes = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
     else:
         sizes = layer.num_heads, layer.num_heads, layer.head_dim, layer.head_dim
-    heads = dict(zip(("H", "HV", "K", "V"), sizes, strict=True))
+    heads: dict[str, Any] = dict(zip(("H", "HV", "K", "V"), sizes, strict=True))
     convolution = {"C": weight.shape[0], "W": weight.shape[-1]}
     fused = layer.conv1d.bias is None and layer.activation in ("silu", "swish")
     sizes_of = {"short_convolution": convolution, "gated_rms_norm": {"N": heads["V"]}}
@@ -588,7 +638,7 @@ def _keep_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
             if shape[0] > 1 and "flash" in str(self.config._attn_implementation):
                 raise ValueError(NO_ROWS)
             if refusal:
-                torch._assert_async(~is_packed, refusal)
+                assert_later(~is_packed, refusal)
             else:
                 kwargs |= {**_tell_attention(kwargs, places), "cu_seq_lens_q": places}
         return forward(self, **kwargs)

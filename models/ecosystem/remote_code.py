@@ -19,6 +19,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from delta_trn.backends.dispatch import TABLE
+from delta_trn.models.ecosystem.files import write_text
 from delta_trn.models.settings import CONFIG_NAMES, CompleteSettings
 
 FILE = "modeling_delta_trn"
@@ -92,7 +93,7 @@ def write_remote_code(folder: Path, config: PretrainedConfig) -> None:
     """Writes the code into the folder, and tells `config`, which is saved next,
     which class is where.
     """
-    (folder / f"{FILE}.py").write_text(remote_code(), encoding="utf-8")
+    write_text(folder / f"{FILE}.py", remote_code())
     config.auto_map = {auto: f"{FILE}.{name}" for auto, name in CLASSES.items()}
 
 

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from delta_trn.models.ecosystem.files import replaced, write_text
 from delta_trn.models.ecosystem.heads import NUMBERS
 
 FILES = "model*.safetensors"
@@ -94,7 +95,8 @@ def complete_weights(
         _add(folder, trained, _read(rest))
         for file in source.glob("*processor_config.json"):
             if not (folder / file.name).exists():
-                shutil.copy(file, folder)
+                with replaced(folder / file.name) as copy:
+                    shutil.copy(file, copy)
     _write_config(folder, source, given)
     _write_card(folder / "README.md", source)
     return sorted(rest)
@@ -150,14 +152,15 @@ def _cast(file: Path, dtypes: dict[str, torch.dtype | None]) -> None:
     }
     if wanted != {name: kind for name, kind in _dtypes(file).items() if name in wanted}:
         tensors = {name: tensor.to(wanted.get(name)) for name, tensor in load_file(file).items()}
-        save_file(tensors, file.with_suffix(".tmp"), metadata={"format": "pt"})
-        os.replace(file.with_suffix(".tmp"), file)
+        with replaced(file) as beside:
+            save_file(tensors, beside, metadata={"format": "pt"})
 
 
 def _add(folder: Path, trained: list[Path], rest: dict[str, Tensor]) -> None:
     """Adds a file of weights to those of a folder, and writes which tensor is in which."""
     added = folder / "model-rest.safetensors"
-    save_file(rest, added, metadata={"format": "pt"})
+    with replaced(added) as beside:
+        save_file(rest, beside, metadata={"format": "pt"})
     files = [*trained, added]
     where, total = {}, 0
     for i, file in enumerate(files, 1):
@@ -198,12 +201,14 @@ def _write_card(card: Path, source: Path) -> None:
         metadata_load(x) or {} if x.is_file() else {} for x in (card, source / "README.md")
     )
     license = {name: value for name, value in theirs.items() if name.startswith("license")}
-    if not card.exists():
-        card.write_text(
-            f"# {card.parent.resolve().name}\n\nTrained from {base}.\n", encoding="utf-8"
-        )
-    metadata_save(card, {"library_name": "transformers", **license, "base_model": base, **written})
+    text = f"# {card.parent.resolve().name}\n\nTrained from {base}.\n"
+    if card.is_file():
+        text = card.read_text(encoding="utf-8")
+    facts = {"library_name": "transformers", **license, "base_model": base, **written}
+    with replaced(card) as beside:
+        beside.write_text(text, encoding="utf-8")
+        metadata_save(beside, facts)
 
 
 def _write(path: Path, tree: dict[str, Any]) -> None:
-    path.write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n")
+    write_text(path, json.dumps(tree, indent=2, sort_keys=True) + "\n")

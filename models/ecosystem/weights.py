@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 from delta_trn.models.config import DeltaConfig
 from delta_trn.models.ecosystem import flash_linear_attention
+from delta_trn.models.ecosystem.files import write_text
 from delta_trn.models.ecosystem.flash_linear_attention import State
 from delta_trn.models.ecosystem.heads import check_weights, keep_float32
 from delta_trn.models.ecosystem.untouched import (
@@ -153,7 +154,7 @@ def save_model(
         folder,
         max_shard_size=max_shard_size,
     )
-    (folder / "config.json").write_text(json.dumps(theirs, indent=2) + "\n")
+    write_text(folder / "config.json", json.dumps(theirs, indent=2) + "\n")
     if dtype is not None:
         cast_weights(folder, dtype)
 

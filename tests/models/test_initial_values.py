@@ -86,8 +86,8 @@ def test_a_tied_readout_is_the_embedding_and_one_of_its_own_is_drawn():
     for tied in (True, False):
         model = empty(DeltaForCausalLM, tie_word_embeddings=tied, embedding_init=4.0)
         model.apply(model._init_weights)
-        head, tags = model.lm_head.weight, dict(model.model.embed.tags) if tied else None
-        tag = (tags or model.lm_head.tags)["weight"]
+        head = model.lm_head.weight
+        tag = next(tag for _, found, tag in tagged_parameters(model) if found is head)
         assert head.std().item() == pytest.approx(initial_std(tag, model.config), rel=0.1)
 
 
@@ -103,11 +103,11 @@ def test_loaded_parameters_stay(tmp_path):
 def test_new_rows_are_drawn_as_the_old_ones(tied):
     model = DeltaForCausalLM(config(tie_word_embeddings=tied, vocab_size=400))
     model.resize_token_embeddings(900, mean_resizing=False)
-    for module, tag in (
-        (model.model.embed, model.model.embed.tags["weight"]),
-        (model.lm_head, (model.model.embed if tied else model.lm_head).tags["weight"]),
-    ):
-        new = module.weight[400:]
+    weights = (model.model.embed.weight, model.lm_head.weight)
+    tags = [tag for _, x, tag in tagged_parameters(model) if any(x is W for W in weights)]
+    assert len(tags) == 2 - tied
+    for W, tag in zip(weights, tags * (1 + tied), strict=True):
+        new = W[400:]
         assert new.std().item() == pytest.approx(initial_std(tag, model.config), rel=0.1)
 
 
@@ -131,3 +131,53 @@ def test_parameters_of_no_elements_are_named_with_what_to_do():
         for draw in (model.initialize_weights, lambda m=model: m.apply(m._init_weights)):
             with pytest.raises(ValueError, match=rf"{name}.weight has no elements.*HfDeepSpeed"):
                 draw()
+
+
+def readable(model: Any) -> Any:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_maps_are_pytorch_s_own_and_draw_nothing(name):
+    """Quantizers and adapters ask for that very class."""
+    torch.manual_seed(3)
+    maps = [m for m in DeltaForCausalLM(config(**MODELS[name])).modules() if type(m) is nn.Linear]
+    after = torch.rand(())
+    assert len(maps) > 7
+    torch.manual_seed(3)
+    torch.randint(2**62, ())  # the seed of all initial values
+    assert torch.equal(torch.rand(()), after)
+
+
+class Swapped(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layer_that_is_put_in_a_maps_place_before_is_drawn_as_the_map(name):
+    """transformers swaps layers for a quantizer's on the meta device, and draws what is missing."""
+    torch.manual_seed(3)
+    expected = readable(DeltaForCausalLM(config(**MODELS[name])))
+    with torch.device("meta"):
+        model = DeltaForCausalLM(config(**MODELS[name]))
+        for path, m in [*model.named_modules()]:
+            if type(m) is nn.Linear:
+                swapped = Swapped(m.in_features, m.out_features, m.bias is not None)
+                model.set_submodule(path, swapped)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    torch.manual_seed(3)
+    model.initialize_weights()
+    found = readable(model)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_tag_is_found_behind_what_others_put_around_a_map():
+    model = DeltaForCausalLM(config())
+    block, tags = model.model.blocks[0], {name: tag for name, _, tag in tagged_parameters(model)}
+    wrapped = nn.Module()
+    wrapped.base_layer, block.mixer.q_proj = block.mixer.q_proj, wrapped
+    found = {name: tag for name, _, tag in tagged_parameters(model)}
+    name = "model.blocks.0.mixer.q_proj{}.weight"
+    assert found[name.format(".base_layer")] is tags[name.format("")]

@@ -4,10 +4,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import linear
 
 from delta_trn.models import layers
-from delta_trn.models.layers import LazyProducts, Linear, micro_batches
+from delta_trn.models.layers import LazyProducts, micro_batches
 from tests.support import tiny_models
 
 
@@ -65,7 +66,7 @@ def test_micro_batches_of_a_step_add_up_to_the_same_bits():
 
 @pytest.mark.parametrize("watch", ["register_forward_hook", "register_forward_pre_hook"])
 def test_a_map_that_is_watched_is_called(watch):
-    maps, seen = [Linear(3, 2), Linear(3, 2)], []
+    maps, seen = [nn.Linear(3, 2, bias=False) for _ in range(2)], []
     getattr(maps[1], watch)(lambda *_: seen.append(1))
     layers.project(torch.ones(layers.SHORT, 3), maps)
     assert seen == [1]

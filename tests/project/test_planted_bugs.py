@@ -30,7 +30,7 @@ from delta_trn.backends.parity.judge import FACTOR, error
 from delta_trn.backends.parity.layer_cases import LayerCase
 from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, STEPS, Case, inputs
 from delta_trn.models.gated_deltanet import GatedDeltaNet
-from delta_trn.models.layers import Linear, project
+from delta_trn.models.layers import project
 from delta_trn.models.mup import Role
 from delta_trn.models.parameters import scaled_parameters
 from delta_trn.nki_kernels import cross_entropy as nki_readout
@@ -321,7 +321,7 @@ def rows_pass():
     """How a sequence is projected does not depend on its batch:
     one product ends in other bits than three.
     """
-    maps, counts = [Linear(64, n) for n in (48, 48, 96)], []
+    maps, counts = [torch.nn.Linear(64, n, bias=False) for n in (48, 48, 96)], []
     for x in (torch.zeros(B, T, 64) for T in (1, 37, 200) for B in (1, 3)):
         with patch.object(
             torch.nn.functional, "linear", wraps=torch.nn.functional.linear

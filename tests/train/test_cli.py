@@ -18,6 +18,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+import delta_trn
 from delta_trn import load_model
 from delta_trn.train.__main__ import COMMANDS, WAITING, main, set_waiting
 from delta_trn.train.commands.run import USUAL
@@ -48,6 +49,10 @@ class TestOverview:
         for name in (*COMMANDS, *RECIPES):
             assert any(line.strip().startswith(name) for line in output.splitlines()), name
         assert max(map(len, output.splitlines())) < 140
+
+    def test_the_version_is_that_of_the_distribution(self):
+        assert train("--version").strip() == f"delta-trn {delta_trn.__version__}"
+        assert "__version__" in dir(delta_trn) and delta_trn.__version__[0].isdigit()
 
     def test_an_unknown_command_is_refused_with_the_known_ones(self):
         status, _, err = run_command("trian")

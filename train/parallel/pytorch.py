@@ -31,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from delta_trn.models import DeltaForCausalLM
-from delta_trn.models.layers import Linear
 from delta_trn.train.parallel.heads import divide_by_dtensor
 from delta_trn.train.parallel.sequence import pass_states_on
 from delta_trn.train.parallel.sharding import Sharding
@@ -178,11 +177,11 @@ class _Loss(nn.Module):
 def parameters_in_float32(block: nn.Module) -> dict[str, nn.Parameter]:
     """Returns by name what a block computes with in float32, also where products are in bf16.
 
-    That is everything but the matrices of `Linear`, and among these the gates' projections.
+    That is everything but the matrices of linear maps, and among these the gates' projections.
     """
     rounded = {
         f"{name}.weight"
         for name, module in block.named_modules()
-        if isinstance(module, Linear) and not name.endswith(("a_proj", "b_proj"))
+        if isinstance(module, nn.Linear) and not name.endswith(("a_proj", "b_proj"))
     }
     return {name: p for name, p in block.named_parameters() if name not in rounded}

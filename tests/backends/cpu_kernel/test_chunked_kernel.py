@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -147,6 +148,20 @@ def test_what_computes_a_call_is_said_where_it_may_be_slower():
     assert "float64" in describe_choice("chunked", torch.float64, "cpu")
     assert "tensors are on xla" in describe_choice("chunked", torch.float32, "xla")
     assert describe_choice("recurrent", torch.float32, "cpu") == "recurrent"
+
+
+def test_each_rule_names_its_own_kernel(monkeypatch):
+    """One may be there and the other not."""
+    names = {True: "a kernel of channels", False: "a kernel of heads"}
+    made = {
+        channels: compiler.Library(cast(Any, object()), name) for channels, name in names.items()
+    }
+    monkeypatch.setattr(chunked_kernel, "library", made.__getitem__)
+    for op in ("gated_delta_rule", "kimi_delta_attention"):
+        own = names[op == "kimi_delta_attention"]
+        assert describe_choice("chunked", torch.float32, "cpu", op) == f"chunked ({own})"
+        rows = [row for row in describe() if (row.op, row.backend) == (op, "chunked")]
+        assert f"here: {own}" in rows[0].reasons
 
 
 @needs_kernel

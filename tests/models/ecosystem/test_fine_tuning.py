@@ -1,8 +1,12 @@
 """Our models, and transformers' patched ones, under PEFT and transformers' Trainer."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft import LNTuningConfig, LoraConfig, PeftModel, TaskType, get_peft_model
+from peft.utils import constants
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from delta_trn import DeltaConfig, DeltaForCausalLM, patch_transformers
@@ -180,3 +184,42 @@ class TestTrainer:
 
     def test_a_mean_of_means_is_another_loss(self, whole, allowed, tmp_path):
         assert distance(train(tmp_path, 1, 8, count=False), whole) > 10 * allowed
+
+
+IN_ANOTHER_ORDER = """
+{}
+from peft.utils import constants
+assert constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING["delta_trn"] == ["q_proj", "v_proj"]
+"""
+
+
+class TestTargetsThatNobodyNames:
+    def test_adapters_lie_where_those_of_a_llama_do(self):
+        adapted = get_peft_model(our_model(), LoraConfig(task_type=TaskType.CAUSAL_LM))
+        layers = {
+            name.split(".lora_A")[0] for name, _ in adapted.named_parameters() if "lora_A" in name
+        }
+        assert {name.rpartition(".")[2] for name in layers} == {"q_proj", "v_proj"}
+        assert len(layers) == 2 * SIZES["num_hidden_layers"]
+
+    def test_every_table_of_peft_names_layers_that_our_models_have(self):
+        known = {name.rpartition(".")[2] for name, _ in our_model().named_modules()}
+        tables = [
+            table["delta_trn"]
+            for name, table in vars(constants).items()
+            if name.endswith("_MODULES_MAPPING") and "llama" in table
+        ]
+        assert len(tables) > 20 and known.issuperset(name for table in tables for name in table)
+
+    def test_norms_are_tuned(self):
+        adapted = get_peft_model(our_model(), LNTuningConfig(task_type=TaskType.CAUSAL_LM))
+        ids = tokens(2, 9)
+        adapted(ids, labels=ids).loss.backward()
+        tuned = {n: p.grad for n, p in adapted.named_parameters() if p.requires_grad}
+        assert len(tuned) == 2 * SIZES["num_hidden_layers"] + 1
+        assert all(gradient is not None and gradient.any() for gradient in tuned.values())
+
+    @pytest.mark.parametrize("first", ["import peft, delta_trn", "import delta_trn, peft"])
+    def test_the_order_of_imports_does_not_count(self, first):
+        run = [sys.executable, "-c", IN_ANOTHER_ORDER.format(first)]
+        subprocess.run(run, check=True, timeout=300)

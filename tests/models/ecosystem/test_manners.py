@@ -5,7 +5,7 @@ options of the configuration, labels.
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from delta_trn.models.parameters import scaled_parameters
 from tests.support.tiny_models import VARIANTS, assert_same, model, tokens
@@ -27,8 +27,36 @@ class TestGeneration:
         ):
             m.generate(tokens(1, 6), max_new_tokens=4, **options)
 
+    def test_continuous_batching_is_refused_by_name(self):
+        """It keeps pages of keys and values."""
+        m = model(dtype=torch.float32)
+        with pytest.raises(NotImplementedError, match="generate_batch keeps pages"):
+            m.generate_batch([[1, 2, 3], [4, 5]], max_new_tokens=2)
+
+    def test_a_cache_is_refused_under_gradient_checkpointing(self):
+        m, ids = model(dtype=torch.float32).train(), tokens(1, 5)
+        m(ids, use_cache=True)
+        m.gradient_checkpointing_enable()
+        with pytest.raises(ValueError, match="which a cache cannot follow"):
+            m(ids, use_cache=True)
+        m.gradient_checkpointing_disable()
+        m(ids, use_cache=True)
+
 
 class TestOutputs:
+    def test_a_trainer_gathers_no_cache_for_metrics(self, tmp_path):
+        m, ids, seen = model(dtype=torch.float32), tokens(4, 6), []
+        rows = [{"input_ids": row, "labels": row} for row in ids]
+        settings = TrainingArguments(tmp_path, use_cpu=True, report_to=[], use_cache=True)
+        trainer = Trainer(
+            m,
+            settings,
+            eval_dataset=rows,  # type: ignore[arg-type]
+            compute_metrics=lambda found: seen.append(found.predictions) or {},
+        )
+        trainer.evaluate()
+        assert seen[0].shape == (4, 6, m.config.vocab_size)
+
     def test_the_configuration_says_what_forward_returns(self):
         m, ids = model(output_hidden_states=True, return_dict=False), tokens(2, 5)
         logits, streams = m(ids, use_cache=False)

@@ -1,5 +1,7 @@
 """Sequences packed into rows do not see each other, whatever else a model is told."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -256,3 +258,34 @@ def test_a_model_whose_tokens_do_not_see_each_other_proves_nothing():
         model.model.blocks[0].mixer.o_proj.weight.zero_()
     with pytest.raises(ValueError, match="trained"):
         check_packing(model)
+
+
+@pytest.mark.parametrize("name", ["ours", "qwen3_next", "kimi_linear"])
+def test_places_that_contradict_bounds_are_refused(name, ours):
+    """Places of a row, and 0s of padding, contradict nothing."""
+    ids, bounds = tokens(1, 20), torch.tensor([0, 7, 20])
+    agree, other = ([*range(n), *range(20 - n)] for n in (7, 9))
+    padded = [*range(7), *range(8), *[0] * 5]
+
+    def call(model, places, **options):
+        told = "cu_seqlens" if name == "ours" else "cu_seq_lens_q"
+        options |= {told: bounds, "position_ids": torch.tensor([places])}
+        return model(ids, use_cache=False, **options).logits
+
+    model = ours if name == "ours" else make(name)
+    with torch.no_grad(), contextlib.ExitStack() as patched:
+        if name != "ours":
+            patched.enter_context(patch_transformers(model, backend="chunked"))
+        expected = call(model, agree)
+        for places in ([*range(20)], padded):
+            assert torch.equal(call(model, places), expected)
+        with pytest.raises(ValueError, match="go from 8 to 0 at token 9 of row 0, within"):
+            call(model, other)
+        if name == "ours":
+            call(model, agree, cu_seq_lens_q=bounds.int())
+            with pytest.raises(ValueError, match="two names of one argument"):
+                call(model, agree, cu_seq_lens_q=torch.tensor([0, 9, 20]))
+        with pytest.MonkeyPatch.context() as compiling:  # then nobody may ask a tensor
+            compiling.setattr(torch.compiler, "is_compiling", lambda: True)
+            with pytest.raises(RuntimeError, match="start again"):
+                call(model, other)

@@ -158,13 +158,11 @@ ROLES |= {"A_log": Role.HIDDEN, "g_proj.1.bias": Role.HIDDEN}
 def test_a_wrong_role_in_kimi_delta_attention_turns_its_row_red(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    module, _, attribute = name.rpartition(".")
     made = KimiDeltaAttention.__init__
 
     def make(self: KimiDeltaAttention, *args) -> None:
         made(self, *args)
-        tags = self.get_submodule(module).tags
-        tags[attribute] = replace(tags[attribute], role=ROLES[name])
+        self.tags[name] = replace(self.tags[name], role=ROLES[name])
 
     monkeypatch.setattr(KimiDeltaAttention, "__init__", make)
     row = fit(kimi())[f"blocks.0.mixer.{name.removesuffix('.weight')}"]

@@ -215,6 +215,24 @@ class TestOffload:
         accelerate.hooks.remove_hook_from_module(model, recurse=True)
         assert not apart(model)
 
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_a_process_that_is_patched_reaches_models_that_were_offloaded_before(self, family):
+        model = make(family)
+        leaking = packed_logits(model)
+        with patch_transformers(model, backend="chunked"):
+            expected = packed_logits(model)
+        offloaded(model, "cpu", None)
+        others = [make(family) for _ in range(2)]  # made before, and wrapped by something else
+        for other in others:
+            layer = next(m for m in other.modules() if hasattr(m, "conv1d"))
+            layer.forward = partial(type(layer).forward, layer)
+        with patch_transformers(backend="chunked") as patch:
+            later = offloaded(make(family), "cpu", None)
+            assert all(torch.equal(packed_logits(x), expected) for x in (model, later))
+            rows = {row.name: row.reason for row in patch.rows}
+            assert "2 of this class were made before" in rows[type(layer).__name__]
+        assert all(torch.equal(packed_logits(x), leaking) for x in (model, later))
+
     @pytest.mark.parametrize("first", ["patch", "offload"])
     def test_hooks_that_are_removed_leave_the_patch(self, first):
         model = make("qwen3_next")
