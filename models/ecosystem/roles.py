@@ -90,19 +90,21 @@ class TiedReadout(nn.Module):
         return f"multiplier={self.multiplier:g}"
 
 
-def scaled_parameters(model: nn.Module, base: Base, roles: Roles | None = None) -> list[Scaled]:
+def scaled_parameters(
+    model: nn.Module, base: Base, roles: Roles | None = None, *, may_be_tied: bool = False
+) -> list[Scaled]:
     """Returns the role and ratio of every parameter. Raises ValueError that names those without a
     role.
 
     Names are those of the model inside of torch.compile, DistributedDataParallel and the like. A
     layer that the base model lacks is compared with the base's layers of the same names, if those
-    have one shape.
+    have one shape. A tied readout without its multiplier is refused unless it `may_be_tied`.
     """
     model, known = find_inside(model), describe(base, "meta")
     patterns = {pattern: _role(role) for pattern, role in (roles or {}).items()}
     head, tied, width = find_readout(model), is_tied(model), _width(model, known)
     readout = None if tied else getattr(head, "weight", None)
-    if tied and not isinstance(head, TiedReadout):
+    if tied and not may_be_tied and not isinstance(head, TiedReadout):
         raise ValueError(
             "the readout is tied to the embedding, which needs a multiplier on the logits: call "
             "mup.scale_readout(model, base=...) first, or make the model with "

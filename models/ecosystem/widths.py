@@ -61,6 +61,7 @@ def parameter_groups(
     table: Parametrization = "mup",
     roles: Roles | None = None,
     wider: nn.Module | Callable[[], nn.Module] | None = None,
+    may_be_tied: bool = False,
 ) -> list[dict[str, Any]]:
     """Returns groups for an optimizer of torch, with the learning rates of muP for any model.
 
@@ -80,6 +81,7 @@ def parameter_groups(
                         "readout", "hidden", "gate", "scalar", "vector", "constant"
         wider           the model at any larger width: at the base width nothing grows, so only this
                         tells which matrices decay, and which are Muon's
+        may_be_tied     whether a tied readout may still be without its multiplier
         returns         dicts with params, names, role, lr, weight_decay and eps; each parameter
                         once
 
@@ -95,7 +97,7 @@ def parameter_groups(
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     if weight_decay or optimizer == "muon":
         roles = _roles_at_base(model, base, roles, wider)
-    for scaled in scaled_parameters(model, base, roles):
+    for scaled in scaled_parameters(model, base, roles, may_be_tied=may_be_tied):
         rule, m = TABLES[table][scaled.role], scaled.m
         rule.lr(optimizer)  # refuses an optimizer without a column
         muon = optimizer == "muon" and scaled.role is Role.HIDDEN and scaled.parameter.dim() == 2
