@@ -2,8 +2,10 @@
 model.
 
 A dimension that is larger than in the base model grows with width. Fan-in is exact: m is that of
-the dimension which a matrix sums over, also where a model rounds its sizes. Where shapes do not
-tell a role, the caller names it, and m is still taken from the dimension that the role sums over.
+the dimension which a matrix sums over, also where a model rounds its sizes. Which dimension that
+is, a parameter's module says (`layouts`). A parameter of two or more dimensions whose module does
+not say it is refused: the caller names its role, and m is taken from its growing dimension, or the
+last one if several grow.
 """
 
 from __future__ import annotations
@@ -18,8 +20,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 
+from delta_trn.models.ecosystem.layouts import (
+    describe_module,
+    embedding_power,
+    find_layout,
+    readout_power,
+)
 from delta_trn.models.mup import Role
 
 Roles = Mapping[str, "str | Role"]
@@ -52,6 +60,10 @@ Base = (
 class Scaled:
     """One parameter: its role, m, the ratio of the dimension that counts for it,
     and the base's sizes.
+
+    factor      what the model itself multiplies with after the parameter, over the same of the base
+    module      the class of its module
+    named       whether the caller named its role
     """
 
     name: str
@@ -59,6 +71,9 @@ class Scaled:
     role: Role
     m: float
     base: Sizes
+    factor: float = 1.0
+    module: str = ""
+    named: bool = False
 
 
 class TiedReadout(nn.Module):
@@ -75,19 +90,21 @@ class TiedReadout(nn.Module):
         return f"multiplier={self.multiplier:g}"
 
 
-def scaled_parameters(model: nn.Module, base: Base, roles: Roles | None = None) -> list[Scaled]:
+def scaled_parameters(
+    model: nn.Module, base: Base, roles: Roles | None = None, *, may_be_tied: bool = False
+) -> list[Scaled]:
     """Returns the role and ratio of every parameter. Raises ValueError that names those without a
     role.
 
     Names are those of the model inside of torch.compile, DistributedDataParallel and the like. A
     layer that the base model lacks is compared with the base's layers of the same names, if those
-    have one shape.
+    have one shape. A tied readout without its multiplier is refused unless it `may_be_tied`.
     """
     model, known = find_inside(model), describe(base, "meta")
     patterns = {pattern: _role(role) for pattern, role in (roles or {}).items()}
     head, tied, width = find_readout(model), is_tied(model), _width(model, known)
     readout = None if tied else getattr(head, "weight", None)
-    if tied and not isinstance(head, TiedReadout):
+    if tied and not may_be_tied and not isinstance(head, TiedReadout):
         raise ValueError(
             "the readout is tied to the embedding, which needs a multiplier on the logits: call "
             "mup.scale_readout(model, base=...) first, or make the model with "
@@ -97,22 +114,27 @@ def scaled_parameters(model: nn.Module, base: Base, roles: Roles | None = None) 
     for name, parameter, owner in name_parameters(model):
         shape, small = tuple(parameter.shape), _find(known, name)
         named = next((role for pattern, role in patterns.items() if fnmatch(name, pattern)), None)
-        role, m = None, None
+        role, m, attribute = None, None, name.rpartition(".")[2]
         if small is not None and len(small.shape) == len(shape):
             ratios = [a / b if b else 1.0 for a, b in zip(shape, small.shape, strict=True)]
             if named is not None:
-                role, m = named, _ratio(named, owner, ratios)
+                role, m = named, _ratio(named, owner, attribute, ratios)
             elif min(ratios, default=1.0) >= 1:
-                role, m = _infer(owner, name.rpartition(".")[2], ratios, parameter is readout)
+                role, m = _infer(owner, attribute, ratios, parameter is readout)
         if small is None or role is None or m is None:
             why = f"the base model has {small.shape if small else 'none'}"
-            if named is not None and small is not None:
+            if small is not None and named is not None:
                 why += f", in which a {named.name.lower()} has no dimension that it sums over"
+            elif small is not None and find_layout(owner, attribute, len(shape)) is None:
+                why += f", and {describe_module(owner, attribute, shape)}"
             unknown.append(f"{name} {shape}: {why}")
             continue
         if role is Role.GATE and named is None:
             gates.append(name)
-        rows.append(Scaled(name, parameter, role, width if role is Role.SCALAR else m, small))
+        m = width if role is Role.SCALAR else m
+        power = readout_power(model) if role is Role.READOUT else embedding_power(owner)
+        kind = type(owner).__name__
+        rows.append(Scaled(name, parameter, role, m, small, m**power, kind, named is not None))
     if unknown:
         lines = "\n  ".join(unknown)
         raise ValueError(
@@ -252,27 +274,29 @@ def _infer(
         return (Role.READOUT, ratios[1]) if ratios[0] == 1 else (None, 1.0)
     if not growing:
         return (Role.SCALAR if attribute in HEAD_NUMBERS else Role.CONSTANT), 1.0
-    depthwise = isinstance(module, nn.Conv1d) and not any(ratio > 1 for ratio in ratios[1:])
-    if len(ratios) == 1 or depthwise:
-        return Role.VECTOR, growing[0]
-    out, fan_in = ratios[-2:]
-    if len(ratios) > 3 or any(ratio > 1 for ratio in ratios[:-2]):
+    layout = find_layout(module, attribute, len(ratios))
+    if layout is None:
         return None, 1.0
+    if layout.numbers:
+        return (Role.VECTOR if len(growing) == 1 else None), growing[0]
+    fan_in = 1.0 if layout.inputs is None else ratios[layout.inputs]
+    out = 1.0 if layout.outputs is None else ratios[layout.outputs]
+    if len(growing) > (fan_in > 1) + (out > 1):
+        return None, 1.0  # more experts, or a larger kernel, than the base has
     if fan_in > 1:
         return (Role.HIDDEN if out > 1 else Role.GATE), fan_in
+    if isinstance(module, _ConvNd) and module.groups > 1:
+        return Role.VECTOR, out  # each channel has its own taps
     return Role.EMBEDDING, out
 
 
-def _ratio(role: Role, module: nn.Module, ratios: list[float]) -> float | None:
+def _ratio(role: Role, module: nn.Module, attribute: str, ratios: list[float]) -> float | None:
     """Returns the ratio that counts for a role that the caller has named; None if there is no such
     dimension.
 
     A hidden matrix, a gate and a readout sum over their inputs, an embedding has one output per
-    channel:
-
-        linear layer [outputs, inputs]; convolution [outputs, inputs, ...]; transposed [inputs,
-        outputs, ...]; embedding [vocabulary, outputs]; of anything else inputs, or outputs, are the
-        last dimension
+    channel. Where the module does not say which dimensions these are, it is the one that grows, or
+    the last one if several do.
     """
     if role in (Role.CONSTANT, Role.SCALAR):
         return 1.0
@@ -280,12 +304,13 @@ def _ratio(role: Role, module: nn.Module, ratios: list[float]) -> float | None:
         return max(ratios, default=1.0)
     if role is not Role.EMBEDDING and len(ratios) < 2:
         return None
-    if isinstance(module, _ConvNd) and len(ratios) > 1:
-        inputs = 0 if isinstance(module, _ConvTransposeNd) else 1
-        return ratios[1 - inputs if role is Role.EMBEDDING else inputs]
-    if role is Role.EMBEDDING and isinstance(module, nn.Linear):
-        return ratios[0]
-    return ratios[-1] if ratios else None
+    layout = find_layout(module, attribute, len(ratios))
+    if layout is not None and not layout.numbers:
+        at = layout.outputs if role is Role.EMBEDDING else layout.inputs
+        if at is not None:
+            return ratios[at]
+    growing = [ratio for ratio in ratios if ratio > 1]
+    return growing[0] if len(growing) == 1 else ratios[-1] if ratios else None
 
 
 def _width(model: nn.Module, known: Mapping[str, Sizes]) -> float:

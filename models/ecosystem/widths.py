@@ -8,6 +8,9 @@ same (Tensor Programs V, arXiv:2203.03466, section J.2.1): with W = W' / m, init
 times W', AdamW's rate is 1/m and SGD's 1/m^2 times that of W'. A tied readout shares its values
 with the embedding, whose size and rate do not depend on m: its multiplier has to be in the forward
 pass, where `scale_readout` puts it.
+
+Some models multiply with powers of the width themselves (`layouts.embedding_power`,
+`layouts.readout_power`). That factor, over the base's, is taken out of the parameter before it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from delta_trn.models.ecosystem.layouts import embedding_power, readout_power
 from delta_trn.models.ecosystem.roles import (
     Base,
     Roles,
@@ -57,6 +61,7 @@ def parameter_groups(
     table: Parametrization = "mup",
     roles: Roles | None = None,
     wider: nn.Module | Callable[[], nn.Module] | None = None,
+    may_be_tied: bool = False,
 ) -> list[dict[str, Any]]:
     """Returns groups for an optimizer of torch, with the learning rates of muP for any model.
 
@@ -76,6 +81,7 @@ def parameter_groups(
                         "readout", "hidden", "gate", "scalar", "vector", "constant"
         wider           the model at any larger width: at the base width nothing grows, so only this
                         tells which matrices decay, and which are Muon's
+        may_be_tied     whether a tied readout may still be without its multiplier
         returns         dicts with params, names, role, lr, weight_decay and eps; each parameter
                         once
 
@@ -91,7 +97,7 @@ def parameter_groups(
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     if weight_decay or optimizer == "muon":
         roles = _roles_at_base(model, base, roles, wider)
-    for scaled in scaled_parameters(model, base, roles):
+    for scaled in scaled_parameters(model, base, roles, may_be_tied=may_be_tied):
         rule, m = TABLES[table][scaled.role], scaled.m
         rule.lr(optimizer)  # refuses an optimizer without a column
         muon = optimizer == "muon" and scaled.role is Role.HIDDEN and scaled.parameter.dim() == 2
@@ -99,7 +105,9 @@ def parameter_groups(
         if scaled.role is Role.READOUT:
             power += rule.multiplier * (2 if optimizer == "sgd" else 1)
             epsilon -= rule.multiplier
-        factor = m**power
+        # what the model multiplies with itself is taken out of the parameter, in the same way
+        own = 1.0 if table == "sp" else scaled.factor
+        factor = m**power / own ** (2 if optimizer == "sgd" else 1)
         if muon:
             factor = 1.0 if rule.lr_muon is None else muon_factor(scaled, adjust_lr_fn)
         decay = weight_decay if scaled.role in DECAYING else 0.0
@@ -109,7 +117,7 @@ def parameter_groups(
         if optimizer == "muon":
             settings["use_muon"] = muon
         if optimizer != "sgd" and not muon:
-            settings["eps"] = eps * m**epsilon
+            settings["eps"] = eps * m**epsilon * own
         key = (scaled.role, *settings.values())
         empty: dict[str, Any] = {
             "params": [],
@@ -240,7 +248,8 @@ def initialize(
             power, factor = rule.init_std, 1.0
             if scaled.role is Role.READOUT:
                 power, factor = power + rule.multiplier, readout_init
-            p.mul_(factor * laws[p] * scaled.m**power)
+            own = 1.0 if table == "sp" else scaled.factor
+            p.mul_(factor * laws[p] * scaled.m**power / own)
         elif weight is not None and weight in laws and laws[weight] == rows[weight].m ** 0.5:
             p.mul_(laws[weight])
     if next(small_taps(model), None) is not None:
@@ -308,11 +317,14 @@ def scale_readout(model: nn.Module, *, base: Base, table: Parametrization = "mup
             "parameter_groups do it"
         )
     known = describe(base, "meta")
-    name, weight, _ = next(row for row in name_parameters(inner) if row[1] is readout.weight)
+    name, weight, owner = next(row for row in name_parameters(inner) if row[1] is readout.weight)
     if name not in known:
         raise ValueError(f"the base model has no {name}, which the readout is tied to")
     m = weight.shape[1] / known[name].shape[1]
-    multiplier = m ** TABLES[table][Role.EMBEDDING].multiplier
+    # the weights are smaller by what the model multiplies its embedding with (Gemma), and what it
+    # multiplies before the readout is a part of the multiplier (T5)
+    own = embedding_power(owner) - readout_power(inner) if table != "sp" else 0.0
+    multiplier = m ** (TABLES[table][Role.EMBEDDING].multiplier + own)
     scaled = TiedReadout(weight, getattr(readout, "bias", None), multiplier)
     place = next(name for name, module in inner.named_modules() if module is readout)
     parent, _, attribute = place.rpartition(".")

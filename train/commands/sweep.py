@@ -69,15 +69,15 @@ def _report(folders: Sequence[Path]) -> str:
     from delta_trn.train.studies.sweep.report import reports, table
     from delta_trn.train.studies.sweep.results import Results
 
-    lines = {}
+    lines = []
     for folder in folders:
         found = Results(folder).read()
         if not found:
             raise UsageError(
                 f"{folder} has no results of a sweep; give folders that have a sweep.jsonl[.gz]"
             )
-        lines = {**found, **lines}
-    return table(reports(lines.values()))
+        lines += found.values()
+    return table(reports(lines))
 
 
 def _execute(sweep: "Sweep", folder: Path, own: Mapping[str, str | None]) -> int:

@@ -1,5 +1,5 @@
-"""A straight line and a parabola through measurements,
-and the quantiles of Student's distribution.
+"""A straight line and a parabola through measurements, quantiles of Student's distribution and the
+tail of Fisher's.
 """
 
 import math
@@ -58,3 +58,18 @@ def student_quantile(p: float, freedom: int) -> float:
     density = np.cos(u) ** (freedom - 1)
     below = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
     return math.sqrt(freedom) * math.tan(float(np.interp(2 * (p - 0.5), below / below[-1], u)))
+
+
+def fisher_tail(ratio: float, above: int, below: int) -> float:
+    """Returns the probability that a ratio of variances with these degrees of freedom is larger.
+
+    It is the integral of the beta density x^(below/2 - 1) (1 - x)^(above/2 - 1) from 0 to
+    below / (below + above ratio); with x = sin(u)^2 the integrand has no pole for one degree of
+    freedom.
+    """
+    u = np.linspace(0, math.pi / 2, 200_001)
+    # twice the density times the derivative of sin(u)^2
+    density = np.sin(u) ** (below - 1) * np.cos(u) ** (above - 1)
+    whole = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    end = math.asin(math.sqrt(below / (below + above * ratio)))
+    return float(np.interp(end, u, whole) / whole[-1])

@@ -124,13 +124,13 @@ class TestRoles:
         assert roles["A_log"] is Role.SCALAR and roles["dt_bias"] is Role.CONSTANT
 
     def test_parameters_without_a_role_are_all_named(self):
-        model = nn.ModuleDict(
-            {"a": nn.Embedding(9, 8), "b": nn.Linear(8, 8), "c": nn.Conv2d(8, 8, 3)}
+        model = nn.ModuleDict({"a": nn.Embedding(9, 8), "b": nn.Linear(8, 8), "c": Experts(8, 8)})
+        small = nn.ModuleDict({"a": nn.Embedding(7, 4), "c": Experts(4, 4)})
+        message = (
+            r"(?s)no muP role for 4 parameters.*a\.weight.*b\.bias.*c\.weight \(8, 8\): the base "
+            r"model has \(4, 4\), and Experts does not say which of the 2 dimensions of its weight"
         )
-        small = nn.ModuleDict({"a": nn.Embedding(7, 4), "c": nn.Conv2d(4, 4, 3)})
-        with pytest.raises(
-            ValueError, match=r"(?s)no muP role for 4 parameters.*a\.weight.*b\.bias.*c\.weight"
-        ):
+        with pytest.raises(ValueError, match=message):
             mup.parameter_groups(model, base=small, lr=1.0)
 
     @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from delta_trn.train.run.model import make_model, model_config, pick_device, voc
 from delta_trn.train.run.optimizer import make_optimizer, set_learning_rate
 from delta_trn.train.settings.errors import ConfigError
 from delta_trn.train.settings.schema import RunConfig
+from delta_trn.train.studies.coordinates.operations import Operations, OwnUpdates
 from delta_trn.train.studies.probes import rms
 
 PLAIN, OWN = "plain", "own"
@@ -70,12 +71,14 @@ def readings(
     steps: int,
     seeds: int,
     batch: MakeBatch | None = None,
+    first_seed: int = 0,
 ) -> Iterator[Reading]:
     """Trains on one batch over and over at every width and seed, and reads every module before and
     after.
 
-    So are gains, taps, biases and numbers of heads themselves: another's output hides how they
-    move.
+    So are gains, taps, biases and numbers of heads themselves, since another's output hides how
+    they move, each matrix's own update, attention's logits and what bare parameters are used for
+    (`operations`). Seeds begin with `first_seed`.
 
     One batch is best for few steps: tokens that were not trained on share less with those that
     were, the wider the model.
@@ -83,14 +86,16 @@ def readings(
     batch   None: random tokens. Tokens are passed as labels, too, where a model takes labels
     """
     for width in widths:
-        for seed in range(seeds):
+        for seed in range(first_seed, first_seed + seeds):
             model, optimizer = start(width, seed)
+            own = OwnUpdates(model, optimizer, find_readout(model))
             given = batch(seed) if batch else draw_tokens(model, seed)
             before: dict[str, list[Tensor]] = {}
             for step in range(steps + 1):
                 optimizer.zero_grad()
-                with watch(model.eval()) as now:
+                with watch(model.eval()) as now, Operations(model, now):
                     loss = _loss(model, given, now)
+                own.forget()
                 now.update({name: [p.detach().clone()] for name, p in vectors(model)})
                 if not math.isfinite(loss.item()):
                     raise ConfigError(
@@ -106,6 +111,10 @@ def readings(
                     size = _joint_rms(parts)
                     yield Reading(
                         parametrization, optimizer_name, width, seed, step, name, size, change
+                    )
+                for name, size in own.read():
+                    yield Reading(
+                        parametrization, optimizer_name, width, seed, step, name, size, size
                     )
                 if step < steps:
                     loss.backward()

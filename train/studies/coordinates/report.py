@@ -17,10 +17,17 @@ from typing import Any
 
 from delta_trn.train.files import write_file
 from delta_trn.train.studies.coordinates.modules import Reading
+from delta_trn.train.studies.coordinates.operations import (
+    ATTENTION,
+    MUON_UPDATE,
+    OWN_UPDATE,
+    SOFTMAX_INPUT,
+)
 from delta_trn.train.studies.fits import line
 from delta_trn.train.watch.figure import GRAY, RED, dress, new_figure, save_figure
 
 TOLERANCE = 0.1  # how far a slope may be from theory, beside twice its standard error
+NOISE = 0.1  # a slope within theory whose standard error is larger is not decided
 ADVICE = "nothing else is lost: free some space and run the same command again"
 # pattern of names -> quantity -> the powers that theory allows; (0, 0) where nothing is said
 Theory = Mapping[str, Mapping[str, Sequence[float]]]
@@ -29,6 +36,13 @@ THEORY: Theory = {
     # of the vocabulary that do come next.
     "logits": {"size": (-0.5, 0), "change": (-0.5, 0)},
     "logit_next": {"size": (-0.5, 0)},
+    # What a matrix itself adds. Muon's step has one size; AdamW's and SGD's go along with inputs
+    # that tokens share, and those of unrelated tokens by chance, as the root of the width.
+    f"* ({MUON_UPDATE})": {"size": (0, 0), "change": (0, 0)},
+    f"* ({OWN_UPDATE})": {"size": (-0.5, 0), "change": (-0.5, 0)},
+    # Queries and keys are unrelated at first; what is learned may be aligned.
+    f"{ATTENTION} *": {"size": (0, 0), "change": (0, 0.5)},
+    f"{SOFTMAX_INPUT} *": {"size": (-0.5, 0), "change": (-0.5, 0)},
     # Deep Delta Learning's v grows as the root of the width: it is written along a direction of
     # norm 1
     "*_write.value": {"size": (0.5, 0.5), "change": (0.5, 0.5)},
@@ -55,6 +69,8 @@ class Verdict:
 
     start           its size before training; None where that is 0
     size, change    after the last step
+    undecided       the steps at which a slope is within theory, and its error above NOISE: alone,
+                    and together with the same part of the other layers
     """
 
     parametrization: str
@@ -64,6 +80,7 @@ class Verdict:
     size: Slope
     change: Slope
     fails_at: tuple[str, ...]
+    undecided: tuple[str, ...] = ()
 
     @property
     def passes(self) -> bool:
@@ -87,20 +104,46 @@ def judge(readings: Sequence[Reading], theory: Theory = THEORY) -> list[Verdict]
         if r.step:
             points[r.step, "change"].append((r.width, r.change))
     last, widths, rows = max(r.step for r in readings), {r.width for r in readings}, []
+    fitted: dict[tuple[str, str, str], dict[tuple[int, str], Slope]] = {}
+    alike: dict[tuple[str, str, str], list[dict[tuple[int, str], Slope]]] = defaultdict(list)
     for key, group in groups.items():
         if {width for width, _ in group[last, "change"]} != widths:
             continue  # a module that only some of the models have
-        slopes = {
+        fitted[key] = {
             at: _fit(points, *_find_allowed(theory, key[2], *at))
             for at, points in group.items()
             if at[0] == last or any(y for _, y in points)
         }
-        fails = tuple(
-            f"{quantity} at step {step}" for (step, quantity), s in slopes.items() if not s.passes
-        )
+        alike[(*key[:2], _any_layer(key[2]))].append(fitted[key])
+    for key, slopes in fitted.items():
+        fails, undecided = [], []
+        for at, slope in slopes.items():
+            said, found = f"{at[1]} at step {at[0]}", slope
+            if slope.passes and slope.stderr > NOISE:
+                # one row is too noisy: the same part of all layers together is less so
+                others = [each[at] for each in alike[(*key[:2], _any_layer(key[2]))] if at in each]
+                found = _together(others, *_find_allowed(theory, key[2], *at))
+            if not found.passes:
+                fails.append(said)
+            elif found.stderr > NOISE:
+                undecided.append(said)
         size, change = slopes[last, "size"], slopes[last, "change"]
-        rows.append(Verdict(*key, slopes.get((0, "size")), size, change, fails))
+        start = slopes.get((0, "size"))
+        rows.append(Verdict(*key, start, size, change, tuple(fails), tuple(undecided)))
     return rows
+
+
+def _any_layer(name: str) -> str:
+    """Returns a row's name without the numbers of layers."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _together(slopes: Sequence[Slope], low: float, high: float) -> Slope:
+    """Returns the mean slope of independent rows, judged as one."""
+    slope = sum(s.slope for s in slopes) / len(slopes)
+    error = math.sqrt(sum(s.stderr**2 for s in slopes)) / len(slopes)
+    reach = TOLERANCE + 2 * error
+    return Slope(slope, error, low - reach <= slope <= high + reach)
 
 
 def _find_allowed(theory: Theory, name: str, step: int, quantity: str) -> tuple[float, float]:
@@ -126,7 +169,8 @@ def table(rows: Sequence[Verdict], theory: Theory = THEORY) -> str:
     """Formats slopes of sizes before training and of changes after the last step, one row per
     module.
 
-    A module that fails at any step is marked; the last rows count those that pass at every step,
+    A module that fails at any step is marked with ✗, one that is not decided with ?; the last rows
+    count those that pass at every step,
     and after the last.
     """
     columns = list(dict.fromkeys((v.optimizer, v.parametrization) for v in rows))
@@ -143,7 +187,8 @@ def table(rows: Sequence[Verdict], theory: Theory = THEORY) -> str:
         row = [name]
         for column in columns:
             v = cells[column, name]
-            changed = f"{v.change.slope:+.2f} ± {v.change.stderr:.2f}{'' if v.passes else ' ✗'}"
+            mark = " ✗" if not v.passes else " ?" if v.undecided else ""
+            changed = f"{v.change.slope:+.2f} ± {v.change.stderr:.2f}{mark}"
             row += ["0" if v.start is None else str(v.start), changed]
         low, high = _find_allowed(theory, name, 1, "change")
         row.append(f"{low:g}" if low == high else f"{low:g} to {high:g}")

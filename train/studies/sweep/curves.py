@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from delta_trn.train.studies.fits import optimum, parabola
+from delta_trn.train.studies.fits import optimum
 from delta_trn.train.studies.sweep.results import DIGITS
 
 # A parabola is fitted to the rates within OCTAVES of the best one, or to the NEAREST if those are
@@ -29,17 +29,34 @@ class Curve:
     parameters: int = 0
 
     @cached_property
-    def rates(self) -> Mapping[float, float]:
-        """Maps log2 of a rate to the mean loss over seeds; infinity if one diverged.
+    def complete(self) -> tuple[Sequence[float], Sequence[int], np.ndarray]:
+        """Returns rates, seeds and losses [seeds, rates] of the largest part of the runs that has
+        every seed at every rate; of two equally large ones, that with more rates.
 
-        A rate that only some seeds have is left out: it would be compared over fewer seeds than the
-        rest.
+        A rate that only some seeds have would be compared over fewer seeds than the rest. A seed
+        that has only some rates, as the last one of a sweep that was cut short, would take the
+        others' rates out of the comparison.
         """
-        by_rate: dict[float, list[float]] = defaultdict(list)
-        for x, y, _ in self.points:
-            by_rate[x].append(y)
-        most = max(map(len, by_rate.values()), default=0)
-        return {x: sum(ys) / len(ys) for x, ys in sorted(by_rate.items()) if len(ys) == most}
+        by_seed: dict[int, dict[float, float]] = defaultdict(dict)
+        for x, y, seed in self.points:
+            by_seed[seed][x] = y
+        found: tuple[list[float], list[int]] = [], []
+        for rates in {frozenset(losses) for losses in by_seed.values()}:
+            seeds = [seed for seed, losses in by_seed.items() if rates <= losses.keys()]
+            size = len(rates) * len(seeds), len(rates), sorted(rates)
+            if size > (len(found[0]) * len(found[1]), len(found[0]), found[0]):
+                found = sorted(rates), sorted(seeds)
+        losses = [[by_seed[seed][x] for x in found[0]] for seed in found[1]]
+        return found[0], found[1], np.array(losses).reshape(len(found[1]), len(found[0]))
+
+    @cached_property
+    def rates(self) -> Mapping[float, float]:
+        """Maps log2 of a rate to the mean loss over the seeds that have all of these rates;
+        infinity if one diverged.
+        """
+        rates, _, losses = self.complete
+        means = losses.sum(0) / max(len(losses), 1)
+        return {x: float(mean) for x, mean in zip(rates, means, strict=True)}
 
     @property
     def best(self) -> float | None:
@@ -60,6 +77,17 @@ class Curve:
         return len(self.rates) > 1 and self.best in (min(self.rates), max(self.rates))
 
     @property
+    def about_best(self) -> set[float]:
+        """Returns the rates within OCTAVES of the best one, or the NEAREST if those are fewer."""
+        finite, best = [x for x in self.rates if math.isfinite(self.rates[x])], self.best
+        if best is None:
+            return set()
+        order = sorted(finite, key=lambda x: abs(x - best))
+        return {
+            x for i, x in enumerate(order) if i < NEAREST or round(abs(x - best), DIGITS) <= OCTAVES
+        }
+
+    @property
     def near_best(self) -> set[float]:
         """Returns the rates about the best one that a parabola is fitted to;
         none if that is at an end.
@@ -67,10 +95,7 @@ class Curve:
         finite, best = [x for x in self.rates if math.isfinite(self.rates[x])], self.best
         if best is None or best in (min(finite), max(finite)):
             return set()
-        order = sorted(finite, key=lambda x: abs(x - best))
-        return {
-            x for i, x in enumerate(order) if i < NEAREST or round(abs(x - best), DIGITS) <= OCTAVES
-        }
+        return self.about_best
 
     @cached_property
     def optimum(self) -> float | None:
@@ -82,18 +107,6 @@ class Curve:
             return None
         at = optimum(*zip(*(point for point in self.points if point[0] in chosen), strict=True))
         return at if at is not None and min(chosen) <= at <= max(chosen) else None
-
-    @cached_property
-    def floor(self) -> float:
-        """Returns the lowest loss of a parabola about the best rate;
-        of a mean, where there is none.
-        """
-        points = [(x, y) for x, y, _ in self.points if x in self.near_best and math.isfinite(y)]
-        if self.optimum is None:
-            return self.lowest
-        x, y = np.array(points).T
-        a, at = parabola(x, y)
-        return float(np.mean(y - a * (x - at) ** 2))
 
     def losses(self, rate: float) -> Losses:
         """Returns the losses at log2 of a rate."""

@@ -2,29 +2,44 @@
 curves move.
 
 It is read from the lines alone, which say where they belong. The picture is as figures 1 and 2 of
-arXiv:2606.04048: loss above each width's best against the rate.
+arXiv:2606.04048, loss above each width's best against the rate, with the loss at the kept rate
+against the width beside them.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from delta_trn.train.files import write_file
 from delta_trn.train.studies.sweep.curves import Curve, Losses
-from delta_trn.train.studies.sweep.regret import STRATEGIES, Regret, regrets
+from delta_trn.train.studies.sweep.regret import (
+    LEVEL,
+    STRATEGIES,
+    Paid,
+    Regret,
+    best_rate_drift,
+    kept_rate,
+    regrets,
+    scatter_of,
+)
 from delta_trn.train.studies.sweep.results import ANY, SAFE, Result, Results, place_of
 from delta_trn.train.studies.sweep.sides import Side, side
-from delta_trn.train.watch.figure import GRAY, dress, new_figure, save_figure
+from delta_trn.train.watch.figure import BLUE, GRAY, RED, dress, new_figure, save_figure
 
 # Octaves beside the narrowest width's best rate at which the table says what that costs.
 BESIDE = (-1.0, 0.0, 1.0)
 # The picture ends at so many nats above the best: rates that lose more say nothing about it.
-SHOWN = 0.4
+SHOWN = 0.2
+# Octaves that the picture shows on either side of the rate that is kept.
+AROUND = 2.0
+BEYOND = "beyond the rates tried"
 TITLES = {"sp": "standard,", "mup": "muP,", "adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
 
 
@@ -44,7 +59,7 @@ def reports(lines: Iterable[Result]) -> list[Report]:
     """Reports every series: an arm, a parametrization and an optimizer.
 
     A result of the base width, where all parametrizations are one, belongs to every series of its
-    arm.
+    arm. Results of one place, as two folders may have them, are joined to their mean.
     """
     groups: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
     for line in lines:
@@ -55,24 +70,38 @@ def reports(lines: Iterable[Result]) -> list[Report]:
         if table == ANY and any(key[::2] == (arm, optimizer) and key[1] != ANY for key in groups):
             continue
         of_series = own if table == ANY else [*shared, *own]
-        # a rate of two grids is one, as the first of them rounded it
-        rates = {place_of(line)[4]: math.log2(line["lr"]) for line in reversed(of_series)}
-        by_width: dict[int, list[Result]] = defaultdict(list)
+        # a rate of two grids is one, rounded in either
+        rates = {place_of(line)[4]: math.log2(line["lr"]) for line in sorted(of_series, key=_rate)}
+        by_width: dict[int, dict[tuple[float, int], list[float]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        parameters: dict[int, int] = {}
         for line in of_series:
-            by_width[line["width"]].append(line)
-        curves = []
-        for width, found in sorted(by_width.items()):
-            losses = [math.inf if line["loss"] is None else line["loss"] for line in found]
-            points = [
-                (rates[place_of(x)[4]], y, x["seed"]) for x, y in zip(found, losses, strict=True)
-            ]
-            curves.append(Curve(width, sorted(points), found[0].get("parameters", 0)))
+            place = rates[place_of(line)[4]], line["seed"]
+            loss = math.inf if line["loss"] is None else line["loss"]
+            by_width[line["width"]][place].append(loss)
+            parameters[line["width"]] = line.get("parameters", 0)
+        curves = [
+            Curve(
+                width,
+                sorted((x, math.fsum(ys) / len(ys), seed) for (x, seed), ys in runs.items()),
+                parameters[width],
+            )
+            for width, runs in sorted(by_width.items())
+        ]
         # an arm may be a parametrization and carry its name
         name = dict.fromkeys((arm, "" if table == ANY else table, optimizer))
         several = len(curves) > 1
-        sides, lost = (drifts(curves), regrets(curves)) if several else ((), ())
+        moved = best_rate_drift(curves) if several else None
+        sides = [Side("best rate", *moved)] if moved else []
+        sides += drifts(curves) if several else ()
+        lost = regrets(curves) if several else ()
         rows.append(Report(" ".join(filter(None, name)), curves, sides, lost))
     return sorted(rows, key=lambda row: row.name)
+
+
+def _rate(line: Result) -> float:
+    return -line["lr"]
 
 
 def drifts(curves: Sequence[Curve]) -> tuple[Side, Side]:
@@ -111,17 +140,55 @@ def regret_lines(rows: Sequence[Report]) -> list[str]:
     none without seeds.
     """
     lines = [
-        "| series | width | nats lost by the narrowest's fitted rate | 95% | "
+        "| series | width | rate kept, log2 | nats lost by it | 95%, at that rate | 95%, with its"
+        " choice | half of the seeds choose, half pay | by a parabola | "
         + " | ".join(f"chosen by one seed, {name}: mean (worst)" for name in STRATEGIES)
         + " |",
-        "|---|---|---|---|" + "---|" * len(STRATEGIES),
+        "|---" * (8 + len(STRATEGIES)) + "|",
     ]
     for report in rows:
         for x in report.regrets:
-            cells = [f"{mean:.3f} ({worst:.3f})" for mean, worst in x.paid.values()]
-            fit = f"{x.fit:.3f} | {x.low:.3f} to {x.high:.3f}"
-            lines.append(f"| {report.name} | {x.width} | {fit} | {' | '.join(cells)} |")
+            beyond = x.direct is None
+            cells = [
+                f"{x.kept:.2f}",
+                BEYOND if beyond else _nats(x.direct) + _error(x.error),
+                _interval(x.at_rate),
+                _interval(x.with_choice, "" if beyond else BEYOND),
+                _nats(x.split),
+                _by_parabola(x),
+                *map(_choices, x.paid.values()),
+            ]
+            lines.append(f"| {report.name} | {x.width} | {' | '.join(cells)} |")
     return [*lines, ""] if any(report.regrets for report in rows) else []
+
+
+def _nats(x: float | None) -> str:
+    # no "-0.000": it rounds to nothing
+    return "-" if x is None else f"{round(x, 3) + 0.0:.3f}"
+
+
+def _error(x: float | None) -> str:
+    return "" if x is None else f" ± {x:.3f}"
+
+
+def _interval(x: tuple[float, float] | None, otherwise: str = "") -> str:
+    return otherwise or "-" if x is None else f"{_nats(x[0])} to {_nats(x[1])}"
+
+
+def _by_parabola(x: Regret) -> str:
+    if x.misfit is None:
+        return "no minimum within"
+    if x.misfit < LEVEL:
+        p = f"= {x.misfit:.3f}" if x.misfit >= 0.001 else "< 0.001"
+        return f"misses the losses, p {p}"
+    return _nats(x.parabola) if x.parabola is not None else "kept rate beyond its rates"
+
+
+def _choices(x: Paid) -> str:
+    if x.mean is None or x.worst is None:
+        return f"{BEYOND}: {x.beyond} of {x.choices}" if x.beyond else "-"
+    known = f"{_nats(x.mean)} ({_nats(x.worst)})"
+    return f"{known}; {BEYOND}: {x.beyond} of {x.choices}" if x.beyond else known
 
 
 def table(rows: Sequence[Report]) -> str:
@@ -156,67 +223,109 @@ def table(rows: Sequence[Report]) -> str:
     if any(report.sides for report in rows):
         lines += [
             "",
-            "| series | side | octaves per doubling of width | 95%, seeds and windows | verdict |",
+            "| series | side | octaves per doubling of width | 95%, runs, seeds and windows | verdict |",
             "|---|---|---|---|---|",
         ]
     for report in rows:
         for s in report.sides:
-            interval = f"{s.octaves:+.3f} | {s.low:+.2f} to {s.high:+.2f}"
-            lines.append(f"| {report.name} | {s.name} | {interval} | {s.verdict} |")
+            known = math.isfinite(s.low) and math.isfinite(s.high)
+            octaves = "-" if math.isnan(s.octaves) else f"{s.octaves:+.3f}"
+            interval = f"{s.low:+.2f} to {s.high:+.2f}" if known else "-"
+            lines.append(f"| {report.name} | {s.name} | {octaves} | {interval} | {s.verdict} |")
     return "\n".join(lines)
 
 
 def draw_curves(rows: Sequence[Report], path: Path) -> Path:
-    """Draws one panel per series on common axes: mean losses,
-    and what the narrowest's best rate loses.
+    """Draws the loss of every width at the kept rate and at its own best one, and, in a panel per
+    series, what rates lose in octaves from the kept rate.
+
+    Crosses mark what the kept rate loses. Widths are left out of the first panel if there is one.
     """
     from matplotlib import colormaps
 
-    figure = new_figure(0.6 + 4.4 * len(rows), 3.9)
     widths = sorted({c.width for row in rows for c in row.curves})
+    several = len(widths) > 1
+    figure = new_figure(0.6 + 3.6 * (len(rows) + several), 3.7)
+    panels = list(figure.subplots(1, len(rows) + several, squeeze=False)[0])
+    if several:
+        _draw_widths(panels.pop(0), rows, widths)
     color = {
         w: colormaps["viridis"](0.85 * i / max(len(widths) - 1, 1)) for i, w in enumerate(widths)
     }
     named: dict[str, Any] = {f"width {width}": None for width in widths}  # the legend of all panels
-    panels = figure.subplots(1, len(rows), squeeze=False, sharex=True, sharey=True)[0]
     for axes, row in zip(panels, rows, strict=True):
-        narrow = row.curves[0].width
+        kept = _kept(row)
         for c in row.curves:
-            xs = [x for x, y in c.rates.items() if math.isfinite(y)]
-            ys = [c.rates[x] - c.floor for x in xs]
-            (named[f"width {c.width}"],) = axes.plot(
-                xs, ys, color=color[c.width], marker=".", alpha=0.7
-            )
-        known = [x for x in row.regrets if math.isfinite(x.fit)]
-        for i, lost in enumerate(known):
-            if lost.width == narrow:
-                named[f"best rate of width {narrow}"] = axes.axvline(
-                    lost.rate, color=GRAY, ls="--", lw=1
-                )
+            finite = {x: y for x, y in c.rates.items() if math.isfinite(y)}
+            if not finite or kept is None:
                 continue
-            ends = [[max(lost.fit - lost.low, 0)], [max(lost.high - lost.fit, 0)]]
-            at = lost.rate + 0.15 * (i - len(known) / 2)  # of several widths, one beside another
-            style = {
-                "fmt": "D",
-                "color": color[lost.width],
-                "markeredgecolor": "black",
-                "ecolor": "black",
-            }
-            bar = axes.errorbar(
-                at, lost.fit, ends, markersize=8, elinewidth=1, capsize=3, zorder=3, **style
+            octaves = [x - kept for x in finite]
+            lost = [y - c.lowest for y in finite.values()]
+            (named[f"width {c.width}"],) = axes.plot(
+                octaves, lost, color=color[c.width], marker=".", alpha=0.8
             )
-            named["what that rate loses at other widths, 95%"] = bar
-        # of many widths the widest, which have room beside the panel's name
-        said = ", ".join(f"{x.fit:.3f} at {x.width}" for x in known[-3:] if x.width != narrow)
-        axes.set_title(f"nats lost: {said}" if said else "", loc="right", fontsize=8, color=GRAY)
-        axes.set_ylim(-0.1 * SHOWN, SHOWN)
-        dress(axes, " ".join(TITLES.get(word, word) for word in row.name.split()), size=10)
-        axes.set_xlabel("log2 of the learning rate")
-    figure.axes[0].set_ylabel("loss above the best, nats per token")
+            if (y := _loss_at(finite, kept)) is not None:
+                axes.plot([0], [y - c.lowest], "x", color=color[c.width], ms=8, mew=2, zorder=3)
+        axes.axvline(0, color=GRAY, ls="--", lw=1, zorder=0)
+        axes.set_xlim(-AROUND, AROUND)
+        axes.set_ylim(-0.03 * SHOWN, SHOWN)
+        dress(axes, _title(row), size=10)
+        axes.set_xlabel(f"octaves from the rate that width {row.curves[0].width} chose", fontsize=8)
+        axes.tick_params(labelsize=8)
+    panels[0].set_ylabel("nats above the width's best mean loss", fontsize=8)
+    known = {name: drawn for name, drawn in named.items() if drawn is not None}
     figure.legend(
-        named.values(), named, frameon=False, fontsize=8, ncols=4, loc="outside lower center"
+        known.values(), known, frameon=False, fontsize=8, ncols=6, loc="outside lower center"
     )
     return save_figure(figure, path, SAFE)
+
+
+def _draw_widths(axes: Any, rows: Sequence[Report], widths: Sequence[int]) -> None:
+    """Draws the loss against the width: a series' solid line at the kept rate, its dashed one at
+    each width's best rate.
+    """
+    palette = (BLUE, RED, GRAY, "#4d9a5b", "#8e6bb0")
+    for i, row in enumerate(rows):
+        kept, color = _kept(row), palette[i % len(palette)]
+        best = {c.width: c.lowest for c in row.curves if math.isfinite(c.lowest)}
+        at_kept = {}
+        for c in row.curves:
+            finite = {x: y for x, y in c.rates.items() if math.isfinite(y)}
+            y = None if kept is None else _loss_at(finite, kept)
+            if y is not None:
+                at_kept[c.width] = y
+        axes.plot([*at_kept], [*at_kept.values()], color=color, marker="o", ms=4, label=_title(row))
+        axes.plot([*best], [*best.values()], color=color, ls="--", lw=1, marker=".")
+    axes.plot([], [], color="black", marker="o", ms=4, label=f"the rate of width {widths[0]}, kept")
+    axes.plot([], [], color="black", ls="--", lw=1, marker=".", label="each width's best rate")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(widths, [str(width) for width in widths])
+    axes.minorticks_off()
+    axes.set_xlabel("width", fontsize=8)
+    axes.set_ylabel("loss, nats per token", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.legend(frameon=False, fontsize=7)
+    dress(axes, "loss against width", size=10)
+
+
+def _kept(row: Report) -> float | None:
+    """Returns log2 of the rate that is kept; None if all runs of the narrowest width diverged."""
+    narrow = row.curves[0]
+    return None if narrow.best is None else kept_rate(narrow, scatter_of(row.curves))
+
+
+def _loss_at(rates: Mapping[float, float], rate: float) -> float | None:
+    """Returns the mean loss on the straight line between the rates tried beside one; None beyond
+    them.
+    """
+    xs = sorted(rates)
+    if not xs or not xs[0] <= rate <= xs[-1]:
+        return None
+    return float(np.interp(rate, xs, [rates[x] for x in xs]))
+
+
+def _title(row: Report) -> str:
+    return " ".join(TITLES.get(word, word) for word in row.name.split())
 
 
 def write_report(folder: Path, *others: Path) -> str:
@@ -225,10 +334,7 @@ def write_report(folder: Path, *others: Path) -> str:
     With others, whose results count as its own, the picture shows them all, and report.md is left
     alone.
     """
-    lines = {
-        key: line for each in (folder, *others)[::-1] for key, line in Results(each).read().items()
-    }
-    rows = reports(lines.values())
+    rows = reports(line for each in (folder, *others) for line in Results(each).read().values())
     text = table(rows)
     if not others:
         write_file(folder / "report.md", text + "\n", SAFE)

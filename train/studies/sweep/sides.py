@@ -44,7 +44,7 @@ CERTAIN = 3.0
 # pooled.
 POOLED = 2.0
 
-Name = Literal["flank", "wall"]
+Name = Literal["flank", "wall", "best rate"]
 # (log2 scale, seed) -> log2 rate -> loss
 Curves = Mapping[tuple[float, int], Mapping[float, float]]
 
@@ -52,7 +52,7 @@ Curves = Mapping[tuple[float, int], Mapping[float, float]]
 @dataclass(frozen=True)
 class Side:
     """The drift of one side, in octaves per doubling: the mean over windows, and an interval over
-    all.
+    all. A report says the best rate's in the same words.
 
     octaves     NaN if no window determines it
     """
