@@ -210,8 +210,7 @@ def step(
         L2NORM=l2norm,
         CHANNELS=g.dim() == 3,
         DOT=arithmetic(),
-        num_warps=row.warps,
-        num_stages=row.stages,
+        **row.options(),
     )
 
 

@@ -23,7 +23,16 @@ from delta_trn.triton_kernels.sass import (
     parse,
 )
 from tools.estimate import __main__ as command
-from tools.estimate import calibration, layers, machine, peer, published, simulate, work
+from tools.estimate import (
+    calibration,
+    estimates,
+    layers,
+    machine,
+    peer,
+    published,
+    simulate,
+    work,
+)
 from tools.estimate.estimates import PARALLEL, SERIAL, factor
 
 NONE = 7
@@ -47,6 +56,7 @@ def instruction(
 
 
 EXIT = instruction("EXIT")
+CODE = Code((EXIT,), 32, 0, 0, 4)
 
 
 def cycles(*instructions, warps=1, programs=1, resident_registers=32, **of_work):
@@ -265,6 +275,23 @@ def test_every_shape_has_its_launches():
         assert ("scan again" in names) != work.keeps_states(shape)
         for launch in work.launches(shape):
             assert launch.variant is None or launch.variant.signature("bf16")
+
+
+def test_kernels_that_differ_in_types_alone_are_estimated_apart(monkeypatch):
+    """A decoded token's state in bfloat16 is half the bytes of one in float32."""
+    (token,) = layers.launches("decode_16")
+    types = token.variant.types
+    states = " state new_state"
+    halved = types | {"*fp32": types["*fp32"].replace(states, ""), "*bf16": states}
+    seen = []
+    monkeypatch.setattr(estimates, "compile_code", lambda variant: seen.append(variant) or CODE)
+    monkeypatch.setattr(
+        estimates, "of_code", lambda launch, code: estimates.Estimate("", "", False, 0)
+    )
+    estimator = estimates.Estimator()
+    for variant in (token.variant, replace(token.variant, types=halved), token.variant):
+        estimator.estimate(replace(token, variant=variant))
+    assert [x.signature("bf16")["state"] for x in seen] == ["*fp32", "*bf16"]
 
 
 # the short ones; `python -m tools.estimate.calibration` compares all

@@ -115,6 +115,19 @@ def test_rows_of_one_tensor_give_the_bits_of_tensors_apart(monkeypatch):
     assert taken and all(taken)
 
 
+def test_a_given_decay_that_breaks_its_promise_is_the_same_one_in_all_kernels():
+    """Below the bound it counts as the bound; so does -inf where the head's first channel has none."""
+    x = inputs_of(CASES["given_with_resets"], torch.bfloat16)
+    # so small that what was before such a token is still seen behind it
+    kept = torch.full_like(x.g, -0.01)
+    broken = kept.clone()
+    for token, channel, g in ((2, 3, -9.0), (5, 0, -300.0), (8, 7, -torch.inf)):
+        kept[:, token, :, channel], broken[:, token, :, channel] = -5.0, g
+    expected, found = (rule.outcome(replace(x, g=g), "triton") for g in (kept, broken))
+    for name, y in expected.items():
+        assert torch.equal(y, found[name]), name
+
+
 LAST = "triton_kernels.kimi_delta_attention.gradients_hopper:"
 MISTAKES = (
     (

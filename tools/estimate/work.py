@@ -288,7 +288,7 @@ class _Calls:
         tiles, given = self._tiles(self.row.products.columns), 2 * (self.keys + scaled)
         prepare = Work(programs, given + self.factor, (-(-shape.K // 64),), (), self.mask)
         multiply = Work(programs, 4 * self.values + 2 * self.states, (tiles,), (), self.mask)
-        slices = gradients_hopper.count_slices(shape.K)
+        slices = gradients_hopper.slices_of_32(shape.K)
         gradients = Work(programs, given + 3 * scaled + 2 * self.P, (slices,), (), self.mask)
         columns = self.row.scan.columns  # and the reverse scan's
         scan = self._serial(

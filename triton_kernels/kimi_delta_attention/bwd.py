@@ -506,7 +506,7 @@ def gradients(
         hopper.gradients_kernel[grid](
             *arguments,
             H=H,
-            SLICES=hopper.count_slices(K),
+            SLICES=hopper.slices_of_32(K),
             NORM=l2norm and H == HV,
             **sizes,
             **tile("kimi_hopper_gradients", K).options(),
@@ -570,7 +570,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
             }
             for use, H, types in (("", 4, given), (", groups", 2, TYPES)):
                 own = sizes | tables | arguments | channel_rows_of(H, 4, K, V)
-                own |= {"SLICES": hopper.count_slices(K), "NORM": H == 4}
+                own |= {"SLICES": hopper.slices_of_32(K), "NORM": H == 4}
                 if H == 4:  # dq and dk are then those of the layer, side by side
                     own |= {"DQR": own["QR"], "DKR": own["KR"]}
                 kernel, launch = hopper.gradients_kernel, tile("kimi_hopper_gradients", K)
