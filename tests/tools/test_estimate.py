@@ -277,6 +277,38 @@ def test_every_shape_has_its_launches():
             assert launch.variant is None or launch.variant.signature("bf16")
 
 
+def test_bytes_to_load_are_those_counted_by_hand():
+    """Megabytes of 8,192 tokens of 128 channels: 2.1 in 16 bits for each head."""
+    head = 8192 * 128 * 2
+    chunks = head // 2  # T or P, 64 by 64 for 64 tokens; and dP, dkk
+    states = 128 * 128 * 128 * 2
+    row = 8192 * 4  # a number of each token in float32
+    keys, values = 16 * head, 32 * head
+    rule = {
+        "prepare": 2 * keys + 32 * 2 * row,  # q, k; g, beta
+        # k, v, T and five rows; q, P and one row for o
+        "scan": keys + values + 32 * (chunks + 5 * row) + keys + 32 * (chunks + row),
+        "reverse scan": 2 * keys + values + 32 * (2 * chunks + 4 * row),  # q, k, do, T, P
+        "refine": 32 * row,
+        # v, do, U, dY; S, dS; q, k; eight rows
+        "gradients": 4 * values + 2 * 32 * states + 2 * keys + 32 * 8 * row,
+        "gates": 32 * 12 * row,
+    }
+    keys = values
+    given = 2 * keys + 2 * keys  # q, k; g in float32
+    channels = {
+        "prepare": given + 32 * row,
+        "scan": 4 * keys + 32 * 2 * chunks,  # qg, kg, kl, v; T, P
+        "scaled copies again": given + 32 * 3 * row,
+        "reverse scan": 4 * keys + 32 * 2 * chunks,  # qg, kg, kl, do; T, P
+        "products": 4 * keys + 2 * 32 * states,  # v, do, U, dY; S, dS
+        "gradients": given + 3 * keys + 32 * 2 * chunks,  # and OS, YS, US; dP, dkk
+    }
+    for shape, expected in {"qwen3_next_1x8192": rule, "kimi_1x8192": channels}.items():
+        launches = [x for x in work.launches(work.SHAPES[shape]) if x.variant is not None]
+        assert {x.name: x.work.load_bytes for x in launches} == expected
+
+
 def test_kernels_that_differ_in_types_alone_are_estimated_apart(monkeypatch):
     """A decoded token's state in bfloat16 is half the bytes of one in float32."""
     (token,) = layers.launches("decode_16")
