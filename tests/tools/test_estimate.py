@@ -304,6 +304,20 @@ def test_bytes_to_load_are_those_counted_by_hand():
         "products": 4 * keys + 2 * 32 * states,  # v, do, U, dY; S, dS
         "gradients": given + 3 * keys + 32 * 2 * chunks,  # and OS, YS, US; dP, dkk
     }
+    written = {
+        "prepare": 3 * keys
+        + 32 * (2 * chunks + 9 * row + 128 * 128 * 4),  # qg, kg, kl; T, P, rows, last
+        "scan": 2 * keys + 32 * states,  # o, U; S
+        "scaled copies again": 3 * keys,
+        "reverse scan": keys + 32 * states,  # dY; dS
+        "products": 4 * keys + 32 * (2 * chunks + row + 128 * 128 * 4),  # OS, YS, US, dv; dP, dkk
+        "gradients": 2 * keys + 2 * keys,  # dq, dk; dg in float32
+    }
+    kimi = work.SHAPES["kimi_1x8192"]
+    assert {x.name: x.written for x in work.launches(kimi) if x.variant is not None} == written
+    alone = {x.name: x.work.load_bytes for x in work.bytes_alone(kimi)}
+    alone.pop("sums of gates")
+    assert alone == {name: channels[name] + written[name] for name in channels}
     for shape, expected in {"qwen3_next_1x8192": rule, "kimi_1x8192": channels}.items():
         launches = [x for x in work.launches(work.SHAPES[shape]) if x.variant is not None]
         assert {x.name: x.work.load_bytes for x in launches} == expected

@@ -74,7 +74,7 @@ class Launch:
 
     variant     None: `count` kernels of PyTorch's or of another project's, of which only the bytes
                 count
-    written     bytes that it writes, where `layers` asks what its bytes alone take
+    written     bytes that it writes, where it is asked what its bytes alone take
     """
 
     name: str
@@ -119,6 +119,16 @@ def launches(shape: Shape) -> Iterator[Launch]:
     yield calls.refine()
     yield from calls.gradients()
     yield from calls.sums()
+
+
+def bytes_alone(shape: Shape) -> Iterator[Launch]:
+    """Yields the same of Kimi Delta Attention, of which only the bytes count: no kernel that reads
+    and writes them once takes less.
+    """
+    for x in launches(shape):
+        if x.variant is not None:
+            x = replace(x, variant=None, work=Work(0, x.work.load_bytes + x.written))
+        yield x
 
 
 class _Calls:
@@ -298,15 +308,20 @@ class _Calls:
         across = -(-shape.K // copies.columns)
         copy = Work(programs * across, given + 3 * self.factor, (), (), self.mask)
         bounded = f"{layout}, gates with a bound"
-        for name, backward, kernel, options, work in (
-            ("prepare", False, "prepare_hopper", bounded, prepare),
-            ("scan", False, "scan", "dense", scan),
-            ("scaled copies again", True, "copies", bounded, copy),
-            ("reverse scan", True, "reverse", "dense", scan),
-            ("products", True, "products", "dense", multiply),
-            ("gradients", True, "gradients_hopper", bounded, gradients),
+        # what each writes: of channels, one number for each chunk, in float32
+        channels = 4 * programs * shape.K
+        prepared = 3 * scaled + self.T + self.P + 9 * self.factor + channels
+        combined = 2 * (self.keys if shape.H == shape.HV else 2 * scaled)  # dq and dk
+        found = 3 * scaled + self.values + 2 * self.P + channels + self.factor
+        for name, backward, kernel, options, work, written in (
+            ("prepare", False, "prepare_hopper", bounded, prepare, prepared),
+            ("scan", False, "scan", "dense", scan, 2 * self.values + self.states),
+            ("scaled copies again", True, "copies", bounded, copy, 3 * scaled),
+            ("reverse scan", True, "reverse", "dense", scan, self.values + self.states),
+            ("products", True, "products", "dense", multiply, found),
+            ("gradients", True, "gradients_hopper", bounded, gradients, combined + 2 * scaled),
         ):
             module = modules[backward and kernel != "copies"]
             variant = self._variant(module, options, f"kimi_{kernel}")
-            yield Launch(name, backward, variant, work)
+            yield Launch(name, backward, variant, work, written=written)
         yield Launch("sums of gates", True, None, Work(0, 4 * programs * (shape.K + 1)), count=4)
