@@ -18,7 +18,7 @@ from delta_trn.backends.parity import rule
 from delta_trn.backends.parity.rule_cases import BOTH, Case
 from delta_trn.backends.parity.rule_cases import inputs as inputs_of
 from delta_trn.triton_kernels.kimi_delta_attention import gradients_hopper
-from delta_trn.triton_kernels.launch import config
+from delta_trn.triton_kernels.launch import adjust, config
 from tests.support.emulator import driver
 from tests.support.planted_bugs import Bug, planted
 
@@ -66,6 +66,19 @@ def agrees(case):
 def test_gradients_agree_with_the_judge(name):
     with driver.options(check=1) as reports:
         passed, verdicts = agrees(CASES[name])
+    assert not reports
+    assert passed, [str(verdict) for verdict in verdicts if not verdict.passed]
+
+
+@pytest.mark.parametrize(("heads", "columns"), [(66, 64), (67, 128)])
+def test_scans_of_any_number_of_heads_agree_with_the_judge(heads, columns):
+    """They have tiles of their own, which one head would not take."""
+    case = replace(bounded(130, 1, 1, 128, state=True), V=128)
+    own = config(128, 128, itemsize=2, heads=heads, rule="kimi_")
+    assert (own.scan.columns, own.reverse.columns) == (columns, columns)
+    how = adjust(lambda row: replace(row, scan=own.scan, reverse=own.reverse))
+    with how, driver.options(check=1) as reports:
+        passed, verdicts = agrees(case)
     assert not reports
     assert passed, [str(verdict) for verdict in verdicts if not verdict.passed]
 

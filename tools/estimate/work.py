@@ -139,15 +139,14 @@ class _Calls:
         heads = shape.sequences * shape.HV
         self.row = config(shape.K, shape.V, itemsize=ITEM, heads=heads, rule=shape.rule)
         # kernel -> what the options of its variants for this many heads end with
+        kernels = ("kimi_scan", "kimi_reverse") if shape.rule else ("scan", "reverse_scan")
         self.heads = {
             kernel: next(
-                x for x, tile in by_heads(name, shape.K, shape.V, ITEM).items() if tile == own
+                x
+                for x, tile in by_heads(name, shape.K, shape.V, ITEM, shape.rule).items()
+                if tile == getattr(self.row, name)
             )
-            for kernel, name, own in (
-                ("scan", "scan", self.row.scan),
-                ("reverse_scan", "reverse", self.row.reverse),
-            )
-            if not shape.rule
+            for kernel, name in zip(kernels, ("scan", "reverse"), strict=True)
         }
         # whether Hopper's kernel makes the gradients, which adds those of a key's value heads
         self.adds_heads = self.row.prepare.gluon and shape.K == shape.V == hopper_gradients.SIZE
@@ -300,9 +299,9 @@ class _Calls:
         multiply = Work(programs, 4 * self.values + 2 * self.states, (tiles,), (), self.mask)
         slices = gradients_hopper.slices_of_32(shape.K)
         gradients = Work(programs, given + 3 * scaled + 2 * self.P, (slices,), (), self.mask)
-        columns = self.row.scan.columns  # and the reverse scan's
-        scan = self._serial(
-            columns, self._tiles(columns), 3 * scaled + self.values + self.T + self.P
+        scan, reverse = (
+            self._serial(columns, self._tiles(columns), 3 * scaled + self.values + self.T + self.P)
+            for columns in (self.row.scan.columns, self.row.reverse.columns)
         )
         copies = tile("kimi_copies", shape.K)
         across = -(-shape.K // copies.columns)
@@ -317,7 +316,7 @@ class _Calls:
             ("prepare", False, "prepare_hopper", bounded, prepare, prepared),
             ("scan", False, "scan", "dense", scan, 2 * self.values + self.states),
             ("scaled copies again", True, "copies", bounded, copy, 3 * scaled),
-            ("reverse scan", True, "reverse", "dense", scan, self.values + self.states),
+            ("reverse scan", True, "reverse", "dense", reverse, self.values + self.states),
             ("products", True, "products", "dense", multiply, found),
             ("gradients", True, "gradients_hopper", bounded, gradients, combined + 2 * scaled),
         ):

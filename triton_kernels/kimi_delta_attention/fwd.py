@@ -75,6 +75,7 @@ from delta_trn.triton_kernels.variants import (
     GATE_ARGUMENTS,
     PACKED_ARGUMENTS,
     Variant,
+    by_heads,
     channel_rows_of,
     layouts,
     of_tile,
@@ -536,9 +537,8 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         "C": row.C,
     }
     sizes |= {"L2NORM": True, "DOT": row.dot} | channel_rows_of(2, 4, K, V)
-    launch = row.scan
-    own = sizes | rows_of(4, 4, K, V) | of_tile(launch) | dict.fromkeys(("QR", "KR"), 4 * K)
-    own |= {"units": None, "STAGES": launch.stages}
+    scans = by_heads("scan", K, V, itemsize, rule="kimi_")
+    own = sizes | rows_of(4, 4, K, V) | dict.fromkeys(("QR", "KR"), 4 * K) | {"units": None}
     for layout, tables in layouts_of(quick).items():
         for form, arguments in gates_of(quick).items():
             values = sizes | tables | arguments
@@ -564,5 +564,8 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         states = ("initial_state", "final_state") if layout == "dense" else ()
         uses = {"": ("transition", *states), " segments": ("initial_state", "o", "S", "U")}
         for use, absent in uses.items():
-            values = own | tables | dict.fromkeys(absent)
-            yield Variant("kimi_scan", layout + use, rule.scan_kernel, rule.TYPES, launch, values)
+            for heads, launch in scans.items():
+                values = own | tables | dict.fromkeys(absent) | of_tile(launch)
+                values |= {"STAGES": launch.stages}
+                name = layout + use + heads
+                yield Variant("kimi_scan", name, rule.scan_kernel, rule.TYPES, launch, values)
