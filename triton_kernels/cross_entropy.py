@@ -71,7 +71,7 @@ def softmax_(z, goal, keep, loss, *, gradient):
     row = tile("cross_entropy", V)
     softmax_kernel[(M,)](
         z, goal, keep, loss, V, BV=row.columns, GRADIENT=gradient, DOT=arithmetic(),
-        num_warps=row.warps, num_stages=row.stages,
+        **row.options(),
     )  # fmt: skip
 
 

@@ -134,7 +134,7 @@ def forward(x, k, v, beta, out, *, k_eps):
     forward_kernel[(M,)](
         x, k, v, beta, out, None if k_eps is None else k_eps * k_eps,
         D=D, DV=DV, BD=row.rows, DVP=row.columns, DOT=arithmetic(),
-        num_warps=row.warps, num_stages=row.stages,
+        **row.options(),
     )  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def backward(dout, x, k, v, beta, *, dx, dk, dv, dbeta, k_eps):
     backward_kernel[(M,)](
         dout, x, k, v, beta, dx, dk, dv, dbeta, None if k_eps is None else k_eps * k_eps,
         D=D, DV=DV, BD=row.rows, DVP=row.columns, DOT=arithmetic(),
-        num_warps=row.warps, num_stages=row.stages,
+        **row.options(),
     )  # fmt: skip
 
 

@@ -444,7 +444,7 @@ def sum_heads(x, dy, *, dx, config: Config):
     sum_heads_kernel[(-(-B * tokens // launch.rows) * H,)](
         x, dy, dx, B * tokens, XR=row_stride(dx if x is None else x), QR=row_stride(dx), H=H,
         HV=dy.shape[2], K=K, KP=power_of_two(K), BT=launch.rows, DOT=config.dot,
-        num_warps=launch.warps, num_stages=launch.stages,
+        **launch.options(),
     )  # fmt: skip
 
 

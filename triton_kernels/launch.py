@@ -136,13 +136,21 @@ TABLE = (
     Row("gates",                  2,  ANY,  ANY,     1,     1),
     # small models decode with a handful of heads, so only V / 32 makes programs
     Row("step",                 ANY,  ANY,  ANY,     4,     1,  (16, 32)),
+    # sums over channels that lie next to each other: the fewer warps, the more of one is a thread's
+    Row("step_values_first",    ANY,  128,  ANY,     2,     1,  (16, 32)),
+    Row("step_values_first",    ANY,  ANY,  ANY,     4,     1,  (16, 32)),
 
     # decays per channel: tiles stand upright; prepare's columns are channels, which the gradients
     # take, too
     Row("kimi_prepare",           2,  128,  ANY,     4,     1,  (16, 32), gluon=True, majors=(9,)),
     Row("kimi_prepare",           2,  ANY,  ANY,     4,     1,  (16, 32)),
     Row("kimi_scan kimi_reverse", 2,  128,  ANY,     4,     1,  (16, 32), upright=True, majors=WARPS),
-    Row("kimi_scan kimi_reverse", 2,  128,  ANY,     4,     2,  (16, 32), upright=True),
+    # as of the gated delta rule: the fewest columns where most processors have a program only then
+    Row("kimi_scan kimi_reverse", 2,  128,  ANY,     4,     2,  (16, 32), upright=True, majors=(10,)),
+    Row("kimi_scan kimi_reverse", 2,  128,  ANY,     4,     2,  (16, 32), few=32, upright=True),
+    Row("kimi_scan kimi_reverse", 2,   64,   64,     4,     2,  (16, 64), upright=True),
+    Row("kimi_scan kimi_reverse", 2,  128,  ANY,     8,     2,  (16, 64), few=64, upright=True),
+    Row("kimi_scan kimi_reverse", 2,  128,  ANY,     8,     2,  (16, 128), upright=True),
     Row("kimi_scan kimi_reverse", 2,  ANY,  ANY,     8,     1,  (16, 32), upright=True),
     Row("kimi_gradients",         2,  ANY,  ANY,     8,     1,  (16, 32), majors=WARPS),
     Row("kimi_gradients",         2,  ANY,  ANY,     4,     1,  (16, 32)),
@@ -207,8 +215,17 @@ class Tile:
     gluon: bool = False
 
     def options(self) -> dict[str, int | None]:
-        """Returns what Triton is told of the launch."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+        """Returns what Triton is told of the launch.
+
+        A product and a sum are one rounding (enable_fp_fusion) whatever Triton's release does by
+        default: 3.10 turns that off, and every figure and bound here is of kernels that fuse.
+        """
+        return {
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+            "maxnreg": self.registers,
+            "enable_fp_fusion": True,
+        }
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,7 @@ def forward(x, gate, residual, weight, y, total, *, eps, silu=True):
         BM=row.rows,
         SILU=silu,
         DOT=arithmetic(),
-        num_warps=row.warps,
-        num_stages=row.stages,
+        **row.options(),
     )
 
 
@@ -165,8 +164,7 @@ def backward(dy, dtotal, x, gate, weight, *, dx, dgate, dweight, eps, silu=True)
         BM=row.rows,
         SILU=silu,
         DOT=arithmetic(),
-        num_warps=row.warps,
-        num_stages=row.stages,
+        **row.options(),
     )
 
 

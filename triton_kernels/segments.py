@@ -135,8 +135,7 @@ def chain(A, B, initial, *, states, final, segments: Segments, reverse: bool):
         BV=row.columns,
         REVERSE=reverse,
         DOT=arithmetic(),
-        num_warps=row.warps,
-        num_stages=row.stages,
+        **row.options(),
     )
 
 

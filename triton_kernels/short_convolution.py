@@ -272,7 +272,7 @@ def forward(x, weight, prefix, position, y, *, silu):
     forward_kernel[(P * -(-C // row.columns),)](
         x, weight, prefix, position, y, T, C, P // max(B, 1), tiles,
         W=W, BT=row.rows, BC=row.columns, SILU=silu, DOT=arithmetic(),
-        num_warps=row.warps, num_stages=row.stages,
+        **row.options(),
     )  # fmt: skip
 
 
@@ -287,7 +287,7 @@ def backward(dy, x, weight, prefix, position, *, dx, dprefix, dweight, silu):
     backward_kernel[(P * -(-C // row.columns),)](
         dy, x, weight, prefix, position, dx, dprefix, dweight, T, C, P // max(B, 1), tiles,
         W=W, BT=row.rows, BC=row.columns, SILU=silu, DOT=arithmetic(),
-        num_warps=row.warps, num_stages=row.stages,
+        **row.options(),
     )  # fmt: skip
 
 

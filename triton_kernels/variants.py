@@ -76,14 +76,14 @@ def channel_rows_of(H: int, HV: int, K: int, V: int) -> dict[str, int]:
     return rows_of(H, HV, K, V) | dict.fromkeys(("DQR", "DKR"), HV * K) | channels
 
 
-def by_heads(kernel: str, K: int, V: int, itemsize: int) -> dict[str, Tile]:
+def by_heads(kernel: str, K: int, V: int, itemsize: int, rule: str = "") -> dict[str, Tile]:
     """Returns the launches of a scan, each once:
-    what the options of its variants end with -> tile.
+    what the options of its variants end with -> tile. rule: as `launch.config` takes it.
     """
     heads = {"": ANY, FEW: 1, FEWER: PROCESSORS // -(-V // 32)}
     tiles: dict[str, Tile] = {}
     for options, count in heads.items():
-        tile = getattr(config(K, V, itemsize=itemsize, heads=count), kernel)
+        tile = getattr(config(K, V, itemsize=itemsize, heads=count, rule=rule), kernel)
         if tile not in tiles.values():
             tiles[options] = tile
     return tiles

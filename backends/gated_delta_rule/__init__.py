@@ -323,12 +323,14 @@ def _says(flag: str, op: str, backend: str) -> bool:
 
 
 def first_state(state: Tensor | None, q: Tensor, v_first: bool) -> Tensor | None:
-    """Returns the state [N, HV, K, V]; one in the dtype of q is widened, which is exact."""
+    """Returns the state [N, HV, K, V], contiguous, so that forward and backward read one copy at
+    most; one in the dtype of q is widened, which is exact.
+    """
     if not isinstance(state, Tensor):
         return state
     state = state.mT if v_first else state
     same = isinstance(q, Tensor) and state.dtype == q.dtype
-    return state.to(state_dtype(q.dtype)) if same else state
+    return (state.to(state_dtype(q.dtype)) if same else state).contiguous()
 
 
 def bounds_of(cu_seqlens: Tensor | None) -> Tensor | None:

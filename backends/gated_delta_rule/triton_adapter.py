@@ -64,7 +64,7 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     kept; q_scaled and k_scaled except where float16 is normalized.
     """
     q, k, v, g, beta = as_rows(call.q, call.k, call.v, call.g, call.beta)
-    A_log, dt_bias, initial_state = contiguous(call.A_log, call.dt_bias, call.initial_state)
+    A_log, dt_bias = contiguous(call.A_log, call.dt_bias)
     HV, row = v.shape[2], launches(call)
     chunks = chunk_tables(q, call.cu_seqlens, row.C)
     o = v.new_empty(v.shape)
@@ -72,8 +72,9 @@ def forward(call: Rule, *, save: bool) -> tuple[Tensor, Tensor | None, list[Tens
     alone = _is_one_token(call)
     if alone:
         gated_delta_rule_step.step(
-            q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], A_log, dt_bias, initial_state, o[:, 0],
-            final_state, scale=call.scale, l2norm=call.l2norm, beta_max=call.beta_max,
+            q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], A_log, dt_bias,
+            *contiguous(call.initial_state), o[:, 0], final_state, scale=call.scale,
+            l2norm=call.l2norm, beta_max=call.beta_max,
         )  # fmt: skip
         if not save:
             return o, final_state, []

@@ -92,11 +92,11 @@ def kimi_delta_attention(
     Names and positions are those of chunk_kda of flash-linear-attention 0.6.0. safe_gate promises
     a bounded g. With a gate it is checked as there: lower_bound is -5 or more. Of a g that is given
     it says that each token of a value head has g >= -5, or -inf in all channels, which is a reset.
-    In 16 bits on Hopper a faster kernel takes such a g; no other result changes. What breaks the
-    promise is refused in check mode, and counts elsewhere as -5 or as it is. cu_seqlens_cpu,
-    disable_recompute and chunk_size, 32 or 64, change nothing. transpose_state_layout is another
-    name of state_v_first. cp_context, return_intermediate_states, use_graph and max_num_seqs are
-    refused.
+    In 16 bits on Hopper faster kernels take such a g; no other result changes. What breaks the
+    promise is refused in check mode; elsewhere those kernels take it as -5, others as it is.
+    cu_seqlens_cpu, disable_recompute and chunk_size, 32 or 64, change nothing.
+    transpose_state_layout is another name of state_v_first. cp_context, return_intermediate_states,
+    use_graph and max_num_seqs are refused.
 
         >>> import torch
         >>> from delta_trn import kimi_delta_attention

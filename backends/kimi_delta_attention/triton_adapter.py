@@ -111,6 +111,7 @@ def backward(do: Tensor, dstate: Tensor | None, call: Rule, saved: list[Tensor])
         kg=kg,
         kl=kl,
         scale=call.scale,
+        l2norm=call.l2norm,
         lower_bound=call.lower_bound,
         chunks=chunks,
         config=row,

@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from torch.nn.functional import normalize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta_trn.backends import (
     BackendRefusal,
@@ -315,6 +316,26 @@ class TestFlashLinearAttention:
             (gradient,) = torch.autograd.grad(o.sum() + final.square().sum(), initial)
             results.append((o, *(x.mT if first else x for x in (final, gradient))))
         assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+    def test_a_strided_state_is_copied_once_for_forward_and_backward(self):
+        if reason := BACKENDS["triton"].unavailable("cpu"):
+            pytest.skip(reason)
+        state = torch.randn(B, HV, V, K, generator=torch.Generator().manual_seed(1))
+        copies = []
+
+        class Copies(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, given=(), named=None):
+                if function is torch.ops.aten.clone.default and given[0].shape == state.mT.shape:
+                    copies.append(given[0].stride())
+                return function(*given, **(named or {}))
+
+        state.requires_grad_()
+        with Copies():
+            o, _ = gated_delta_rule(
+                **arguments(), initial_state=state, state_v_first=True, backend="triton"
+            )
+            torch.autograd.grad(o.sum(), state)
+        assert copies == [state.mT.stride()]
 
     @pytest.mark.parametrize("backend", ["chunked", "recurrent", "triton", "nki-simulator"])
     def test_values_come_first_also_where_no_state_is_given(self, backend):

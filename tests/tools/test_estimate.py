@@ -23,7 +23,16 @@ from delta_trn.triton_kernels.sass import (
     parse,
 )
 from tools.estimate import __main__ as command
-from tools.estimate import calibration, layers, machine, peer, published, simulate, work
+from tools.estimate import (
+    calibration,
+    estimates,
+    layers,
+    machine,
+    peer,
+    published,
+    simulate,
+    work,
+)
 from tools.estimate.estimates import PARALLEL, SERIAL, factor
 
 NONE = 7
@@ -47,6 +56,7 @@ def instruction(
 
 
 EXIT = instruction("EXIT")
+CODE = Code((EXIT,), 32, 0, 0, 4)
 
 
 def cycles(*instructions, warps=1, programs=1, resident_registers=32, **of_work):
@@ -265,6 +275,69 @@ def test_every_shape_has_its_launches():
         assert ("scan again" in names) != work.keeps_states(shape)
         for launch in work.launches(shape):
             assert launch.variant is None or launch.variant.signature("bf16")
+
+
+def test_bytes_to_load_are_those_counted_by_hand():
+    """Megabytes of 8,192 tokens of 128 channels: 2.1 in 16 bits for each head."""
+    head = 8192 * 128 * 2
+    chunks = head // 2  # T or P, 64 by 64 for 64 tokens; and dP, dkk
+    states = 128 * 128 * 128 * 2
+    row = 8192 * 4  # a number of each token in float32
+    keys, values = 16 * head, 32 * head
+    rule = {
+        "prepare": 2 * keys + 32 * 2 * row,  # q, k; g, beta
+        # k, v, T and five rows; q, P and one row for o
+        "scan": keys + values + 32 * (chunks + 5 * row) + keys + 32 * (chunks + row),
+        "reverse scan": 2 * keys + values + 32 * (2 * chunks + 4 * row),  # q, k, do, T, P
+        "refine": 32 * row,
+        # v, do, U, dY; S, dS; q, k; eight rows
+        "gradients": 4 * values + 2 * 32 * states + 2 * keys + 32 * 8 * row,
+        "gates": 32 * 12 * row,
+    }
+    keys = values
+    given = 2 * keys + 2 * keys  # q, k; g in float32
+    channels = {
+        "prepare": given + 32 * row,
+        "scan": 4 * keys + 32 * 2 * chunks,  # qg, kg, kl, v; T, P
+        "scaled copies again": given + 32 * 3 * row,
+        "reverse scan": 4 * keys + 32 * 2 * chunks,  # qg, kg, kl, do; T, P
+        "products": 4 * keys + 2 * 32 * states,  # v, do, U, dY; S, dS
+        "gradients": given + 3 * keys + 32 * 2 * chunks,  # and OS, YS, US; dP, dkk
+    }
+    written = {
+        "prepare": 3 * keys
+        + 32 * (2 * chunks + 9 * row + 128 * 128 * 4),  # qg, kg, kl; T, P, rows, last
+        "scan": 2 * keys + 32 * states,  # o, U; S
+        "scaled copies again": 3 * keys,
+        "reverse scan": keys + 32 * states,  # dY; dS
+        "products": 4 * keys + 32 * (2 * chunks + row + 128 * 128 * 4),  # OS, YS, US, dv; dP, dkk
+        "gradients": 2 * keys + 2 * keys,  # dq, dk; dg in float32
+    }
+    kimi = work.SHAPES["kimi_1x8192"]
+    assert {x.name: x.written for x in work.launches(kimi) if x.variant is not None} == written
+    alone = {x.name: x.work.load_bytes for x in work.bytes_alone(kimi)}
+    alone.pop("sums of gates")
+    assert alone == {name: channels[name] + written[name] for name in channels}
+    for shape, expected in {"qwen3_next_1x8192": rule, "kimi_1x8192": channels}.items():
+        launches = [x for x in work.launches(work.SHAPES[shape]) if x.variant is not None]
+        assert {x.name: x.work.load_bytes for x in launches} == expected
+
+
+def test_kernels_that_differ_in_types_alone_are_estimated_apart(monkeypatch):
+    """A decoded token's state in bfloat16 is half the bytes of one in float32."""
+    (token,) = layers.launches("decode_16")
+    types = token.variant.types
+    states = " state new_state"
+    halved = types | {"*fp32": types["*fp32"].replace(states, ""), "*bf16": states}
+    seen = []
+    monkeypatch.setattr(estimates, "compile_code", lambda variant: seen.append(variant) or CODE)
+    monkeypatch.setattr(
+        estimates, "of_code", lambda launch, code: estimates.Estimate("", "", False, 0)
+    )
+    estimator = estimates.Estimator()
+    for variant in (token.variant, replace(token.variant, types=halved), token.variant):
+        estimator.estimate(replace(token, variant=variant))
+    assert [x.signature("bf16")["state"] for x in seen] == ["*fp32", "*bf16"]
 
 
 # the short ones; `python -m tools.estimate.calibration` compares all

@@ -217,6 +217,15 @@ class TestGpu:
                 ["tiny", "--capability=9.0", "--processes=2", "distribution.mode=fsdp"],
                 "start the run, in which they compile each kernel once",
             ),
+            (
+                ["tiny", "--capability=9.0", "--processes=2", "distribution.tensor=2"],
+                "distribution.tensor=2 distribution.context=1 on 2 processes",
+            ),
+            (
+                ["tiny", "--capability=9.0", "--processes=2", "distribution.context=2"],
+                "distribution.tensor=1 distribution.context=2 on 2 processes",
+            ),
+            (["tiny", "--capability=9.0", "compile=true"], "warm up with compile=false"),
         ],
     )
     def test_impossible_warmups_are_refused(self, arguments, complaint):

@@ -5,6 +5,7 @@ The grid of named cases runs through `backends.parity`; these tests check what a
 cannot.
 """
 
+import math
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -109,14 +110,34 @@ def test_forward_and_backward_in_a_cuda_graph_give_the_bits_of_eager_calls(dtype
         assert all(torch.equal(captured[name], eager[name]) for name in NAMES)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_recomputed_states_give_the_same_bits_as_kept_ones(dtype, monkeypatch):
+def kept_and_recomputed(monkeypatch, dtype):
+    """Returns the results with states that are kept, and with states that backward makes again.
+
+    The first state is beyond float16's range, so that it is stored in units of a power of two.
+    """
     tensors = inputs(T=130, dtype=dtype)
-    results = []
+    tensors[5] *= 1e6
     for most in (2**30, 0):
         monkeypatch.setattr(triton_adapter, "KEPT_BYTES", most)
-        results.append(run(*tensors))
-    assert all(torch.equal(results[0][name], results[1][name]) for name in NAMES)
+        yield run(*tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_recomputed_states_give_the_same_bits_as_kept_ones(dtype, monkeypatch):
+    kept, again = kept_and_recomputed(monkeypatch, dtype)
+    assert all(torch.equal(kept[name], again[name]) for name in NAMES)
+    assert all(x.isfinite().all() for x in kept.values() if x.dtype == torch.float32)
+
+
+def test_states_that_are_made_again_without_their_units_are_seen(monkeypatch):
+    scan = gated_delta_rule_fwd.scan
+
+    def without_units(*given, o, **how):
+        return scan(*given, o=o, **how | ({"units": None} if o is None else {}))
+
+    monkeypatch.setattr(gated_delta_rule_fwd, "scan", without_units)
+    kept, again = kept_and_recomputed(monkeypatch, torch.float16)
+    assert not all(torch.equal(kept[name], again[name]) for name in NAMES)
 
 
 def test_calls_that_wait_for_backward_share_the_memory_for_states(monkeypatch):
@@ -153,6 +174,21 @@ def test_saved_tensors_have_the_declared_shapes_with_and_without_kept_states(mon
         declared = triton_adapter.saved_shapes(rule(*(x.to("meta") for x in tensors)))
         assert [(tuple(x.shape), x.dtype) for x in saved] == declared and kept(declared) == count
     assert triton_adapter.forward(rule(*tensors), save=False)[2] == []
+
+
+def test_each_call_of_a_compiled_graph_has_its_share_of_the_memory_for_states(monkeypatch):
+    """Such a graph says what a call keeps before it runs, so no call can look at the others."""
+    call = rule(*inputs()[:6])
+    monkeypatch.setattr(triton_adapter, "KEPT_BYTES", 2**40)
+    S, U = triton_adapter.saved_shapes(call)[5:7]
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in (S, U))
+    for most, keeps in (
+        (size * triton_adapter.FIXED_CALLS, True),
+        (size * 15, False),
+        (size, False),
+    ):
+        monkeypatch.setattr(triton_adapter, "KEPT_BYTES", most)
+        assert (triton_adapter.saved_shapes(call)[5:7] == [S, U]) is keeps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

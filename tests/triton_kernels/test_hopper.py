@@ -171,6 +171,15 @@ def test_a_planted_bug_is_seen(name, place, line, mistake):
     assert wrong or not (errors <= 1.02 * control).all()
 
 
+def test_columns_behind_k_that_are_read_are_seen():
+    """K = 96 in tiles of 128: what lies behind a key is the next token's, or another tensor's."""
+    line, mistake = "(o_t < length) & (o_k < K)", "(o_t < length) & (o_k < KP)"
+    bug = Bug("", f"{PLACE}prepare_kernel", line, mistake, "")
+    with planted(bug), driver.options(check=1) as reports:
+        (control, _), (errors, _) = distances("resets")
+    assert reports and not (errors <= 1.02 * control).all()
+
+
 def of_size(B, T, H, HV, **how):
     return Case("hopper", B, T, H, 128, 128, "", HV=HV, loss=BOTH, **how)
 
@@ -185,6 +194,8 @@ GRADIENTS = {
     "resets": of_size(1, 70, 1, 4, decay="reset", norm="random", reflect=True),
     "alike_keys": of_size(1, 128, 1, 1, keys="alike", beta=1.0, decay="none", norm="random"),
     "strong_decays": of_size(1, 65, 2, 4, decay="strong", norm="zero"),
+    # few heads: several tiles of V in the reverse scan
+    "one_token_from_a_state": of_size(1, 5, 2, 2, lengths=(1, 1, 1, 1, 1), state=True),
 }
 
 
@@ -199,6 +210,33 @@ def agrees(case, processors=2):
             verdicts = rule.reference_for(x).verdicts("triton", rule.outcome(x, "triton"))
     assert count
     return all(verdict.passed for verdict in verdicts), verdicts
+
+
+def dg_of_a_state(monkeypatch, moved):
+    """Returns dg; `moved` is taken from the last tile of V and given to the first, of what rounding
+    took of the first state's gradient.
+    """
+    launch = hopper_gradients.gradients
+
+    def launch_moved(*given, **how):
+        *given, carry = given
+        assert carry.shape[2] > 1
+        carry[:, :, 0] += moved
+        carry[:, :, -1] -= moved
+        return launch(*given, carry, **how)
+
+    monkeypatch.setattr(hopper_gradients, "gradients", launch_moved)
+    x = inputs_of(GRADIENTS["one_token_from_a_state"], BF16)
+    result = rule.outcome(x, "triton")["dg"]
+    monkeypatch.undo()
+    return result
+
+
+def test_what_rounding_took_of_the_first_state_is_added_of_all_tiles(monkeypatch):
+    judge = dg_of_a_state(monkeypatch, 0.0)
+    assert (dg_of_a_state(monkeypatch, 64.0) - judge).abs().max() < 1e-3
+    with planted(Bug("", f"{LAST}gates_kernel", "range(0, TILES)", "range(0, 1)", "")):
+        assert (dg_of_a_state(monkeypatch, 64.0) - judge).abs().max() > 1.0
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

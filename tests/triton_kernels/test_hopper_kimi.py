@@ -18,7 +18,7 @@ from delta_trn.backends.parity import rule
 from delta_trn.backends.parity.rule_cases import BOTH, Case
 from delta_trn.backends.parity.rule_cases import inputs as inputs_of
 from delta_trn.triton_kernels.kimi_delta_attention import gradients_hopper
-from delta_trn.triton_kernels.launch import config
+from delta_trn.triton_kernels.launch import adjust, config
 from tests.support.emulator import driver
 from tests.support.planted_bugs import Bug, planted
 
@@ -70,6 +70,19 @@ def test_gradients_agree_with_the_judge(name):
     assert passed, [str(verdict) for verdict in verdicts if not verdict.passed]
 
 
+@pytest.mark.parametrize(("heads", "columns"), [(66, 64), (67, 128)])
+def test_scans_of_any_number_of_heads_agree_with_the_judge(heads, columns):
+    """They have tiles of their own, which one head would not take."""
+    case = replace(bounded(130, 1, 1, 128, state=True), V=128)
+    own = config(128, 128, itemsize=2, heads=heads, rule="kimi_")
+    assert (own.scan.columns, own.reverse.columns) == (columns, columns)
+    how = adjust(lambda row: replace(row, scan=own.scan, reverse=own.reverse))
+    with how, driver.options(check=1) as reports:
+        passed, verdicts = agrees(case)
+    assert not reports
+    assert passed, [str(verdict) for verdict in verdicts if not verdict.passed]
+
+
 def test_gradients_are_the_same_bits_in_every_order_of_warps_and_copies():
     x = inputs_of(CASES["two_slices_and_state"], torch.bfloat16)
     results = []
@@ -113,6 +126,19 @@ def test_rows_of_one_tensor_give_the_bits_of_tensors_apart(monkeypatch):
     for x, y in zip(gradients(lambda x: x), gradients(torch.Tensor.contiguous), strict=True):
         assert torch.equal(x, y)
     assert taken and all(taken)
+
+
+def test_a_given_decay_that_breaks_its_promise_is_the_same_one_in_all_kernels():
+    """Below the bound it counts as the bound; so does -inf where the head's first channel has none."""
+    x = inputs_of(CASES["given_with_resets"], torch.bfloat16)
+    # so small that what was before such a token is still seen behind it
+    kept = torch.full_like(x.g, -0.01)
+    broken = kept.clone()
+    for token, channel, g in ((2, 3, -9.0), (5, 0, -300.0), (8, 7, -torch.inf)):
+        kept[:, token, :, channel], broken[:, token, :, channel] = -5.0, g
+    expected, found = (rule.outcome(replace(x, g=g), "triton") for g in (kept, broken))
+    for name, y in expected.items():
+        assert torch.equal(y, found[name]), name
 
 
 LAST = "triton_kernels.kimi_delta_attention.gradients_hopper:"

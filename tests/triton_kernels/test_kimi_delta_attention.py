@@ -4,6 +4,7 @@ Its grid is in tests/parity.
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ TWO_KEYS = replace(PLAIN, H=2, HV=2, T=20)
 PACKED = replace(GATES, T=45, lengths=(0, 3, 0, 40, 2))
 DOCUMENTS = replace(GATES, T=45, documents=(3, 40, 2))
 ONE = channel_cases.BY_NAME["kimi_packed_single"]
+TWO_TILES = replace(ONE, V=48)  # of the reverse scan in 16 bits
 STEP = "decode_kimi_gates"
 KERNELS = "triton_kernels.kimi_delta_attention."
 RULE = "triton_kernels.gated_delta_rule_"
@@ -57,6 +59,7 @@ COPIES = f"{KERNELS}fwd:copies_kernel"
 BETWEEN, ADDED = f"{KERNELS}fwd:lies_between", f"{KERNELS}fwd:add_cuts"
 CUTS, PRODUCTS = f"{KERNELS}bwd:differentiate_cuts", f"{KERNELS}bwd:products_kernel"
 FORGET = "triton_kernels.tiles:forget_before"
+WIDEN = "backends.kimi_delta_attention.triton_adapter:_widen"
 COMBINE, GATE = f"{RULE}bwd:sum_heads_kernel", f"{KERNELS}bwd:differentiate_gates"
 # fmt: off
 BUGS = (
@@ -83,6 +86,8 @@ BUGS = (
     ("keys in place of what decays to the end", REVERSE, "if kl is not None:", "if False:", PLAIN),
     ("what rounding took of the first state is lost", REVERSE, "i_v) * K + o_k, b_lost",
      "i_v) * K + o_k, 0.0 * b_lost", ONE),
+    ("what rounding took of the first state is that of one tile", PRODUCTS, "range(0, TILES)",
+     "range(0, 1)", TWO_TILES),
     ("dg without the state carried through", GRADIENTS, "(b_last * b_SdS)[None, :]",
      "(0.0 * b_SdS)[None, :]", PLAIN),
     ("dg with a token's own write", GRADIENTS, "o_r[:, None] > o_c[None, :], b_k * b_dk",
@@ -144,13 +149,14 @@ RESET_BUGS = (
 
 
 def is_green(case):
-    dtype = torch.bfloat16 if case is ONE else torch.float32
+    dtype = torch.bfloat16 if case in (ONE, TWO_TILES) else torch.float32
     if isinstance(case, str):
         judged = rule.step_verdicts(channel_cases.STEPS[case], dtype, "triton", DEVICE)
     else:
         judged = rule.verdicts(case, dtype, "triton", DEVICE)
     return all(
-        verdict.passed and verdict.baseline < (0.1 if case is ONE else 1e-4) for verdict in judged
+        verdict.passed and verdict.baseline < (1e-4 if dtype == torch.float32 else 0.1)
+        for verdict in judged
     )
 
 
@@ -163,10 +169,93 @@ def test_a_planted_bug_turns_parity_red(name, place, line, mistake, case):
 
 
 @pytest.mark.parametrize(
-    "case", [WHOLE, PLAIN, GATES, BOUND, PACKED, DOCUMENTS, ONE, STEP], ids=str
+    "case",
+    [WHOLE, PLAIN, GATES, BOUND, PACKED, DOCUMENTS, ONE, TWO_TILES, STEP],
+    ids=str,
 )
 def test_parity_is_green_without_them(case):
     assert is_green(case)
+
+
+# a gate's bound, A_log, and x: exp(A_log) x is infinite, and g is -inf
+ENDS = {"with a bound": (-5.0, 80.0, 1e5), "softplus": (None, 100.0, 3.0)}
+
+
+def gradients_at_the_ends(name, dtype):
+    """Returns those of g, A_log and dt_bias where every gate is at an end."""
+    lower_bound, rate, x = ENDS[name]
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 20, 1, 16, generator=make).to(DEVICE, dtype) for _ in range(3))
+    signs = torch.randn(1, 20, 1, 16, generator=make).sign()
+    a, A_log, dt_bias = (
+        y.to(DEVICE).requires_grad_()
+        for y in (x * signs, torch.full((1,), rate), torch.zeros(1, 16))
+    )
+    o, _ = kimi_delta_attention(
+        q,
+        k,
+        v,
+        a,
+        torch.full((1, 20, 1), 0.5, dtype=dtype, device=DEVICE),
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        use_gate_in_kernel=True,
+        use_qk_l2norm_in_kernel=True,
+        backend="triton",
+    )
+    return torch.autograd.grad(o.float().square().sum(), (a, A_log, dt_bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ENDS)
+def test_gates_at_their_ends_have_no_gradients(name, dtype):
+    assert all(y.abs().max() < 1e-6 for y in gradients_at_the_ends(name, dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "mistake"),
+    [
+        ("with a bound", "tl.minimum(tl.maximum(b_y, -100.0), 100.0)", "b_y"),
+        ("softplus", "kept = b_g > RESET", "kept = b_g > -1e30"),
+    ],
+    ids=["infinity times 0", "a reset has a gradient"],
+)
+def test_a_bug_planted_at_the_ends_of_gates_is_seen(name, line, mistake):
+    with planted(Bug(name, GATE, line, mistake, "")):
+        assert any(y.isnan().any() for y in gradients_at_the_ends(name, torch.float32))
+
+
+def error_from_a_large_state():
+    """Returns how far a float16 call is from PyTorch's; its states are beyond float16's range."""
+    x, results = inputs(WHOLE, torch.float16).to(DEVICE), []
+    assert x.initial_state is not None
+    for backend in ("triton", "chunked"):
+        leaves = [y.detach().requires_grad_() for y in (x.q, x.k, x.v, x.g, x.beta)]
+        _, state = kimi_delta_attention(
+            *leaves, initial_state=1e6 * x.initial_state, output_final_state=True,
+            use_qk_l2norm_in_kernel=True, backend=backend,
+        )  # fmt: skip
+        assert state is not None
+        results.append((state, *torch.autograd.grad(state.square().mean().sqrt(), leaves[3:])))
+    return max(((y - z).norm() / z.norm()).item() for y, z in zip(*results, strict=True))
+
+
+def test_float16_has_states_beyond_its_range():
+    assert error_from_a_large_state() < 0.01
+    with planted(Bug("", WIDEN, "call.q.dtype != torch.float16", "True", "")):
+        assert not error_from_a_large_state() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_saved_tensors_have_the_declared_shapes_and_dtypes(dtype, monkeypatch):
+    """A compiled graph is told them before the call; float16 is computed in float32."""
+    monkeypatch.setattr(rule_adapter, "KEPT_BYTES", 2**30)
+    monkeypatch.setattr(rule_adapter, "FIXED_SHAPES", SimpleNamespace(get=lambda: True))
+    x = inputs(WHOLE, dtype)
+    call = Rule(x.q, x.k, x.v, x.g, x.beta, initial_state=x.initial_state, l2norm=True)
+    saved = triton_adapter.forward(call, save=True)[2]
+    assert [(tuple(y.shape), y.dtype) for y in saved] == triton_adapter.saved_shapes(call)
 
 
 def test_float64_is_refused_with_what_is_computed():
@@ -244,6 +333,25 @@ def test_a_broken_promise_of_a_safe_gate_stays_finite():
     )
     gradients = torch.autograd.grad(o.float().square().sum(), leaves)
     assert all(y.isfinite().all() for y in (o, *gradients))
+
+
+@compiled
+def test_gluon_leaves_keys_as_they_are_that_the_call_does_not_normalize(monkeypatch):
+    x = inputs(replace(BOUNDED, norm="unit"), torch.bfloat16).to(DEVICE)
+
+    def error():
+        o, judge = (
+            kimi_delta_attention(
+                x.q / 2, x.k / 2, x.v, x.g, x.beta, A_log=x.A_log, dt_bias=x.dt_bias,
+                lower_bound=-5.0, use_gate_in_kernel=True, backend=backend,
+            )[0].float()
+            for backend in ("triton", "chunked")
+        )  # fmt: skip
+        return (o - judge).norm() / judge.norm()
+
+    assert error() < 0.02
+    with planted(Bug("", f"{KERNELS}fwd:prepare", "l2norm and hopper.takes", "hopper.takes", "")):
+        assert error() > 0.1
 
 
 @compiled

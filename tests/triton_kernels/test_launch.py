@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from delta_trn.backends.gated_delta_rule import triton_adapter
+from delta_trn.triton_kernels.hopper.prepare import heads_together
 from delta_trn.triton_kernels.launch import TABLE, Card, Tile, adjust, assume, config
 
 
@@ -84,6 +85,11 @@ def test_launches_are_those_of_the_tensors_gpu(monkeypatch):
     find = triton_adapter.card_of.__wrapped__
     assert find(torch.device("cuda", 1)) == Card(8, 142)
     assert find(torch.device("cpu")) is None
+
+
+def test_two_value_heads_share_a_program_where_a_key_head_has_an_even_number():
+    pairs = {(16, 32): 2, (16, 64): 2, (2, 8): 2, (16, 48): 1, (16, 16): 1, (1, 3): 1, (3, 18): 2}
+    assert {heads: heads_together(*heads) for heads in pairs} == pairs
 
 
 def test_where_no_gpu_is_launches_are_those_of_the_one_assumed():

@@ -153,3 +153,5 @@ def test_no_kernel_is_compiled_again_for_another_length(parts, compiled_for, mon
         assert keys or parts, f"{module.__name__}.{name} is launched by nothing here"
         for form, found in keys.items():
             assert len(found) == 1, f"{module.__name__}.{name} with {form} was compiled for {found}"
+            told = next(iter(found))  # no release's default decides how a kernel rounds
+            assert "('enable_fp_fusion', True)" in told, f"{module.__name__}.{name}: {told}"

@@ -32,7 +32,7 @@ from tools.estimate import channel_layer, choices, layer_peers, layers, machine,
 from tools.estimate.estimates import UNCERTAINTY, Estimate, Estimator
 from tools.estimate.published import compare
 from tools.estimate.simulate import simulator
-from tools.estimate.work import SHAPES, launches
+from tools.estimate.work import SHAPES, bytes_alone, launches
 
 RECORDED = Path(__file__).with_name("recorded.json")
 # a kernel may become this much slower, and this much faster without a new record
@@ -91,6 +91,7 @@ def rows_of(shape: str, *, with_peer: bool = False) -> list[Row]:
         ours, theirs = channel_layer.ours(shape), channel_layer.peers
     else:
         ours, theirs = launches(SHAPES[shape]), partial(peer.launches, SHAPES[shape])
+        floor = bytes_alone(SHAPES[shape]) if SHAPES[shape].rule else ()
     rows = [row(shape, "ours", estimator.estimate(launch)) for launch in ours]
     rows += [row(shape, "bytes alone", estimator.estimate(launch)) for launch in floor]
     if with_peer:
@@ -137,12 +138,14 @@ def table(rows: list[Row], device: str = "h200") -> Iterator[str]:
         yield from what_pytorch_moves(rows)
     if rows[0].shape in layers.NAMES:
         yield from kernel_by_kernel(rows)
-    elif len(sums) == 2:
-        ours, other = sums.values()
-        ratios = [theirs / our for our, theirs in zip(ours, other, strict=True)]
-        yield "{} over ours: forward {:.2f}, backward {:.2f}, together {:.2f} (estimated)".format(
-            list(sums)[1], *ratios
-        )
+    else:
+        for of in list(sums)[1:]:
+            ratios = [other / our for our, other in zip(sums["ours"], sums[of], strict=True)]
+            yield (
+                "{} over ours: forward {:.2f}, backward {:.2f}, together {:.2f} (estimated)".format(
+                    of, *ratios
+                )
+            )
     if device == "h200":
         yield from compare(rows[0].shape, *sums["ours"][:2])
 

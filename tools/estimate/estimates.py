@@ -82,7 +82,8 @@ class Estimator:
             f"{variant.function} {variant.tile} "
             f"{sorted((n, str(v)) for n, v in variant.values.items())}"
         )
-        key += f" {variant.multiples}"
+        # types alone tell a state in bfloat16 from one in float32
+        key += f" {variant.multiples} {variant.signature('bf16')}"
         if key not in self._codes:
             self._codes[key] = compile_code(variant)
         code = self._codes[key]

@@ -74,7 +74,7 @@ class Launch:
 
     variant     None: `count` kernels of PyTorch's or of another project's, of which only the bytes
                 count
-    written     bytes that it writes, where `layers` asks what its bytes alone take
+    written     bytes that it writes, where it is asked what its bytes alone take
     """
 
     name: str
@@ -121,6 +121,16 @@ def launches(shape: Shape) -> Iterator[Launch]:
     yield from calls.sums()
 
 
+def bytes_alone(shape: Shape) -> Iterator[Launch]:
+    """Yields the same of Kimi Delta Attention, of which only the bytes count: no kernel that reads
+    and writes them once takes less.
+    """
+    for x in launches(shape):
+        if x.variant is not None:
+            x = replace(x, variant=None, work=Work(0, x.work.load_bytes + x.written))
+        yield x
+
+
 class _Calls:
     """Makes the launches of one shape."""
 
@@ -129,15 +139,14 @@ class _Calls:
         heads = shape.sequences * shape.HV
         self.row = config(shape.K, shape.V, itemsize=ITEM, heads=heads, rule=shape.rule)
         # kernel -> what the options of its variants for this many heads end with
+        kernels = ("kimi_scan", "kimi_reverse") if shape.rule else ("scan", "reverse_scan")
         self.heads = {
             kernel: next(
-                x for x, tile in by_heads(name, shape.K, shape.V, ITEM).items() if tile == own
+                x
+                for x, tile in by_heads(name, shape.K, shape.V, ITEM, shape.rule).items()
+                if tile == getattr(self.row, name)
             )
-            for kernel, name, own in (
-                ("scan", "scan", self.row.scan),
-                ("reverse_scan", "reverse", self.row.reverse),
-            )
-            if not shape.rule
+            for kernel, name in zip(kernels, ("scan", "reverse"), strict=True)
         }
         # whether Hopper's kernel makes the gradients, which adds those of a key's value heads
         self.adds_heads = self.row.prepare.gluon and shape.K == shape.V == hopper_gradients.SIZE
@@ -288,25 +297,30 @@ class _Calls:
         tiles, given = self._tiles(self.row.products.columns), 2 * (self.keys + scaled)
         prepare = Work(programs, given + self.factor, (-(-shape.K // 64),), (), self.mask)
         multiply = Work(programs, 4 * self.values + 2 * self.states, (tiles,), (), self.mask)
-        slices = gradients_hopper.count_slices(shape.K)
+        slices = gradients_hopper.slices_of_32(shape.K)
         gradients = Work(programs, given + 3 * scaled + 2 * self.P, (slices,), (), self.mask)
-        columns = self.row.scan.columns  # and the reverse scan's
-        scan = self._serial(
-            columns, self._tiles(columns), 3 * scaled + self.values + self.T + self.P
+        scan, reverse = (
+            self._serial(columns, self._tiles(columns), 3 * scaled + self.values + self.T + self.P)
+            for columns in (self.row.scan.columns, self.row.reverse.columns)
         )
         copies = tile("kimi_copies", shape.K)
         across = -(-shape.K // copies.columns)
         copy = Work(programs * across, given + 3 * self.factor, (), (), self.mask)
         bounded = f"{layout}, gates with a bound"
-        for name, backward, kernel, options, work in (
-            ("prepare", False, "prepare_hopper", bounded, prepare),
-            ("scan", False, "scan", "dense", scan),
-            ("scaled copies again", True, "copies", bounded, copy),
-            ("reverse scan", True, "reverse", "dense", scan),
-            ("products", True, "products", "dense", multiply),
-            ("gradients", True, "gradients_hopper", bounded, gradients),
+        # what each writes: of channels, one number for each chunk, in float32
+        channels = 4 * programs * shape.K
+        prepared = 3 * scaled + self.T + self.P + 9 * self.factor + channels
+        combined = 2 * (self.keys if shape.H == shape.HV else 2 * scaled)  # dq and dk
+        found = 3 * scaled + self.values + 2 * self.P + channels + self.factor
+        for name, backward, kernel, options, work, written in (
+            ("prepare", False, "prepare_hopper", bounded, prepare, prepared),
+            ("scan", False, "scan", "dense", scan, 2 * self.values + self.states),
+            ("scaled copies again", True, "copies", bounded, copy, 3 * scaled),
+            ("reverse scan", True, "reverse", "dense", reverse, self.values + self.states),
+            ("products", True, "products", "dense", multiply, found),
+            ("gradients", True, "gradients_hopper", bounded, gradients, combined + 2 * scaled),
         ):
             module = modules[backward and kernel != "copies"]
             variant = self._variant(module, options, f"kimi_{kernel}")
-            yield Launch(name, backward, variant, work)
+            yield Launch(name, backward, variant, work, written=written)
         yield Launch("sums of gates", True, None, Work(0, 4 * programs * (shape.K + 1)), count=4)

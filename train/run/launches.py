@@ -28,11 +28,16 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def require_recordable(config: RunConfig, world: int) -> None:
-    """Raises ConfigError for a run that divides layers or weights among processes.
-
-    One process alone cannot tell what they launch.
+    """Raises ConfigError for a run whose launches one process cannot tell before it runs: one that
+    divides layers or weights among processes, or that torch.compile makes kernels of.
     """
     require_divisible(config, world)
+    if config.compile:
+        raise ConfigError(
+            "compile=true: PyTorch makes kernels of the whole step, and which they are is known "
+            "only on the GPU; warm up with compile=false for those of ours, and let the run "
+            "compile PyTorch's when it starts"
+        )
     parts = config.distribution
     if world > 1 and (parts.mode == "fsdp" or parts.tensor * parts.context > 1):
         raise ConfigError(
@@ -52,7 +57,7 @@ def launch_run(
     require_recordable(config, world)
     layout = layout_of(config, world)
     batch = config.batch.model_copy(update={"sequences": layout.sequences, "micro": layout.micro})
-    own: dict[str, Any] = {"batch": batch, "device": "cuda", "compile": False}
+    own: dict[str, Any] = {"batch": batch, "device": "cuda"}
     own["distribution"] = DistributionSection()
     alone = {name: x for name, x in os.environ.items() if name not in TORCHRUN}
     with (

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from delta_trn.triton_kernels.launch import Tile
+
 
 @triton.jit
 def double_kernel(x, y, n, BLOCK: tl.constexpr):
@@ -13,4 +15,5 @@ def double_kernel(x, y, n, BLOCK: tl.constexpr):
 
 def double(x, y):
     """Launches `double_kernel` on at most 128 elements."""
-    double_kernel[(1,)](x, y, x.shape[0], BLOCK=128)  # type: ignore[arg-type]
+    launch = Tile(128, 4, 1)
+    double_kernel[(1,)](x, y, x.shape[0], BLOCK=launch.columns, **launch.options())  # type: ignore[arg-type]

@@ -90,7 +90,14 @@ from delta_trn.triton_kernels.tiles import (
     scale_by_exp,
     sigmoid,
 )
-from delta_trn.triton_kernels.variants import Variant, channel_rows_of, layouts, of_tile, rows_of
+from delta_trn.triton_kernels.variants import (
+    Variant,
+    by_heads,
+    channel_rows_of,
+    layouts,
+    of_tile,
+    rows_of,
+)
 
 TYPES = {
     "*x": "q k v do S U dY dS dP dkk OS YS US dv",
@@ -506,7 +513,7 @@ def gradients(
         hopper.gradients_kernel[grid](
             *arguments,
             H=H,
-            SLICES=hopper.count_slices(K),
+            SLICES=hopper.slices_of_32(K),
             NORM=l2norm and H == HV,
             **sizes,
             **tile("kimi_hopper_gradients", K).options(),
@@ -537,21 +544,20 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
     sizes |= {"TILES": 2, "DOT": row.dot} | channel_rows_of(2, 4, K, V)
     for layout, tables in layouts(quick).items():
         states = ("dstate", "initial_state", "dinitial_state", "carry") if layout == "dense" else ()
-        values, launch = sizes | tables | dict.fromkeys(states), row.reverse
+        values = sizes | tables | dict.fromkeys(states)
         own = (
             sizes
             | tables
-            | of_tile(launch)
             | dict.fromkeys(("units", "writes"))
             | rows_of(4, 4, K, V)
             | dict.fromkeys(("QR", "KR"), 4 * K)
         )
         absent = ("dstate", "initial_state", "S", "U", "dY", "dS", "carry")
         for use, missing in {"": states, " segments": absent}.items():
-            form = own | dict.fromkeys(missing)
-            yield Variant(
-                "kimi_reverse", layout + use, rule.reverse_scan_kernel, rule.TYPES, launch, form
-            )
+            for heads, launch in by_heads("reverse", K, V, itemsize, rule="kimi_").items():
+                form = own | dict.fromkeys(missing) | of_tile(launch)
+                name, kernel = layout + use + heads, rule.reverse_scan_kernel
+                yield Variant("kimi_reverse", name, kernel, rule.TYPES, launch, form)
         launch = row.products
         own = values | {"BV": launch.columns, "PIPELINED": launch.stages > 1}
         yield Variant("kimi_products", layout, products_kernel, TYPES, launch, own)
@@ -570,7 +576,7 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
             }
             for use, H, types in (("", 4, given), (", groups", 2, TYPES)):
                 own = sizes | tables | arguments | channel_rows_of(H, 4, K, V)
-                own |= {"SLICES": hopper.count_slices(K), "NORM": H == 4}
+                own |= {"SLICES": hopper.slices_of_32(K), "NORM": H == 4}
                 if H == 4:  # dq and dk are then those of the layer, side by side
                     own |= {"DQR": own["QR"], "DKR": own["KR"]}
                 kernel, launch = hopper.gradients_kernel, tile("kimi_hopper_gradients", K)

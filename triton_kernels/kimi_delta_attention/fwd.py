@@ -58,6 +58,7 @@ from delta_trn.triton_kernels.launch import (
 )
 from delta_trn.triton_kernels.tiles import (
     LOG2E,
+    RESET,
     ROWS,
     accumulate,
     exp2_of_words,
@@ -74,6 +75,7 @@ from delta_trn.triton_kernels.variants import (
     GATE_ARGUMENTS,
     PACKED_ARGUMENTS,
     Variant,
+    by_heads,
     channel_rows_of,
     layouts,
     of_tile,
@@ -244,7 +246,8 @@ def copies_kernel(
 ):
     """Computes qg, kg and kl once more, of `rows`: three tensors that need not be kept for backward.
 
-    One program per (chunk, value head, BK channels).
+    One program per (chunk, value head, BK channels). lower_bound, with A_log None: a given g counts
+    as `hopper` has it, which is at least that, or a reset where the head's first channel is -inf.
     """
     SLICES: tl.constexpr = (K + BK - 1) // BK
     pid = tl.program_id(0).to(tl.int64)
@@ -262,9 +265,12 @@ def copies_kernel(
     b_k = tl.load(k + start * KR + i_q + o_c[:, None] * KR + o_k[None, :], mask=m, other=0.0)
     p_g = start * GR + i_h * K + o_c[:, None] * GR + o_k[None, :]
     rate = None if A_log is None else load_rate(A_log, lower_bound, i_h)
-    b_g, _ = load_decays(
+    b_g, b_x = load_decays(
         g, rate, dt_bias, lower_bound, p_g, i_h * K + o_k[None, :], m, m_k[None, :]
     )
+    if A_log is None and lower_bound is not None:
+        b_first = tl.load(g + start * GR + i_h * K + o_c * GR, mask=m_t, other=0.0).to(tl.float32)
+        b_g = tl.where((b_first == -float("inf"))[:, None], RESET, tl.maximum(b_x, lower_bound))
     b_g = forget_before(b_g, position, start, o_c, m_t)
     b_q = b_q.to(tl.float32) * (scale * tl.load(p_rows + 2 * C))[:, None]
     b_k = b_k.to(tl.float32) * tl.load(p_rows + 3 * C)[:, None]
@@ -437,7 +443,7 @@ def prepare(
     sizes |= {"QR": row_stride(q), "KR": row_stride(k), "GR": row_stride(g), "BR": row_stride(beta)}
     if takes:
         hopper.prepare_kernel[(chunks.count * HV,)](
-            *arguments, SLICES=hopper.count_slices(K), **sizes
+            *arguments, SLICES=hopper.slices_of_64(K), **sizes
         )
         return
     prepare_kernel[(chunks.count * HV,)](
@@ -459,12 +465,19 @@ def copy(
     kg,
     kl,
     scale,
+    l2norm,
     lower_bound,
     chunks: Chunks,
     config: Config,
 ):
-    """Launches `copies_kernel`: fills qg, kg and kl of what `prepare` left in rows."""
+    """Launches `copies_kernel`: fills qg, kg and kl of what `prepare` left in rows.
+
+    l2norm, lower_bound: as `prepare` took them, so that both make the same of g.
+    """
     H, K, HV = q.shape[2], q.shape[3], g.shape[2]
+    if A_log is None:  # only `hopper` holds a given g to its promise
+        takes = l2norm and hopper.takes(q, k, g, lower_bound, config)
+        lower_bound = hopper.SAFE.value if takes else None
     launch = tile("kimi_copies", K)
     copies_kernel[(chunks.count * HV * -(-K // launch.columns),)](
         q,
@@ -480,7 +493,7 @@ def copy(
         chunks.start,
         chunks.length,
         scale,
-        None if A_log is None else lower_bound,
+        lower_bound,
         chunks.tokens,
         chunks.per_sequence,
         H=H,
@@ -524,9 +537,8 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         "C": row.C,
     }
     sizes |= {"L2NORM": True, "DOT": row.dot} | channel_rows_of(2, 4, K, V)
-    launch = row.scan
-    own = sizes | rows_of(4, 4, K, V) | of_tile(launch) | dict.fromkeys(("QR", "KR"), 4 * K)
-    own |= {"units": None, "STAGES": launch.stages}
+    scans = by_heads("scan", K, V, itemsize, rule="kimi_")
+    own = sizes | rows_of(4, 4, K, V) | dict.fromkeys(("QR", "KR"), 4 * K) | {"units": None}
     for layout, tables in layouts_of(quick).items():
         for form, arguments in gates_of(quick).items():
             values = sizes | tables | arguments
@@ -538,8 +550,12 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
             yield Variant(
                 "kimi_copies", f"{layout}, {form}", copies_kernel, TYPES, copies, own_copies
             )
+            if form == "gates given" and row.prepare.gluon:
+                own_copies = {n: x for n, x in own_copies.items() if n != "lower_bound"}
+                name = f"{layout}, gates promised"
+                yield Variant("kimi_copies", name, copies_kernel, TYPES, copies, own_copies)
             if form != "gates made" and row.prepare.gluon:
-                values |= {"SLICES": hopper.count_slices(K)}
+                values |= {"SLICES": hopper.slices_of_64(K)}
                 yield Variant(
                     "kimi_prepare_hopper", f"{layout}, {form}", hopper.prepare_kernel, TYPES,
                     row.prepare, values,
@@ -548,5 +564,8 @@ def variants(K: int, V: int, itemsize: int, quick: bool):
         states = ("initial_state", "final_state") if layout == "dense" else ()
         uses = {"": ("transition", *states), " segments": ("initial_state", "o", "S", "U")}
         for use, absent in uses.items():
-            values = own | tables | dict.fromkeys(absent)
-            yield Variant("kimi_scan", layout + use, rule.scan_kernel, rule.TYPES, launch, values)
+            for heads, launch in scans.items():
+                values = own | tables | dict.fromkeys(absent) | of_tile(launch)
+                values |= {"STAGES": launch.stages}
+                name = layout + use + heads
+                yield Variant("kimi_scan", name, rule.scan_kernel, rule.TYPES, launch, values)

@@ -48,7 +48,7 @@ from delta_trn.triton_kernels.kimi_delta_attention.prepare_hopper import (
 from delta_trn.triton_kernels.launch import Config
 from delta_trn.triton_kernels.tiles import LN2, LOG2E, ROWS
 
-__all__ = ["adds_norms", "count_slices", "gradients_kernel", "takes"]
+__all__ = ["adds_norms", "gradients_kernel", "slices_of_32", "takes"]
 
 
 def adds_norms(q, k, g, lower_bound, config: Config) -> bool:
@@ -56,8 +56,10 @@ def adds_norms(q, k, g, lower_bound, config: Config) -> bool:
     return g.shape[2] == q.shape[2] and takes(q, k, g, lower_bound, config)
 
 
-def count_slices(K: int) -> int:
-    """Returns the slices of 32 channels that the kernel takes one after the other."""
+def slices_of_32(K: int) -> int:
+    """Returns how many slices of 32 channels the kernel takes one after the other;
+    prepare_hopper's have 64.
+    """
     return -(-K // N.value)
 
 

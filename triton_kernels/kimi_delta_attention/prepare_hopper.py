@@ -75,8 +75,8 @@ def takes(q, k, g, lower_bound, config: Config) -> bool:
     return bounded and copied and compiles(config)
 
 
-def count_slices(K: int) -> int:
-    """Returns the slices of 64 channels that the kernel takes one after the other."""
+def slices_of_64(K: int) -> int:
+    """Returns how many slices of 64 channels the kernel takes one after the other."""
     return -(-K // 64)
 
 
