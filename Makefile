@@ -1,7 +1,8 @@
 # delta-trn. Every target installs what it needs into .venv; nothing else on the machine is touched.
+# How long each takes stands in docs/backends-and-parity.md, under Testing.
 #
 #   make train      train a small muP Gated DeltaNet on real text, and generate from it
-#   make test       the test suite (8 minutes on 2 cores, no accelerator); of one folder: make test ARGS=tests/models
+#   make test       the test suite, without an accelerator; of one folder: make test ARGS=tests/models
 #   make emulate    Triton's kernels compiled for sm_90 and run by an emulator of their PTX, with its checks (no GPU);
 #                   for another GPU: DELTA_TRN_EMULATED=80, 86, 89 or 120 make emulate; PART=1/3 make emulate: a third
 #   make lint       ruff and pyright
@@ -15,7 +16,7 @@
 #                   (50) of each of 8 operations; what was red before comes first
 #   make test-cpus  the test suite on every instruction set of this CPU, with one and two threads, and with other products
 #   make compile    compile every configuration of the Triton kernels for sm_90, and some for sm_80, 86, 89 and 120,
-#                   with bounds on what each needs and on the estimated time of those that matter most (no GPU, 40 minutes);
+#                   with bounds on what each needs and on the estimated time of those that matter most (no GPU);
 #                   PART=2/4 make compile: the second of four parts
 #   make compile-triton TRITON=3.9.0  a part of it with another Triton, beside the installed one
 #   make test-lm-eval  lm-eval on an exported model: the command of docs/export.md (0.3 GB beside .venv)

@@ -258,7 +258,6 @@ def _explain(call: Call, name: str | None, default: Selection, candidates: list[
     return "\n".join([f"no backend can run {call}:", *lines])
 
 
-@torch.compiler.assume_constant_result
 def choose_name(
     op: str,
     device: str,
@@ -283,6 +282,11 @@ def choose_name(
         return choose(call, name, Selection(default, allow)).name
     candidates = _candidates(call, name, Selection(default))
     return next((backend.name for backend in candidates if not backend.refusals(call)), None)
+
+
+# what torch.compiler.assume_constant_result does, which first imports torch's compiler: as long
+# again as torch itself
+choose_name._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @cache
