@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -21,6 +20,7 @@ from delta_trn.train.run import setup
 from delta_trn.train.watch.metrics import MEASURED, read
 from tests.support.corpus import prepare_text
 from tests.support.tiny_models import ORDINARY
+from tests.support.warm import WARM
 
 # A run that sums in another order may end this many times as far off as the controls do, since
 # three are few: on three instruction sets (ATEN_CPU_CAPABILITY default, avx2, avx512), nine other
@@ -32,20 +32,6 @@ ONE_SUM = ORDINARY * 2**-24
 # matrices of 16 rows gain nothing from threads, and pytest-xdist already uses the cores
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)
-
-# children fork from a process that has imported everything, so that a kill hits training and not
-# imports
-WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(
-    [
-        "delta_trn.models.mup",
-        "delta_trn.backends.gated_delta_rule.chunked",
-        "delta_trn.train.commands.run",
-        "delta_trn.train.commands.resume",
-        "delta_trn.train.run.loop",
-        "delta_trn.train.watch.loss_plot",
-    ]
-)
 
 
 def make_text() -> str:

@@ -14,6 +14,7 @@ import torch
 from delta_trn.backends.parity.tables import MEDIAN, MOST
 from nki_simulator import Numerics, language, record
 from nki_simulator.core.tables import LOAD_US
+from tests.support.warm import run_python
 from tools import first_hour_chain as chain
 from tools import first_hour_trn1 as hour
 
@@ -27,12 +28,8 @@ STAGES = [
 def rows(tmp_path_factory):
     """Returns the lines of a dry run by stage, and what it printed."""
     lines = tmp_path_factory.mktemp("hour") / "trn1.jsonl"
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.first_hour_trn1", "--dry", "--json", str(lines)],
-        cwd=hour.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
+    done = run_python(
+        ["-m", "tools.first_hour_trn1", "--dry", "--json", lines], cwd=hour.ROOT, timeout=280
     )
     assert done.returncode == 0, done.stderr
     return {row["stage"]: row for row in map(json.loads, lines.read_text().splitlines())}, done

@@ -6,9 +6,7 @@ What could crash the process runs in another one: `python -m tests.backends.oper
 CHECK`.
 """
 
-import os
 import re
-import subprocess
 import sys
 import traceback
 from collections import Counter
@@ -35,6 +33,7 @@ from delta_trn.backends import (
     stand_ins,
 )
 from tests.backends import test_operator
+from tests.support.warm import run_python
 
 B, T, H, K, V = 2, 3, 2, 4, 3
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # in make_fx
@@ -176,13 +175,8 @@ APART = {"fake": check_fake, "wrapped": check_wrapped, "mute": check_mute, "divi
 
 def test_tensors_without_memory_do_not_reach_a_kernel():
     """A crash of the other process is a failure here."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.backends.operator.test_stand_ins"],
-        cwd=Path(__file__).parents[3],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=240,
+    ran = run_python(
+        ["-m", "tests.backends.operator.test_stand_ins"], cwd=Path(__file__).parents[3], timeout=240
     )
     assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
     expected = [f"{check} {name}: right" for check in APART for name in operations()]
