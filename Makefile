@@ -52,11 +52,12 @@ train: $(READY)
 test test-cpus: export OMP_WAIT_POLICY = PASSIVE
 test test-cpus: export GOMP_SPINCOUNT = 0
 test test-cpus: export KMP_BLOCKTIME = 0
-# Four processes on two cores: some tests wait, for a process that ends or a lock that is freed.
+# Three processes on two cores: some tests wait, for a process that ends or a lock that is freed. A fourth would import
+# and collect everything once more, which takes longer than what it saves.
 # pytest exits with 5 where it finds no test: a folder may have none that runs alone.
 test: SERIAL = $(shell grep -rl mark.serial tests packages)
 test: $(READY)
-	$(RUN) -m pytest -n 4 --dist worksteal -m "not slow and not serial" $(ARGS)
+	$(RUN) -m pytest -n 3 --dist worksteal -m "not slow and not serial" $(ARGS)
 	$(RUN) -m pytest -m "serial and not slow" $(or $(ARGS),$(SERIAL)) $(if $(ARGS),|| test $$? -eq 5)
 
 # Both run, also where the first finds something.
