@@ -5,8 +5,12 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from tests import conftest
 
 ROOT = Path(__file__).parents[2]
 # stands for make: writes down what it was called with, and does what a file of the target's name says
@@ -15,8 +19,8 @@ echo "$1 DRY=$DRY PART=$PART" >> "$CALLS"
 case $1 in */.ready) [ ! -e "$FAULTS/$1" ] || exit 1; mkdir -p "${1%/.ready}"; : > "$1"; exit;; esac
 [ ! -e "$FAULTS/$1" ] || . "$FAULTS/$1"
 """
-TARGETS = ["test", "lint", "measure", "test-lm-eval", "test-trl", "test-fresh", "test-xla", "compile",
-           "emulate"]  # fmt: skip
+TARGETS = ["test", "lint", "measure", "measure-trn1", "test-lm-eval", "test-trl", "test-fresh",
+           "test-xla", "compile", "emulate"]  # fmt: skip
 
 
 class Checkout:
@@ -81,7 +85,7 @@ def test_it_is_green_where_every_target_passed(checkout):
     assert set(outcomes.values()) == {"passed", "installed"}
     assert "measure DRY=1 PART=" in checkout.calls
     # 7 commits: another part of each with the next commit
-    assert "compile DRY= PART=4/4" in checkout.calls
+    assert "compile DRY= PART=2/6" in checkout.calls
     assert "emulate DRY= PART=2/3" in checkout.calls
 
 
@@ -122,3 +126,26 @@ def test_what_the_machine_has_no_room_or_no_packages_for_is_skipped_in_words(che
     assert outcomes["test-trl"] == "skipped: what it needs could not be installed within 120 s"
     made = [call.split()[0] for call in checkout.calls]
     assert not {"test-xla", ".venv-xla/.ready", "test-fresh", "test-trl"} & set(made)
+
+
+def part(text: str, names: list[str]) -> tuple[list[str], list[str]]:
+    """Returns which tests a part keeps of `names`, and which pytest is told to have left out."""
+    left: list[str] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: left.extend(items))
+    config: Any = SimpleNamespace(getoption=lambda name: text, hook=hook)
+    conftest.pytest_collection_modifyitems(config, names)
+    return names, left
+
+
+def test_parts_of_the_tests_are_all_of_them_each_once():
+    names = [f"test_{i}" for i in range(8)]
+    kept = [part(f"{i}/3", [*names]) for i in (1, 2, 3)]
+    assert kept[1] == (["test_1", "test_4", "test_7"], [n for n in names if n[-1] not in "147"])
+    assert sorted(name for some, _ in kept for name in some) == names
+    assert part("1/1", [*names]) == (names, [])
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "3", "1/0", "a/b", "-1/2"])
+def test_what_is_no_part_is_refused(text):
+    with pytest.raises(pytest.UsageError, match=f"--part {text} is no part; expected I/N"):
+        part(text, ["test"])

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from delta_trn.train.__main__ import main
 from delta_trn.train.run import setup
 from delta_trn.train.watch.metrics import MEASURED, read
+from tests.support import warm
 from tests.support.corpus import prepare_text
 from tests.support.tiny_models import ORDINARY
-from tests.support.warm import WARM
 
 # A run that sums in another order may end this many times as far off as the controls do, since
 # three are few: on three instruction sets (ATEN_CPU_CAPABILITY default, avx2, avx512), nine other
@@ -90,7 +90,7 @@ def train(*arguments: object) -> str:
 
 def start(arguments: Sequence[object], log: Path) -> BaseProcess:
     """Starts `delta-trn ...` in a child process, with its output in `log`."""
-    process = WARM.Process(target=run_and_exit, args=([str(a) for a in arguments], str(log)))
+    process = warm.Process(target=run_and_exit, args=([str(a) for a in arguments], str(log)))
     process.start()
     return process
 

@@ -2,10 +2,11 @@
 and these imports are five seconds of a core, a fork is none.
 
 What such a process knows is what was imported, not what a test did: the one that it forks from has
-run nothing. Programs that ask what is imported, or that need Python's own switches, start Python.
+run nothing. There Triton was imported without its interpreter, so that these processes can compile
+kernels, and none can interpret them. Programs that ask what is imported, or that need Python's own
+switches, start Python.
 """
 
-import multiprocessing
 import os
 import runpy
 import subprocess
@@ -14,11 +15,26 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
 
-WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(
+
+class Process(ForkServerProcess):
+    """A process that forks from the warm one, which the first of them starts."""
+
+    def start(self) -> None:
+        interpreted = os.environ.pop("TRITON_INTERPRET", None)
+        try:
+            forkserver.ensure_running()
+        finally:
+            if interpreted is not None:
+                os.environ["TRITON_INTERPRET"] = interpreted
+        super().start()
+
+
+forkserver.set_forkserver_preload(
     [
         "delta_trn.models.mup",
         "delta_trn.backends.gated_delta_rule.chunked",
@@ -45,9 +61,7 @@ def run_python(
     with tempfile.TemporaryDirectory() as folder:
         outputs = [str(Path(folder, name)) for name in ("stdout", "stderr")]
         variables = dict(os.environ if env is None else env)
-        process = WARM.Process(
-            target=_run, args=(command, str(cwd or Path.cwd()), variables, *outputs)
-        )
+        process = Process(target=_run, args=(command, str(cwd or Path.cwd()), variables, *outputs))
         process.start()
         process.join(timeout)
         if process.exitcode is None:
