@@ -275,6 +275,12 @@ def test_beside_a_chip_the_model_is_asked_in_a_process_of_its_own(monkeypatch):
     """There the kernels of this process are AWS's, which leave no trace."""
     calls = [(f"{hour.RULE}fwd", {"T": 128, "H": 1, "K": 32, "V": 32})]
     here = hour.model_us(calls)
+
+    def run(words, *, cwd, env, **options):
+        assert words[0] == sys.executable and env["DELTA_TRN_NKI_RUNTIME"] == "simulator"
+        return run_python(words[1:], cwd=cwd, env=env)
+
+    monkeypatch.setattr(hour.subprocess, "run", run)
     monkeypatch.setattr(hour, "RUNTIME", "neuron")
     assert hour.model_us(calls) == here and here[0] > 1
     with pytest.raises(RuntimeError, match=r"the cost model failed: .*nothing_of_this_name"):
