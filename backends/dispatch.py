@@ -258,7 +258,6 @@ def _explain(call: Call, name: str | None, default: Selection, candidates: list[
     return "\n".join([f"no backend can run {call}:", *lines])
 
 
-@torch.compiler.assume_constant_result
 def choose_name(
     op: str,
     device: str,
@@ -285,7 +284,6 @@ def choose_name(
     return next((backend.name for backend in candidates if not backend.refusals(call)), None)
 
 
-@torch.compiler.assume_constant_result
 def is_offered(op: str, device: str, name: str | None, default: str | None) -> bool:
     """Returns whether a backend that may be chosen has an operation for tensors of a device,
     whatever their sizes are.
@@ -293,6 +291,12 @@ def is_offered(op: str, device: str, name: str | None, default: str | None) -> b
     call = Call(op, device, torch.float32, {}, (), False, None)
     rows = [backend.rows.get(op) for backend in _candidates(call, name, Selection(default))]
     return any(row and (row.devices is None or device in row.devices) for row in rows)
+
+
+# What torch.compiler.assume_constant_result does, which first imports torch's compiler: as long
+# again as torch itself.
+choose_name._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+is_offered._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @cache

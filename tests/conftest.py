@@ -39,6 +39,11 @@ def pytest_addoption(parser):
     parser.addoption(
         "--fuzz", type=int, help="new random cases of each operation, on every backend"
     )
+    parser.addoption(
+        "--part",
+        default="1/1",
+        help="I/N: of the chosen tests every Nth, from the Ith on; N such parts are all of them",
+    )
     parser.addoption("--fuzz-blob", help="the one random case that hypothesis has printed")
     parser.addoption(
         "--other-products",
@@ -73,6 +78,19 @@ def choose_for_triton():
         raise pytest.UsageError(f"{driver.library().note}: no emulator; leave --emulate out")
     driver.install()
     return "compiled, in the emulator"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Leaves one part of what -m and -k have chosen."""
+    text = config.getoption("--part")
+    first, _, parts = text.partition("/")
+    if not (first.isdigit() and parts.isdigit() and 1 <= int(first) <= int(parts)):
+        raise pytest.UsageError(f"--part {text} is no part; expected I/N with I from 1 to N")
+    chosen = items[int(first) - 1 :: int(parts)]
+    others = [item for i, item in enumerate(items) if (i + 1 - int(first)) % int(parts)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = chosen
 
 
 def pytest_report_header(config):

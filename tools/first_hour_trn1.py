@@ -33,7 +33,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -561,6 +561,7 @@ def measure_step_seconds(dry: bool, sequences: int, **changes: str) -> float:
     return median([work(OURS) for _ in range(9)][2:])
 
 
+@cache
 def layer_kernels(dry: bool) -> float:
     """Returns the seconds that the model gives a layer's kernels for one sequence, both ways."""
     options = {**SHAPE, "T": 256} if dry else SHAPE

@@ -3,6 +3,7 @@
     python -m triton_kernels.compile_only [--quick] [--kernel NAME] [--dtype NAME] [--jobs N]
     [--json FILE]
         [--architecture N ...]     90 unless it says others; 100 needs Triton 3.9; 942 is AMD's gfx942
+        [--part I/N]               the configurations I, I + N, I + 2N, ... of all that are selected
 
 A row of the report: kernel, its two sizes, element type, options; registers and stack bytes per
 thread (a stack is spilled registers), shared memory per program, matrix instructions (HGMMA), those
@@ -293,6 +294,14 @@ def _compile_at(place: tuple[int, bool, int]) -> Row:
     )
 
 
+def _part(text: str) -> tuple[int, int]:
+    """Returns I and N of "I/N", with I from 1 to N."""
+    first, _, parts = text.partition("/")
+    if not (first.isdigit() and parts.isdigit() and 1 <= int(first) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; expected I/N with I from 1 to N")
+    return int(first), int(parts)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Compiles what the command line selects; returns 1 if a row exceeds a bound."""
     parser = argparse.ArgumentParser(
@@ -314,6 +323,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="processes (default: one per core)"
     )
+    parser.add_argument(
+        "--part", type=_part, default=(1, 1), metavar="I/N", help="every Nth, from the Ith on"
+    )
     parser.add_argument("--json", type=Path, help="write the rows here as well")
     options = parser.parse_args(arguments)
     kernels = dict.fromkeys(variant.kernel for *_, variant in variants(quick=options.quick))
@@ -327,6 +339,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
         if x.kernel in (options.kernel or kernels) and dtype in (options.dtype or ITEMSIZE)
     ]
+    first, parts = options.part
+    selected = selected[first - 1 :: parts]
     rows = []
     with ProcessPoolExecutor(options.jobs) as pool:
         for row in pool.map(_compile_at, selected):

@@ -350,7 +350,6 @@ def test_a_timed_pass_runs_forward_backward_or_both():
         assert calls == phase.split("+")
 
 
-@pytest.mark.serial
 def test_memory_of_a_pass_is_measured_in_a_fresh_process():
     """T = 2048, H = 1, K = V = 128: q, k, v and their gradients alone are 6 MiB."""
     ours = bench.memory("chunked", BY_NAME["long"], torch.float32, CPU)

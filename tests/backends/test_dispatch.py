@@ -257,12 +257,13 @@ def test_the_command_prints_one_short_row_per_operation_unless_it_is_asked_for_m
     assert "tensors are on" not in output and "delta-trn backends --all" in output
 
 
-def test_adapters_are_imported_at_their_first_call():
+def test_adapters_and_kernels_are_imported_at_their_first_call():
     code = (
-        "import sys, torch, delta_trn.backends\n"
+        "import sys, torch, delta_trn.backends, delta_trn.models\n"
         "rule = 'delta_trn.backends.gated_delta_rule.'\n"
         "kernels = 'delta_trn.triton_kernels'\n"
-        "assert rule + 'triton_adapter' not in sys.modules and kernels not in sys.modules\n"
+        "for name in (kernels, 'delta_trn.nki_kernels', 'torch_xla', rule + 'triton_adapter'):\n"
+        "    assert name not in sys.modules, name\n"
         "assert rule + 'recurrent' not in sys.modules\n"
         "x = torch.ones(1, 1, 1, 1)\n"
         "delta_trn.backends.gated_delta_rule(x, x, x, -x[..., 0], x[..., 0], backend='recurrent')\n"

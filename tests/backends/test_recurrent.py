@@ -120,7 +120,6 @@ def test_the_judge_agrees_with_hugging_face(form, name):
             assert verdict.passed, str(verdict)
 
 
-@pytest.mark.serial
 def test_the_judge_keeps_few_of_2048_states_in_memory():
     """2048 states in float64 are 268 MB; segments keep 32 + 64 of them,
     13 MB, beside 30 MB of inputs.

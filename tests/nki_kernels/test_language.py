@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.warm import run_python
+
 ROOT = Path(__file__).parents[2]
 # hides a package from find_spec, as where it is not installed
 HIDE = """
@@ -113,8 +115,6 @@ def test_what_needs_the_simulator_names_the_command_that_installs_it():
 
 
 def test_delta_trn_simulator_finds_our_kernels_by_their_last_name():
-    command = [sys.executable, "-m", "delta_trn", "simulator", "report", "short_convolution"]
-    done = subprocess.run(
-        [*command, "T=9,C=8"], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
+    command = ["-m", "delta_trn", "simulator", "report", "short_convolution", "T=9,C=8"]
+    done = run_python(command, cwd=ROOT, timeout=120)
     assert done.returncode == 0 and "lower bound" in done.stdout, done.stderr

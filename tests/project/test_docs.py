@@ -21,6 +21,7 @@ from delta_trn.__main__ import main
 from delta_trn.backends import dispatch
 from delta_trn.backends.bench import figures
 from tests.support.families import FAMILIES
+from tests.support.warm import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -107,15 +108,8 @@ def run_elsewhere(words: list[str], folder: Path, installed: Path) -> tuple[int,
     script = "import sys; sys.path[:1] = []; from delta_trn.__main__ import main; sys.exit(main())"
     paths = [str(installed), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, "-c", script, *words],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return done.returncode, done.stdout
+    done = run_python(["-c", script, *words], cwd=folder, env=environment)
+    return done.returncode, done.stdout + done.stderr
 
 
 def install(folder: Path, installed: Path) -> None:

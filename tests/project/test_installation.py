@@ -122,19 +122,6 @@ def test_the_description_of_the_wheel_is_the_readme_without_what_only_a_checkout
     assert re.findall(r"\]\((?!https://)", text) == [] and text.count("](https://") >= 2
 
 
-def test_every_installation_says_first_what_it_installs_and_how_long_that_takes():
-    """pip is told to be quiet, which for minutes looks like a command that hangs."""
-    rules = re.findall(
-        r"^\$\((\w+)\)(?:/\.ready)?:.*\n((?:\t.*\n)+)",
-        (ROOT / "Makefile").read_text(),
-        re.MULTILINE,
-    )
-    installing = {name: lines.splitlines() for name, lines in rules if "pip install" in lines}
-    assert installing.keys() == {"READY", "XLA", "NEURON", "EVAL", "TRL", "FRESH"}
-    for name, lines in installing.items():
-        assert re.match(r"\t@echo \"installing .* [GM]B, .*minute", lines[0]), name
-
-
 def test_importing_delta_trn_loads_neither_torch_nor_transformers(installed, elsewhere):
     code = (
         "import sys, delta_trn, nki_simulator\n"

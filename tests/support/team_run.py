@@ -1,13 +1,15 @@
 """Runs training on a few local processes as torchrun does, without its seconds of imports."""
 
 import os
+import runpy
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.support import tiny_run
+from tests.support import tiny_run, warm
 
 
 def start(
@@ -32,7 +34,7 @@ def start(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
         }
-        process = tiny_run.WARM.Process(
+        process = warm.Process(
             target=_run_rank,
             args=(variables, [str(a) for a in arguments], str(logs / f"rank-{rank}"), work),
         )
@@ -69,6 +71,17 @@ def train(
 ) -> None:
     """Runs training (or `work`) and asserts that it succeeds on every rank."""
     assert join(start(world, arguments, logs, work), logs) == [0] * world, read_logs(logs)
+
+
+def run_file(arguments: list[str], log: str) -> None:
+    """Calls `main` of a file with the arguments after its name, for `start`: what it returns is the
+    exit status.
+    """
+    tiny_run.redirect_output(log)
+    path, *words = arguments
+    status = runpy.run_path(path)["main"](words)
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def find_free_port() -> int:

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 from delta_trn.train.__main__ import main
 from delta_trn.train.run import setup
 from delta_trn.train.watch.metrics import MEASURED, read
+from tests.support import warm
 from tests.support.corpus import prepare_text
 from tests.support.tiny_models import ORDINARY
 
@@ -32,20 +32,6 @@ ONE_SUM = ORDINARY * 2**-24
 # matrices of 16 rows gain nothing from threads, and pytest-xdist already uses the cores
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)
-
-# children fork from a process that has imported everything, so that a kill hits training and not
-# imports
-WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(
-    [
-        "delta_trn.models.mup",
-        "delta_trn.backends.gated_delta_rule.chunked",
-        "delta_trn.train.commands.run",
-        "delta_trn.train.commands.resume",
-        "delta_trn.train.run.loop",
-        "delta_trn.train.watch.loss_plot",
-    ]
-)
 
 
 def make_text() -> str:
@@ -104,7 +90,7 @@ def train(*arguments: object) -> str:
 
 def start(arguments: Sequence[object], log: Path) -> BaseProcess:
     """Starts `delta-trn ...` in a child process, with its output in `log`."""
-    process = WARM.Process(target=run_and_exit, args=([str(a) for a in arguments], str(log)))
+    process = warm.Process(target=run_and_exit, args=([str(a) for a in arguments], str(log)))
     process.start()
     return process
 

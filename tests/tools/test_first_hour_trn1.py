@@ -5,7 +5,11 @@ import math
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -14,6 +18,8 @@ import torch
 from delta_trn.backends.parity.tables import MEDIAN, MOST
 from nki_simulator import Numerics, language, record
 from nki_simulator.core.tables import LOAD_US
+from tests.support import team_run
+from tests.support.warm import run_python
 from tools import first_hour_chain as chain
 from tools import first_hour_trn1 as hour
 
@@ -23,28 +29,40 @@ STAGES = [
 ]
 
 
+def fork_ranks(words, **options):
+    """Stands for subprocess.run of torchrun, which imports everything in six processes; CI's
+    `DRY=1 make measure-trn1` starts it.
+    """
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    assert words[1:] == [*launch, "-m", "tools.first_hour_ranks", "cpu"]
+    with TemporaryDirectory() as folder:
+        program = options["cwd"] / "tools" / "first_hour_ranks.py"
+        ranks = team_run.start(2, [program, "cpu"], Path(folder), team_run.run_file)
+        status = max(team_run.join(ranks, Path(folder)))
+        return subprocess.CompletedProcess(words, status, team_run.read_logs(Path(folder)), "")
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """Returns the lines of a dry run by stage, and what it printed."""
     lines = tmp_path_factory.mktemp("hour") / "trn1.jsonl"
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.first_hour_trn1", "--dry", "--json", str(lines)],
-        cwd=hour.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    words = [*(name for name in STAGES if name != "zero1"), "--dry", "--json", str(lines)]
+    done = run_python(["-m", "tools.first_hour_trn1", *words], cwd=hour.ROOT, timeout=280)
     assert done.returncode == 0, done.stderr
-    return {row["stage"]: row for row in map(json.loads, lines.read_text().splitlines())}, done
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(StringIO()) as output:
+        patched.setattr(hour.subprocess, "run", fork_ranks)
+        assert hour.main(["zero1", "--dry", "--json", str(lines)]) == 0
+    found = {row["stage"]: row for row in map(json.loads, lines.read_text().splitlines())}
+    return found, done.stdout + output.getvalue()
 
 
 def test_every_stage_runs_dry_and_writes_what_it_decides(rows):
-    found, done = rows
+    found, output = rows
     assert list(found) == STAGES == list(hour.STAGES)
     for row in found.values():
         assert row["dry"] and row["bound"] and row["decides"] and row["holds"] in (True, False)
         assert len(set(row["verdicts"])) == 2
-    assert done.stdout.count("would say, beyond it") == len(STAGES)
+    assert output.count("would say, beyond it") == len(STAGES)
     assert all(found["chain"][n] == "right" for n, form in chain.FORMS.items() if form.is_ours)
     assert found["precision"]["both"] == "float32" and found["precision"]["holds"]
     assert found["functions"]["exp"]["at_0"] == 0 and found["functions"]["holds"]
@@ -257,6 +275,12 @@ def test_beside_a_chip_the_model_is_asked_in_a_process_of_its_own(monkeypatch):
     """There the kernels of this process are AWS's, which leave no trace."""
     calls = [(f"{hour.RULE}fwd", {"T": 128, "H": 1, "K": 32, "V": 32})]
     here = hour.model_us(calls)
+
+    def run(words, *, cwd, env, **options):
+        assert words[0] == sys.executable and env["DELTA_TRN_NKI_RUNTIME"] == "simulator"
+        return run_python(words[1:], cwd=cwd, env=env)
+
+    monkeypatch.setattr(hour.subprocess, "run", run)
     monkeypatch.setattr(hour, "RUNTIME", "neuron")
     assert hour.model_us(calls) == here and here[0] > 1
     with pytest.raises(RuntimeError, match=r"the cost model failed: .*nothing_of_this_name"):
@@ -280,6 +304,7 @@ def test_a_wrong_sum_of_two_processes_is_seen(monkeypatch, tmp_path):
     assert source.count("2 * total.chunk") == 1
     (package / "first_hour_ranks.py").write_text(source.replace("2 * total.chunk", "total.chunk"))
     monkeypatch.setattr(hour, "ROOT", tmp_path)
+    monkeypatch.setattr(hour.subprocess, "run", fork_ranks)
     found = hour.measure_zero1(hour.model_clock, True)
     assert re.match(r"failed: rank [01]: WRONG", found["first"]) and "second" not in found
     assert "ZeRO-1 does not run" in hour.judge_zero1(found).decides

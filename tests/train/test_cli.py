@@ -25,7 +25,7 @@ from delta_trn.train.commands.run import USUAL
 from delta_trn.train.recipes import RECIPES, recipe
 from delta_trn.train.run.optimizer import list_scaled
 from delta_trn.train.settings.schema import RunConfig, flatten
-from tests.support import tiny_run
+from tests.support import tiny_run, warm
 from tests.support.tiny_models import assert_same
 from tests.support.tiny_run import keys, run_command, train
 
@@ -257,7 +257,7 @@ class TestProcess:
 
     def test_a_run_whose_reader_goes_away_trains_on_and_says_so(self, data, finished, tmp_path):
         out, log = tmp_path / "run", tmp_path / "log"
-        child = tiny_run.WARM.Process(
+        child = warm.Process(
             target=_run_without_a_reader, args=(["run", "tiny", *keys(data, out)], str(log))
         )
         child.start()

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from delta_trn.train.__main__ import main
 from delta_trn.train.run import export as exporting
-from tests.support import load_without_package, tiny_run
+from tests.support import load_without_package, tiny_run, warm
 from tests.support.tiny_run import keys, run_command, train
 
 HIDING = Path(load_without_package.__file__).read_text().partition("\n\n\ndef load(")[0]
@@ -159,7 +159,7 @@ class TestAtomic:
         when weights and tokenizer are written.
         """
         words = ["export", str(run), "--to", str(tmp_path / "model")]
-        child = tiny_run.WARM.Process(target=_export_until_the_card, args=(words,))
+        child = warm.Process(target=_export_until_the_card, args=(words,))
         child.start()
         assert tiny_run.join(child) == 9 and not (tmp_path / "model").exists()
         assert (tmp_path / ".model.tmp" / "model.safetensors").exists()

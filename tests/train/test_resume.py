@@ -18,7 +18,7 @@ from delta_trn.train.checkpoints import contents as checkpoint
 from delta_trn.train.data.loader import Loader, RandomCrops
 from delta_trn.train.parallel.sharding import Sharding
 from delta_trn.train.run import setup
-from tests.support import tiny_run
+from tests.support import tiny_run, warm
 from tests.support.tiny_run import final_state, keys, read_metrics, start, train
 
 
@@ -105,9 +105,7 @@ class TestKilled:
             out = tmp_path / "run"
             shutil.rmtree(out, ignore_errors=True)
             arguments = ["run", "tiny", *keys(data, out)]
-            child = tiny_run.WARM.Process(
-                target=_die_before, args=(n, arguments, str(tmp_path / "log"))
-            )
+            child = warm.Process(target=_die_before, args=(n, arguments, str(tmp_path / "log")))
             child.start()
             code = tiny_run.join(child)
             if code == 0:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from delta_trn.train.recipes import recipe
 from delta_trn.train.settings.overrides import apply
 from delta_trn.train.settings.schema import RunConfig
 from tests.support import tiny_run
+from tests.support.warm import run_python
 
 
 def config(**changes: str) -> RunConfig:
@@ -176,13 +176,7 @@ def launched(program: str, keys: list[str], cache: Path) -> set[str]:
     """Returns the kernels that a program names; Triton is not interpreted there."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *keys],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=environment,
-    )
+    done = run_python(["-c", program, *keys], timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return set(json.loads(re.findall(r"^LAUNCHED (.*)$", done.stdout, re.MULTILINE)[-1]))
 

@@ -9,28 +9,30 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
-from delta_trn.triton_kernels import delta_residual
+from delta_trn.triton_kernels import compile_only, delta_residual
 from delta_trn.triton_kernels.compile_only import SIZES
 from delta_trn.triton_kernels.variants import GATE_ARGUMENTS, PACKED_ARGUMENTS, ROW_ARGUMENTS
+from tests.support.warm import run_python
 
 ROOT = Path(__file__).parents[2]
 
 
-def compiler(*arguments, cache, **named):
-    """Runs a Python process in which Triton compiles, with a compilation cache of its own."""
+def compiler(*arguments, cache):
+    """Runs a process in which Triton compiles, with a compilation cache of its own."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, **named
-    )
+    result = run_python(arguments, env=environment, cwd=ROOT, timeout=280)
+    assert result.returncode == 0, result.stderr
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,6 @@ def report(tmp_path, cache, *arguments):
     path = tmp_path / "rows.json"
     command = ["-m", "delta_trn.triton_kernels.compile_only", "--json", str(path), *arguments]
     result = compiler(*command, cache=cache)
-    assert result.returncode == 0, result.stderr
     rows = json.loads(path.read_text())
     assert len(result.stdout.splitlines()) == len(rows) + 2
     return rows
@@ -86,7 +87,7 @@ for architecture in (80, 120, 942):
 
 def test_a_scan_compiles_for_other_gpus_within_their_bounds(cache):
     """`make compile` compiles the other kernels, too."""
-    result = compiler("-c", OTHERS, cache=cache, check=True)
+    result = compiler("-c", OTHERS, cache=cache)
     assert result.stdout.splitlines() == [
         f"{architecture} [] True 0" for architecture in (80, 120, 942)
     ]
@@ -138,7 +139,7 @@ def test_the_goals_logit_is_read_before_any_warp_writes_its_gradient(cache):
     """Without the barrier between them another warp could write dz over z[goal]:
     a wrong loss, silently.
     """
-    result = compiler("-c", UNORDERED, cache=cache, check=True)
+    result = compiler("-c", UNORDERED, cache=cache)
     assert result.stdout == "0 1\n"
 
 
@@ -160,7 +161,7 @@ for triton.__version__ in ("3.7.1", "3.9.0"):
 
 
 def test_a_row_beyond_its_bounds_names_each_bound(cache):
-    result = compiler("-c", BROKEN, cache=cache, check=True)
+    result = compiler("-c", BROKEN, cache=cache)
     good, bad, a100, l40s, b200, *errors = result.stdout.splitlines()
     assert good == "[]"
     assert all(
@@ -198,3 +199,21 @@ def test_compile_report_refuses_to_run_under_the_interpreter(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode != 0 and "TRITON_INTERPRET is set" in result.stderr
+
+
+def test_parts_are_all_configurations_each_once(monkeypatch, capsys):
+    class Pool(nullcontext):
+        def map(self, function, places):
+            seen.append(places)
+            return []
+
+    seen = []
+    monkeypatch.setattr(compile_only, "ProcessPoolExecutor", lambda jobs: Pool(Pool()))
+    for words in ("", "--part 1/3", "--part 2/3", "--part 3/3"):
+        assert compile_only.main(["--quick", *words.split()]) == 0
+    whole, *parts = seen
+    assert sorted(chain(*parts)) == sorted(whole) and len(whole) > 50
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    with pytest.raises(SystemExit):
+        compile_only.main(["--part", "4/3"])
+    assert "'4/3' is no part; expected I/N with I from 1 to N" in capsys.readouterr().err

@@ -2,8 +2,6 @@
 
 import os
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +13,10 @@ import torch
 from delta_trn.backends import compiler, describe
 from delta_trn.backends.dispatch import describe_choice
 from delta_trn.backends.gated_delta_rule import chunked, chunked_kernel
-from delta_trn.backends.machine import ROOT
 from delta_trn.backends.parity import rule
 from delta_trn.backends.parity.judge import error
 from delta_trn.backends.parity.rule_cases import BOTH, BY_NAME, Case, inputs
+from tests.support.forked import call_apart
 from tests.support.fuzz import checks
 from tests.support.fuzz.cases import random_cases
 from tests.support.fuzz.run import fuzz
@@ -222,25 +220,14 @@ def test_without_a_kernel_pytorch_computes_and_describe_says_why(
 def test_processes_that_need_a_kernel_at_once_compile_it_once(cache, tmp_path, monkeypatch):
     """And one whose cache cannot be written compiles for itself."""
     (tmp_path / "one.cpp").write_text('extern "C" int answer() { return 42; }\n')
-    environment = {
-        **os.environ,
-        "CXX": script(tmp_path, 'sleep 0.5; exec g++ "$@"'),
-        "PYTHONPATH": str(ROOT),
-    }
-    code = (
-        "from pathlib import Path\nfrom delta_trn.backends import compiler\n"
-        f"print(compiler.load(Path({str(tmp_path / 'one.cpp')!r})).functions.answer())"
-    )
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
-    assert [child.communicate(timeout=120)[0] for child in children] == ["42\n"] * 2
+    monkeypatch.setenv("CXX", script(tmp_path, 'sleep 0.5; exec g++ "$@"'))
+
+    def answer():
+        library = compiler.load(tmp_path / "one.cpp")
+        return library.functions.answer() if library.functions else library.note
+
+    assert call_apart(answer, answer) == ["42", "42"]
     assert (tmp_path / "calls").read_text().count(".") == 1
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    monkeypatch.setenv("CXX", environment["CXX"])
-    functions = compiler.load(tmp_path / "one.cpp").functions
-    assert functions is not None and functions.answer() == 42
+    assert answer() == 42
     assert (tmp_path / "calls").read_text().count(".") == 2

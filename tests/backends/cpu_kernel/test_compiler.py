@@ -4,7 +4,6 @@ import os
 import shlex
 import stat
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from delta_trn.backends import compiler, gated_delta_rule
 from delta_trn.backends.__main__ import main
 from delta_trn.backends.gated_delta_rule import chunked_kernel
 from delta_trn.backends.layers import cpu_kernel
-from delta_trn.backends.machine import ROOT
+from tests.support.forked import call_apart
 from tests.support.planted_bugs import Bug, planted
 
 HEAD = "kernel.cpp:3:5: error: expected ';'"
@@ -123,21 +122,8 @@ class TestAFailure:
 
     @needs_kernel
     def test_of_a_full_folder_for_temporary_files_leaves_the_next_process_its_kernel(
-        self, cache, source, tmp_path
+        self, cache, source, tmp_path, monkeypatch
     ):
-        """/dev/full is no folder: g++ cannot write there, whatever it says of it."""
-        code = (
-            "from pathlib import Path\nfrom delta_trn.backends import compiler\n"
-            f"print(compiler.load(Path({str(source)!r})).note)"
-        )
-
-        def note(**variables):
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-            said = subprocess.run(
-                [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-            )
-            return said.stdout + said.stderr
-
         killer = tmp_path / "killed"
         killer.write_text(
             "#!/bin/sh\n[ $# = 1 ] && exec g++ --version\n"
@@ -145,8 +131,10 @@ class TestAFailure:
             "echo 'g++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1\n"
         )
         killer.chmod(0o755)
-        assert "Killed signal" in note(CXX=str(killer))
-        assert "a C++ kernel" in note(CXX=str(killer))
+        monkeypatch.setenv("CXX", str(killer))
+        for said in ("Killed signal", "a C++ kernel"):
+            (note,) = call_apart(lambda: compiler.load(source).note)
+            assert said in note
 
     def test_is_named_by_the_end_of_what_the_compiler_says(self, cache, source, use):
         use(

@@ -6,9 +6,7 @@ What could crash the process runs in another one: `python -m tests.backends.oper
 CHECK`.
 """
 
-import os
 import re
-import subprocess
 import sys
 import traceback
 from collections import Counter
@@ -35,6 +33,7 @@ from delta_trn.backends import (
     stand_ins,
 )
 from tests.backends import test_operator
+from tests.support.warm import run_python
 
 B, T, H, K, V = 2, 3, 2, 4, 3
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # in make_fx
@@ -174,30 +173,30 @@ def mesh():
 APART = {"fake": check_fake, "wrapped": check_wrapped, "mute": check_mute, "divided": check_divided}
 
 
-@pytest.mark.parametrize("check", APART)
-def test_tensors_without_memory_do_not_reach_a_kernel(check):
+def test_tensors_without_memory_do_not_reach_a_kernel():
     """A crash of the other process is a failure here."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.backends.operator.test_stand_ins", check],
-        cwd=Path(__file__).parents[3],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=240,
+    ran = run_python(
+        ["-m", "tests.backends.operator.test_stand_ins"], cwd=Path(__file__).parents[3], timeout=240
     )
     assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
-    assert ran.stdout.split("\n")[:-1] == [f"{name}: right" for name in operations()]
+    expected = [f"{check} {name}: right" for check in APART for name in operations()]
+    assert ran.stdout.split("\n")[:-1] == expected
 
 
-def main(check):
-    for name, (call, tensors) in operations().items():
-        print(f"{name}: ", end="", flush=True)
-        try:
-            APART[check](call, tensors, name)
-        except (Exception, pytest.fail.Exception):
-            print(f"wrong\n{traceback.format_exc()}", flush=True)
-            sys.exit(1)
-        print("right", flush=True)
+def main():
+    """Runs every check, and says before each one which it is: a crash says nothing more."""
+    wrong = False
+    for check, run in APART.items():
+        for name, (call, tensors) in operations().items():
+            print(f"{check} {name}: ", end="", flush=True)
+            try:
+                run(call, tensors, name)
+            except (Exception, pytest.fail.Exception):
+                print(f"wrong\n{traceback.format_exc()}", flush=True)
+                wrong = True
+            else:
+                print("right", flush=True)
+    sys.exit(wrong)
 
 
 @pytest.mark.parametrize("pre_dispatch", [False, True])
@@ -393,4 +392,4 @@ CHECKS = {
 }
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -37,7 +37,7 @@ from delta_trn.train.settings.schema import DistributionSection
 from tests.support import team_run, tiny_run
 from tests.support.tiny_run import metric_distance, tolerance
 
-STEPS = 20
+STEPS = 10
 ORDERS = (4, 2, 1)  # sequences per micro-batch
 BATCH: dict[str, Any] = {
     "steps": STEPS,
@@ -48,9 +48,9 @@ BATCH: dict[str, Any] = {
     "batch.sequences": 8,
     "model.heads": 4,
     "model.width": 32,
-    "evaluation.every": 10,
+    "evaluation.every": 5,
     "evaluation.sequences": 8,
-    "checkpoint.every": 20,
+    "checkpoint.every": 10,
     "log.every": 5,
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -383,8 +383,8 @@ class TestResume:
     ):
         out = tmp_path / "run"
         world, changes = WAYS[first]
-        # this run ends at step 10, halfway down a cosine whose length is a key of its own
-        half = {"checkpoint.every": 10, "schedule.decay_steps": STEPS, "steps": 10}
+        # this run ends at step 5, halfway down a cosine whose length is a key of its own
+        half = {"checkpoint.every": 5, "schedule.decay_steps": STEPS, "steps": STEPS // 2}
         team_run.train(
             world, ["run", "tiny", *keys(data, out, "sgd", {**changes, **half})], tmp_path / "first"
         )

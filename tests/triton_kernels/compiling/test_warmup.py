@@ -5,10 +5,10 @@ What a run launches is in tests/train/test_warmup.py.
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
+
+from tests.support.warm import run_python
 
 pytest.importorskip("triton", reason="the triton extra is not installed")
 
@@ -17,13 +17,7 @@ def python(*words, cache, **variables):
     """Runs Python without Triton's interpreter. Returns status, stdout and stderr."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run(
-        [sys.executable, *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=environment,
-    )
+    done = run_python(words, timeout=600, env=environment)
     return done.returncode, done.stdout, done.stderr
 
 

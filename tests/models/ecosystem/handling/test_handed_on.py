@@ -4,7 +4,6 @@ copied, replicated, sharded, offloaded, cast.
 
 import copy
 import pickle
-import subprocess
 import sys
 from functools import partial
 
@@ -20,6 +19,7 @@ from delta_trn.models.ecosystem.patching import Patch
 from tests.models.test_documents import MODELS
 from tests.support.families import make, tokens
 from tests.support.tiny_models import model as tiny
+from tests.support.warm import run_python
 
 FAMILIES = ["qwen3_next", "kimi_linear"]
 LENGTHS = (5, 64, 1, 20)
@@ -96,7 +96,7 @@ class TestPickle:
             "assert torch.equal(packed_logits(model), expected)\n"
             "print('the same')"
         )
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        done = run_python(["-c", program])
         assert done.stdout.strip().endswith("the same"), done.stderr
 
     def test_without_this_package_it_is_not_loaded(self, monkeypatch):

@@ -1,0 +1,66 @@
+"""A process that forks from a warm one is to a program what a new one is."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.warm import run_python
+
+TOLD = """
+import os, sys, threading, torch
+print(sys.argv[1:], os.getcwd(), os.environ.get("ABOVE"), __name__, torch.get_num_threads())
+from beside import name
+threading.Timer(0.1, lambda: print("at last", name)).start()
+print("to stderr", file=sys.stderr)
+"""
+
+
+def test_it_has_the_folder_variables_arguments_and_modules_of_a_new_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("ABOVE", "not to be seen")
+    for folder, name in (("there", "in PYTHONPATH"), ("here", "in the folder")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "beside.py").write_text(f"name = {name!r}\n")
+    paths = os.pathsep.join(filter(None, [str(tmp_path / "there"), os.environ.get("PYTHONPATH")]))
+    environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    options = {"env": environment, "cwd": tmp_path / "here"}
+    done = run_python(["-c", TOLD, "one", 2], **options)
+    fresh = subprocess.run(
+        [sys.executable, "-c", TOLD, "one", "2"], capture_output=True, text=True, **options
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, fresh.stdout, fresh.stderr)
+    assert "None __main__ 1\nat last in the folder" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "said"),
+    [
+        ("raise SystemExit", 0, ""),
+        ("raise SystemExit(3)", 3, ""),
+        ("raise SystemExit('no')", 1, "no\n"),
+        ("raise ValueError('loud')", 1, "ValueError: loud\n"),
+        ("import os; os.kill(os.getpid(), 9)", -9, ""),
+    ],
+)
+def test_it_ends_as_a_new_one_does(program, status, said):
+    done = run_python(["-c", program])
+    assert (
+        done.returncode == status and done.stderr.endswith(said) and bool(said) == bool(done.stderr)
+    )
+
+
+def test_modules_and_files_run_too_and_one_that_hangs_is_ended(tmp_path):
+    (tmp_path / "alone.py").write_text("import sys; print(__name__, sys.argv[1:])\n")
+    for words in (["-m", "alone", "x"], [str(tmp_path / "alone.py"), "x"]):
+        assert run_python(words, cwd=tmp_path).stdout == "__main__ ['x']\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_python(["-c", "import time; time.sleep(60)"], timeout=0.5)
+
+
+def test_it_knows_nothing_of_what_this_process_did(monkeypatch):
+    monkeypatch.setattr("delta_trn.backends.dispatch.BACKENDS", {})
+    done = run_python(
+        ["-c", "from delta_trn.backends.dispatch import BACKENDS; print(len(BACKENDS))"]
+    )
+    assert int(done.stdout) > 2
