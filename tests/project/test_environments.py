@@ -106,9 +106,9 @@ def test_no_environment_of_aws_is_refused_with_what_to_do(calls, monkeypatch):
 
 
 def test_another_python_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(environments.sys, "version_info", (3, 13, 1))
+    monkeypatch.setattr(environments.sys, "version_info", (3, 9, 1))
     assert environments.main([".venv"]) == 1
-    assert "needs Python 3.10 to 3.12, this is 3.13.1; try make PYTHON=" in capsys.readouterr().out
+    assert "needs Python 3.10 or newer, this is 3.9.1; try make PYTHON=" in capsys.readouterr().out
 
 
 def test_versions_are_those_in_front(capsys):
