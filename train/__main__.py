@@ -1,5 +1,6 @@
 """delta-trn COMMAND ...        lists the commands where none is given"""
 
+import errno
 import io
 import os
 import re
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command]
         if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
             stream.reconfigure(errors="backslashreplace")  # a model may write any character
     try:
+        if given[:1] == ["help"] and len(given) > 1:
+            given = [*given[1:], "--help"]
         if not given or given[0] in ("-h", "--help", "help", "--help-all"):
             print(_overview(commands, every=given[:1] == ["--help-all"]))
             return 0
@@ -95,6 +98,8 @@ def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command]
         if not _is_expected(error):
             raise
         lines = [line.strip() for line in str(error).splitlines()]
+        if isinstance(error, OSError):
+            lines.append("make room, or print to another place")
         print(f"error: {'; '.join(lines).replace(':;', ':')}", file=sys.stderr)
         return 2
 
@@ -124,6 +129,8 @@ def _is_expected(error: Exception) -> bool:
     """Whether the message says all there is to say, so that a traceback would only hide it."""
     if isinstance(error, TrainError):
         return True
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True  # of the disk that what is printed goes to: a run's own files say more
     from delta_trn.backends import BackendRefusal
 
     return isinstance(error, BackendRefusal)

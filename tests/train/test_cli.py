@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 import delta_trn
 from delta_trn import load_model
+from delta_trn.__main__ import main as whole
 from delta_trn.train.__main__ import COMMANDS, WAITING, main, set_waiting
 from delta_trn.train.commands.run import USUAL
 from delta_trn.train.recipes import RECIPES, recipe
@@ -73,6 +74,28 @@ class TestOverview:
             with pytest.raises(SystemExit) as end:
                 run_command(name, "--help")
             assert end.value.code == 0, name
+
+    def test_help_of_a_command_is_its_own_help(self, capsys):
+        with pytest.raises(SystemExit) as end:
+            main(["help", "resume"])
+        assert end.value.code == 0 and "delta-trn resume [-h]" in capsys.readouterr().out
+        assert "did you mean resume" in run_command("help", "resum")[2]
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+    @pytest.mark.parametrize(
+        "arguments", [["backends"], ["help"], ["run", "tiny", "--keys"]], ids=str
+    )
+    def test_a_full_disk_behind_what_is_printed_is_a_sentence(self, arguments, monkeypatch):
+        errors = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", errors)
+        with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # closing it fails, too
+            monkeypatch.setattr(sys, "stdout", full)
+            full.reconfigure(line_buffering=True)
+            assert whole(arguments) == 2
+        assert re.fullmatch(
+            r"error: .*No space left on device; make room, or print to another place\n",
+            errors.getvalue(),
+        )
 
     def test_help_lists_the_usual_commands_and_names_the_others(self):
         short, whole = train(), train("--help-all")

@@ -216,6 +216,7 @@ class TestContinuing:
                 train("resume", out, "checkpoint.keep_last=2")
         assert (
             "finished   all 12 steps were trained before" in output
+            and ", as before" in output  # nobody asked for its backend now
             and str(out / "loss.png") in output
         )
         assert not (out / "summary.json").exists(), "another configuration is measured anew"

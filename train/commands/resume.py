@@ -35,4 +35,4 @@ def main(arguments: Sequence[str]) -> int:
 
     tell = console(quiet=not leads()).print
     with resume(options.run_dir, changes, options.step, tell) as run:
-        return drive(run, changes.get("backend", run.config.backend))
+        return drive(run, changes.get("backend"))

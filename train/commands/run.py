@@ -116,13 +116,16 @@ def main(arguments: Sequence[str]) -> int:
             }
             words["name"] = config.name  # another recipe's run is refused
             with resume(folder.path, words, None, out.print) as run:
-                return drive(run, config.backend)
+                return drive(run, words.get("backend"))
     with start(config) as run:
         return drive(run, config.backend)
 
 
-def drive(run: "Run", asked_backend: str) -> int:
-    """Trains a run, and prints what belongs before and after it. Returns the exit status."""
+def drive(run: "Run", asked_backend: str | None) -> int:
+    """Trains a run, and prints what belongs before and after it. Returns the exit status.
+
+    asked_backend is what was asked for now: a name, or auto; None: a resumed run keeps its own.
+    """
     from delta_trn.train.run.loop import train
     from delta_trn.train.run.setup import write_baselines
     from delta_trn.train.studies.probes import probe_of

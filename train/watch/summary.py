@@ -25,7 +25,7 @@ from delta_trn.train.watch.flops import flops_per_token
 from delta_trn.train.watch.loss_plot import BASELINES
 
 
-def opening(run: Run, asked_backend: str) -> list[str]:
+def opening(run: Run, asked_backend: str | None) -> list[str]:
     """Returns the lines before a run: what is about to happen."""
     c, o, s = run.config, run.config.optimizer, run.config.schedule
     parameters = list(run.model.parameters())
@@ -53,7 +53,7 @@ def opening(run: Run, asked_backend: str) -> list[str]:
         f"tokens{accumulation}: {per_step * c.steps:,} tokens, {passes:.2g} passes",
         f"optimizer  {o.name}, lr {o.lr:g} to {s.min_lr:g}, warmup {s.warmup}, {c.parametrization}",
         f"device     {c.device} ({device}), {c.precision}; delta rule by {kernel}"
-        + (", chosen by device" if asked_backend == "auto" else ", as asked"),
+        + {"auto": ", chosen by device", None: ", as before"}.get(asked_backend, ", as asked"),
     ]
     if run.team.world > 1:
         d = c.distribution
