@@ -43,12 +43,13 @@ from delta_trn.triton_kernels import rms_norm, short_convolution
 from delta_trn.triton_kernels.launch import adjust
 from nki_simulator import StrictError, nisa, nl
 from tests.backends import test_gates
-from tests.backends.cpu_kernel import test_states
+from tests.backends.cpu_kernel import test_chunked_kernel, test_states
 from tests.backends.operator import test_stand_ins
 from tests.backends.test_gated_delta_rule import TestFlashLinearAttention as Arguments
 from tests.models import (
     test_ddl,
     test_ddl_options,
+    test_dynamic_lengths,
     test_initial_values,
     test_language_model,
     test_lazy_product,
@@ -56,6 +57,7 @@ from tests.models import (
     test_replaced_layers,
 )
 from tests.models.ecosystem import (
+    test_files,
     test_fully_sharded,
     test_packing,
     test_weights,
@@ -397,6 +399,11 @@ def holds(test, *arguments):
     return True
 
 
+def with_patches(test):
+    with pytest.MonkeyPatch.context() as patched:
+        return holds(test, patched)
+
+
 PICKLED, CASTS = test_handed_on.TestPickle(), test_handed_on.TestCasts()
 HANDED_ON = {
     "pickle": PICKLED.test_what_was_pickled_or_copied_is_patched,
@@ -512,6 +519,29 @@ CHECKS = {
     "nki, long sequences": lambda: holds(
         test_gated_delta_layer.test_long_waves_are_narrow, 1025, 3, 3
     ),
+    "maps": lambda: holds(test_initial_values.test_maps_are_pytorch_s_own_and_draw_nothing, "gdn"),
+    "swapped maps": lambda: holds(
+        test_initial_values.test_a_layer_that_is_put_in_a_maps_place_before_is_drawn_as_the_map,
+        "gdn",
+    ),
+    "wrapped maps": lambda: holds(
+        test_initial_values.test_a_tag_is_found_behind_what_others_put_around_a_map
+    ),
+    "lengths": lambda: holds(
+        test_dynamic_lengths.test_an_exported_model_takes_every_length, "gdn", 20
+    ),
+    "lengths of a backend": lambda: holds(
+        test_dynamic_lengths.test_a_backend_whose_limits_look_at_the_length_keeps_it
+    ),
+    "contradicting places": lambda: holds(
+        test_packing.test_places_that_contradict_bounds_are_refused, "qwen3_next", None
+    ),
+    "offloaded before": lambda: holds(
+        test_handed_on.TestOffload().test_a_process_that_is_patched_reaches_models_that_were_offloaded_before,
+        "qwen3_next",
+    ),
+    "notes": lambda: with_patches(test_chunked_kernel.test_each_rule_names_its_own_kernel),
+    "files": lambda: in_a_folder(test_files.test_so_do_code_and_weights_in_another_format),
     "lazy gates": lambda: holds(test_gates.test_the_formulas_of_lazy_tensors_are_those_of_autograd),
     "lazy products": lambda: holds(test_lazy_product.test_they_are_those_of_pytorch, True),
     "lazy rows": lambda: holds(test_lazy_product.test_a_block_maps_rows_unless_it_is_watched),

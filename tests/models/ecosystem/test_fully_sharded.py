@@ -199,9 +199,9 @@ def test_transformers_trainer_shards_a_model_in_bfloat16(words, tmp_path):
     team_run.train(2, words, tmp_path / "logs", compare_trainers)
 
 
-QUICK = ["2 ours", "1 qwen3_5"]
+QUICK = ["2 ours", "1 qwen3_5", "2 kimi_linear"]
 OTHERS = [f"{family} {kind}" for family in ("ours", "qwen3_5") for kind in ("lora", "float32")]
-EVERY = [f"{version} {case}" for case in (*GATED, *OTHERS) for version in "12"]
+EVERY = [f"{version} {case}" for case in (*GATED, "kimi_linear", *OTHERS) for version in "12"]
 
 
 @pytest.mark.parametrize(

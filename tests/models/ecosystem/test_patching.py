@@ -142,6 +142,21 @@ def compare_compiled(model, compiler, how, options):
     assert differences[0] <= 8 * max(2**-20, differences[-1] if len(differences) > 1 else 0)
 
 
+@pytest.mark.parametrize("family", ["kimi_linear", INDEXED])
+def test_a_model_in_float64_whose_gates_are_float32_computes(family):
+    """Kimi Linear and GLM-5 Next make decays in float32, whatever their dtype is."""
+    model, ids = make(family).double(), tokens(2, 70)
+    expected = forward_backward(model, ids)
+    with patch_transformers(model, backend="chunked"):
+        found = forward_backward(model, ids)
+        for steps in (1, 5):  # a token, and a sequence behind a cache
+            cache = model(ids, use_cache=True)[CACHE_NAME]
+            logits = model(tokens(2, steps), **{CACHE_NAME: cache}).logits
+            assert logits.dtype == torch.float64 and logits.isfinite().all()
+    assert found["logits"].dtype == torch.float64
+    assert max(errors(found, expected).values()) < 2**-16
+
+
 class TestFamilies:
     def test_gradients_of_a_packed_row_are_those_of_its_sequences_alone(self, packing_model):
         """Alone they are computed by transformers' own code, in float64."""
