@@ -303,7 +303,6 @@ class Plan:
             self.inner.register_buffer(BUFFER, torch.tensor(values))
         return self
 
-    @torch.no_grad()
     def fold(self) -> nn.Module:
         """Writes the multipliers into the weights, takes them out of the forward pass, and returns
         the model, which computes the same without this package.
@@ -315,6 +314,12 @@ class Plan:
             if self.multipliers:
                 raise ValueError("the multipliers are not in this model: call apply() first")
             return self.model
+        with torch.no_grad():
+            self._fold()
+        delattr(self.inner, BUFFER)
+        return self.model
+
+    def _fold(self) -> None:
         modules = dict(self.inner.named_modules())
         for name in self.attention:
             query = _query(modules[name], name)
@@ -339,14 +344,12 @@ class Plan:
                 width, rows, bias=readout.bias is not None, device=readout.weight.device
             )
             own.weight = nn.Parameter(readout.weight.detach() * readout.multiplier)
-            own.bias = readout.bias
+            own.register_parameter("bias", readout.bias)
             parent, _, attribute = _name_of(readout, modules).rpartition(".")
             setattr(self.inner.get_submodule(parent), attribute, own)
             config = getattr(self.inner, "config", None)
             if hasattr(config, "tie_word_embeddings"):
                 config.tie_word_embeddings = False  # type: ignore[union-attr]
-        delattr(self.inner, BUFFER)
-        return self.model
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the settings and the base's shapes and sizes to a JSON file."""

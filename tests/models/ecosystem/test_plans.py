@@ -308,9 +308,9 @@ class TestRecipes:
 @pytest.mark.parametrize(
     ("bug", "check"),
     [
-        (Bug("a fold forgets a branch's factor", f"{PLACE}:Plan.fold",
+        (Bug("a fold forgets a branch's factor", f"{PLACE}:Plan._fold",
              "p.mul_(1 / self.settings.layers)", "pass", ""), "fold"),
-        (Bug("a fold leaves the attention's scale", f"{PLACE}:Plan.fold",
+        (Bug("a fold leaves the attention's scale", f"{PLACE}:Plan._fold",
              "p.mul_(self.attention[name])", "pass", ""), "fold"),
         (Bug("no buffer says that apply was called", f"{PLACE}:Plan.apply",
              "if values := [*self.multipliers.values()]:", "if values := []:", ""), "load"),

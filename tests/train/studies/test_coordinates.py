@@ -82,7 +82,7 @@ def test_every_module_and_vector_is_flat_under_the_papers_rules(optimizer: str):
     )
     assert {f"blocks.0.{name}" for name in vectors} <= rows.keys()
     failed = {name: v.fails_at for name, v in rows.items() if not v.passes}
-    assert not failed and len(rows) == 52
+    assert not failed and len(rows) == 72
 
 
 def kimi(optimizer: str = "adamw") -> Start:
@@ -107,7 +107,7 @@ def test_every_row_of_kimi_delta_attention_is_flat_under_adamw():
     assert {f"blocks.1.mixer.{part}" for part in parts} | {
         "blocks.0.mixer.g_proj.1.bias"
     } <= rows.keys()
-    assert not {name: v.fails_at for name, v in rows.items() if not v.passes} and len(rows) == 62
+    assert not {name: v.fails_at for name, v in rows.items() if not v.passes} and len(rows) == 86
 
 
 @pytest.mark.parametrize("parts", [("f_proj.0", "g_proj.1"), ("f_proj.1", "g_proj.0")], ids=str)

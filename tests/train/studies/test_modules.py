@@ -12,6 +12,7 @@ from torch import nn
 from delta_trn import mup
 from delta_trn.train.studies.coordinates import modules, report
 from delta_trn.train.studies.coordinates.modules import PLAIN, Maker, readings
+from delta_trn.train.studies.coordinates.operations import OWN_UPDATE
 from tests.models.ecosystem.test_widths import qwen3_next, sizes
 from tests.support.tiny_run import run_command
 
@@ -97,7 +98,8 @@ def judge(make, parametrization, optimizer="adamw", *, rate=None, roles=None, **
 def test_every_module_of_qwen3_is_flat_under_our_groups(make):
     rows = judge(make, "mup")
     assert {*MIXERS, "model.layers.0.mlp", "logits", "logit_next"} <= rows.keys()
-    slopes = {name: abs(v.change.slope) for name, v in rows.items()}
+    # what a matrix adds itself also goes along with unrelated tokens by chance
+    slopes = {name: abs(v.change.slope) for name, v in rows.items() if OWN_UPDATE not in name}
     slopes |= {f"{name} before": abs(v.start.slope) for name, v in rows.items() if v.start}
     assert max(slopes.values()) < 0.1, max(slopes.items(), key=lambda row: row[1])
     assert all(v.passes for v in rows.values())
@@ -161,7 +163,7 @@ class TestCommand:
         assert "| logit_next |" in out and "✗" in out  # plain
         tree = json.loads((tmp_path / "out" / "coordinates.json").read_text())
         assert (
-            tree["subject"] == f"{HERE}:perceptron" and len(tree["readings"]) == 2 * 3 * 4 * 5 * 6
+            tree["subject"] == f"{HERE}:perceptron" and len(tree["readings"]) == 2 * 3 * 4 * 5 * 7
         )
         assert (tmp_path / "out" / "coordinates.png").read_bytes().startswith(b"\x89PNG")
 

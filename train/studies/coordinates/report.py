@@ -186,7 +186,10 @@ def table(rows: Sequence[Verdict], theory: Theory = THEORY) -> str:
     for name in modules:
         row = [name]
         for column in columns:
-            v = cells[column, name]
+            v = cells.get((column, name))
+            if v is None:  # Muon moves some matrices, and AdamW or SGD the same ones elsewhere
+                row += ["-", "-"]
+                continue
             mark = " ✗" if not v.passes else " ?" if v.undecided else ""
             changed = f"{v.change.slope:+.2f} ± {v.change.stderr:.2f}{mark}"
             row += ["0" if v.start is None else str(v.start), changed]
@@ -197,10 +200,8 @@ def table(rows: Sequence[Verdict], theory: Theory = THEORY) -> str:
         ("pass at every step", lambda v: v.passes),
         ("pass after the last", lambda v: v.size.passes and v.change.passes),
     ):
-        counts = [
-            sum(passes(v) for v in rows if (v.optimizer, v.parametrization) == c) for c in columns
-        ]
-        passed = [f" | {n} of {len(modules)}" for n in counts]
+        of_column = [[v for v in rows if (v.optimizer, v.parametrization) == c] for c in columns]
+        passed = [f" | {sum(map(passes, own))} of {len(own)}" for own in of_column]
         lines.append(f"| **{title}** | " + " | ".join(passed) + " | |")
     return "\n".join(lines)
 

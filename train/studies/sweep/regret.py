@@ -108,7 +108,7 @@ def regrets(curves: Sequence[Curve]) -> list[Regret]:
     rows = []
     for curve in curves:
         rates, _, losses = curve.complete
-        direct, error, split, *intervals = None, None, None, None, None
+        direct, error, split, at_rate, with_choice = None, None, None, None, None
         lost = _differences(rates, losses, kept)
         if lost is not None:
             means = lost.mean(0)
@@ -116,14 +116,16 @@ def regrets(curves: Sequence[Curve]) -> list[Regret]:
             if len(lost) > 1:
                 error = float(lost[:, at].std(ddof=1)) / math.sqrt(len(lost))
                 split = _split(lost)
-            intervals = [_bound(curve, [kept], scatter)]
+            at_rate = _bound(curve, [kept], scatter)
             # beyond the rates tried nothing is known: a choice there leaves no upper bound
-            intervals.append(_bound(curve, choices, scatter))
+            with_choice = _bound(curve, choices, scatter)
         misfit = lack_of_fit(curve, curves, scatter)
         paid = {name: _pay(narrow, curve, choose) for name, choose in STRATEGIES.items()}
         fitted = _by_parabola(curve, kept) if misfit is not None and misfit >= LEVEL else None
         rows.append(
-            Regret(curve.width, kept, direct, error, *intervals, split, fitted, misfit, paid)
+            Regret(
+                curve.width, kept, direct, error, at_rate, with_choice, split, fitted, misfit, paid
+            )
         )
     return rows
 
