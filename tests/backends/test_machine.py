@@ -38,6 +38,12 @@ def test_each_local_rank_has_its_own_cuda_device(monkeypatch):
         machine.pick("cuda:7")
 
 
+def test_a_gpu_multiplies_in_bfloat16_from_capability_8_on(monkeypatch):
+    for capability, supports in (((7, 5), False), ((8, 0), True), ((9, 0), True), (None, False)):
+        monkeypatch.setattr(machine, "compute_capability", lambda *place, x=capability: x)
+        assert machine.supports_bfloat16(torch.device("cuda", 0)) is supports
+
+
 def test_xla_without_torch_xla_says_what_to_do(monkeypatch):
     monkeypatch.setattr(machine, "platforms", lambda: ("xla", "cpu"))
     monkeypatch.setattr(machine, "find_spec", lambda name: None)

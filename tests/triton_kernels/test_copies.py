@@ -4,6 +4,7 @@ and launches are counted.
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +25,7 @@ from delta_trn.models.config import DeltaConfig
 from delta_trn.models.gated_deltanet import GatedDeltaNet
 from delta_trn.models.kimi_delta_attention import KimiDeltaAttention
 from delta_trn.models.layers import consecutive_parts
-from delta_trn.models.sequence import Sequences
+from delta_trn.models.sequence import Sequences, _is_captured
 from delta_trn.triton_kernels.launch import config
 from tests.support.planted_bugs import Bug, planted
 from tests.triton_kernels.test_recompilation import KERNELS
@@ -40,6 +41,32 @@ ROW = config(96, 16, itemsize=2, rule="kimi_")
 on_hopper = pytest.mark.skipif(
     not ROW.prepare.gluon or ROW.dot == "interpreted", reason="Gluon runs compiled, on Hopper"
 )
+
+
+class OnGpu:
+    """Stands for a tensor on a GPU, as `once` and `_is_captured` ask one."""
+
+    is_cuda, device, _version = True, torch.device("cuda", 0), 0
+
+    def is_inference(self):
+        return False
+
+
+def test_what_follows_from_boundaries_is_made_once_a_stream_and_anew_in_a_graph(monkeypatch):
+    now, made, x = SimpleNamespace(captured=False, stream=1), [], OnGpu()
+    stream = lambda device: SimpleNamespace(cuda_stream=now.stream)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.captured)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    for now.captured, now.stream, count in (
+        (False, 1, 1),
+        (False, 1, 1),  # kept
+        (False, 2, 2),  # what another stream made may not be there yet
+        (True, 2, 3),  # the graph's own launches follow an x that changes
+        (True, 2, 4),
+        (False, 1, 4),
+    ):
+        once(x, "table", lambda: made.append(0))  # type: ignore[arg-type]
+        assert len(made) == count and _is_captured(x) is now.captured  # type: ignore[arg-type]
 
 
 class Launches(TorchDispatchMode):
