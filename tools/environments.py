@@ -24,6 +24,7 @@ from pathlib import Path
 TORCH, TRITON = "torch==2.13.0", "triton==3.7.1"
 # the last torch that torch_xla supports, and so Trn1's; torch_xla does not require any torch itself
 XLA = ("torch==2.9.0", "torch-xla==2.9.0")
+LEAST = (3, 10)  # of Python
 HELD = ("-c", ".ci/constraints.txt")
 OURS = ("-e", "./packages/nki-simulator", "-e", ".")
 # AWS's environments in its images, of SDK 2.28 to 2.31 with PyTorch 2.9; they are read, not changed
@@ -214,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
         print_versions()
     elif options.name is None:
         parser.error("no environment is named")
-    elif sys.version_info < (3, 10):
+    elif sys.version_info < LEAST:
         found = ".".join(map(str, sys.version_info[:3]))
         print(f"delta-trn needs Python 3.10 or newer, this is {found}; try make PYTHON=python3.11")
         return 1

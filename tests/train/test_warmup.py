@@ -181,21 +181,27 @@ def launched(program: str, keys: list[str], cache: Path) -> set[str]:
     return set(json.loads(re.findall(r"^LAUNCHED (.*)$", done.stdout, re.MULTILINE)[-1]))
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> Path:
+    """Returns a folder of compiled kernels: both mixers have most of a model's in common."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 class TestGpu:
     @pytest.mark.timeout(900)
     @pytest.mark.parametrize("mixer", ["gated_deltanet", "kimi_delta_attention"])
-    def test_a_run_launches_what_warmup_notes(self, mixer, data, tmp_path):
+    def test_a_run_launches_what_warmup_notes(self, mixer, data, compiled, tmp_path):
         """Real steps, evaluations and a sample in the emulator; the notes by the stand-in alone."""
         pytest.importorskip("triton", reason="the triton extra is not installed")
         own = {"precision": "bf16", "model__mixer": mixer, "model__layers": 1, "steps": 2}
         own |= {"sample__tokens": 3, "evaluation__final_tokens": 200}
         keys = [*map(str, tiny_run.keys(data, tmp_path / "run", **own))]
         keys = [key for key in keys if key.split("=")[0] not in ("device", "backend")]
-        noted = launched(NOTED, keys, tmp_path)
+        noted = launched(NOTED, keys, compiled)
         assert len(noted) >= 15
-        assert launched(RUN, keys, tmp_path) - noted == set()
+        assert launched(RUN, keys, compiled) - noted == set()
         keys = ["model.width=64" if key.startswith("model.width=") else key for key in keys]
-        other = launched(NOTED, keys, tmp_path)
+        other = launched(NOTED, keys, compiled)
         assert noted - other, "another width has kernels of its own"
 
     @pytest.mark.parametrize(
