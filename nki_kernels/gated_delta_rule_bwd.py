@@ -35,8 +35,8 @@ from delta_trn.nki_kernels.chunk_gradients import (
     compute_residual_gradient,
     compute_sums,
     compute_writes,
-    differentiate_norm,
     divide_norms,
+    finish_key_gradients,
     multiply_terms,
     read_states,
     scale_sums,
@@ -289,8 +289,7 @@ def differentiate_chunk(stage, chunk, stream, call):
         if call["l2norm"]:
             sum_along(chunk, bundle)
     elif stage == "differentiate norms":
-        if call["l2norm"]:
-            differentiate_norm(chunk)
+        finish_key_gradients(chunk, call["l2norm"])
     elif stage == "store":
         store_key_gradients(chunk, bundle, gradients)
     elif stage == "multiply terms":
