@@ -64,6 +64,7 @@ from delta_trn.nki_kernels.tiles import (
     psum,
     sbuf,
     scale_and_add,
+    sum_rows,
     transpose,
 )
 
@@ -274,16 +275,17 @@ def read_states(chunk, bundle, table):
         multiply(dots_sb[:, :, side], sums_sb[:, :, side], factors[side])
 
 
-def compute_key_gradients(chunk, bundle, table):
-    """Adds the gradients of the bundle's raw q and k to the chunk: dqk_ps, for each key head dq and
-    dk [rows, K] in PSUM, sums over its lanes; and <k, dk> of each row, `along`.
+def compute_key_gradients(chunk, bundle, table, in_psum):
+    """Adds the gradients of the bundle's raw q and k to the chunk: raw_dqk, for each key head dq
+    and dk [rows, K] float32, sums over its lanes; and <k, dk> of each row, `along`.
 
-    What goes through the norms comes after, by `finish_key_gradients`, which takes them from PSUM.
+    What goes through the norms comes after, by `finish_key_gradients`. Until then they wait in PSUM
+    if `in_psum`, where the Vector engine takes them at full speed, else in SBUF.
     """
     qk_sb, lanes = chunk.qk, bundle["lanes"]
     rows, _, heads, K = qk_sb.shape
     group = lanes // heads
-    chunk.dqk_ps, chunk.along = [], sbuf((rows, 2, heads))
+    chunk.raw_dqk, chunk.along = [], sbuf((rows, 2, heads))
     terms_sb = sbuf((rows, heads, K))
     for h in range(heads):
         q_sb, k_sb = qk_sb[:, 0, h, :], qk_sb[:, 1, h, :]
@@ -299,7 +301,10 @@ def compute_key_gradients(chunk, bundle, table):
             add_product(dk_ps, chunk.weighted_Z_t[:, lane, :], k_sb, True)
             add_tile(dk_ps, chunk.read[lane][:, 1, :], table)
             add_tile(dk_ps, chunk.written[lane], table)
-        chunk.dqk_ps.append((dq_ps, dk_ps))
+        if in_psum:
+            chunk.raw_dqk.append((dq_ps, dk_ps))
+        else:
+            chunk.raw_dqk.append((copy_tile(dq_ps), copy_tile(dk_ps)))
         multiply(terms_sb[:, h, :], dk_ps, k_sb)
     nisa.tensor_reduce(dst=chunk.along[:, 1, :], op=nl.add, data=terms_sb, axis=2)
 
@@ -340,12 +345,12 @@ def finish_key_gradients(chunk, l2norm):
     chunk.dqk = sbuf(chunk.qk.shape)
     for side in range(2):
         for h in range(chunk.qk.shape[2]):
-            dx_ps, out = chunk.dqk_ps[h][side], chunk.dqk[:, side, h, :]
+            raw, out = chunk.raw_dqk[h][side], chunk.dqk[:, side, h, :]
             if l2norm:
                 factor_sb = chunk.along[:, side, h : h + 1]
-                scale_and_add(out, chunk.qk[:, side, h, :], factor_sb, dx_ps)
+                scale_and_add(out, chunk.qk[:, side, h, :], factor_sb, raw)
             else:
-                copy_scaled(out, dx_ps)
+                copy_scaled(out, raw)
 
 
 def multiply_terms(chunk, bundle, parts, table):
@@ -370,19 +375,27 @@ def multiply_terms(chunk, bundle, parts, table):
         chunk.dS_S.append(product_sb)
 
 
-def compute_sums(chunk):
-    """Adds the sums of rows of what `multiply_terms` made, on the Vector engine, which made it.
+def compute_sums(chunk, on_vector):
+    """Adds the sums of rows of what `multiply_terms` made, if `on_vector` on the engine which made
+    it, else on the Scalar engine: the less busy one of the two.
 
     writes      w [rows, lanes]
     carried     gamma_C <dS', S>, not summed over K yet: a tile [f, lanes] per part of K
     """
     rows, lanes, _ = chunk.dR.shape
     chunk.writes, chunk.carried = sbuf((rows, lanes)), []
-    nisa.tensor_reduce(dst=chunk.writes, op=nl.add, data=chunk.U_KdS, axis=2)
+    pairs = [(chunk.writes, chunk.U_KdS)]
     for product_sb in chunk.dS_S:
         carried_sb = sbuf((product_sb.shape[0], lanes))
-        nisa.tensor_reduce(dst=carried_sb, op=nl.add, data=product_sb, axis=2)
         chunk.carried.append(carried_sb)
+        pairs.append((carried_sb, product_sb))
+    for pair in pairs:
+        sums_sb, terms_sb = pair
+        if on_vector:
+            nisa.tensor_reduce(dst=sums_sb, op=nl.add, data=terms_sb, axis=2)
+        else:
+            for lane in range(lanes):
+                sum_rows(sums_sb[:, lane : lane + 1], terms_sb[:, lane, :], nl.copy)
 
 
 def scale_sums(chunk):

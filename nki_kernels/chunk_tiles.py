@@ -68,9 +68,7 @@ class Chunk(nl.NKIObject):
     masked: Any = None
     level_tiles: Any = None  # what `differentiate_levels` has made of the last level
     dg_ps: Any = None  # dg in PSUM [rows, lanes K]
-    dqk_ps: Any = (
-        None  # dq and dk in PSUM, a tile [rows, lanes K] each; rule: [rows, K] by key head
-    )
+    dqk_ps: Any = None  # dq and dk in PSUM, a tile [rows, lanes K] each
     # What T and the state make
     W: Any = None  # [rows, lanes, K]
     PT_t: Any = None  # forward: (P T)^T, rounded [rows, lanes, rows]
@@ -109,6 +107,7 @@ class Chunk(nl.NKIObject):
     read: Any = None  # per lane gamma dO S^T and -diag(beta) gamma dR S^T, rounded [rows, 2, K]
     written: Any = None  # per lane diag(lambda) U dS'^T, rounded [rows, K]
     dots: Any = None  # of rows of q and k with those of `read` [rows, lanes, 2]
+    raw_dqk: Any = None  # dq and dk before the norms' gradients, two tiles [rows, K] per key head
     dqk: Any = None  # dq and dk [rows, 2, key heads, K], with a decay per channel of each lane
     along: Any = None  # -r^2 <x, dx> [rows, 2, key heads]
     reads: Any = None  # r, the reads of the state [rows, lanes]

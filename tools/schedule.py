@@ -117,7 +117,7 @@ SEARCHES = {
         gated_delta_rule_bwd,
         {"every": 2},
         1.25,
-        100_000,
+        50_000,
         (
             *(Bound(bound.options | {"T": 1024}) for bound in (WIDE, NARROW)),
             Bound(SIZES[0] | {"every": 2}),
@@ -134,12 +134,12 @@ SEARCHES = {
             Bound(SIZES[1] | {"packed": True, "save": 1}),
         ),
     ),
-    "LAYER_BACKWARD": Search(bwd, {}, 2.5, 100_000, (Bound(SIZES[0]), Bound(LONG | {"H": 5}))),
+    "LAYER_BACKWARD": Search(bwd, {}, 2.5, 50_000, (Bound(SIZES[0]), Bound(LONG | {"H": 5}))),
     "CHANNELS_FORWARD": Search(
-        channels_fwd, {"every": 2}, 3.0, 20_000, CHANNEL_BOUNDS, CHANNEL_SIZES
+        channels_fwd, {"every": 2}, 3.0, 40_000, CHANNEL_BOUNDS, CHANNEL_SIZES
     ),
     "CHANNELS_BACKWARD": Search(
-        channels_bwd, {"every": 2}, 1.25, 20_000, CHANNEL_BOUNDS, CHANNEL_SIZES
+        channels_bwd, {"every": 2}, 1.25, 40_000, CHANNEL_BOUNDS, CHANNEL_SIZES
     ),
 }
 

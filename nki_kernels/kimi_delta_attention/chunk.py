@@ -184,10 +184,11 @@ def scale_keys(chunk, table, both):
         chunk.gamma_q_t = transpose(chunk.gamma_q, whole, table)
 
 
-def raise_factors(chunk, levels, lane, start, stop):
-    """Returns f of some levels of a lane, [K, levels, rows], in PSUM, where the Vector engine takes
-    it at full speed.
+def sum_factors(chunk, levels, piece):
+    """Returns the exponents of f of a lane's levels start .. stop, [K, levels, rows], in PSUM, from
+    where the Vector engine takes f at full speed; a piece is (lane, start, stop).
     """
+    lane, start, stop = piece
     rows, _, K = chunk.g.shape
     flat_sums = levels["sums"].reshape((rows, levels["count"] * rows))
     f_ps = psum((K, stop - start, rows))
@@ -195,7 +196,6 @@ def raise_factors(chunk, levels, lane, start, stop):
         f_ps.reshape((K, (stop - start) * rows)), chunk.g[:, lane, :],
         flat_sums[:, start * rows : stop * rows],
     )  # fmt: skip
-    nisa.activation(dst=f_ps, op=nl.exp, data=f_ps)
     return f_ps
 
 
@@ -203,7 +203,8 @@ def multiply_factors(chunk, levels, table):
     """Adds what levels multiply: f . Q and f . K,
     `scaled` [K, levels, lanes, 2, rows] of dtype products.
 
-    While the Vector engine multiplies, the Scalar engine makes the next factors.
+    While the Vector engine multiplies, the Scalar engine makes the next factors, and the Tensor
+    engine the exponents of those behind.
     """
     rows, lanes, K = chunk.g.shape
     count = levels["count"]
@@ -212,11 +213,12 @@ def multiply_factors(chunk, levels, table):
     for lane in range(lanes):
         for span in split(count, BANK // rows):
             pieces.append((lane, span[0], span[1]))
-    for turn in range(len(pieces) + 1):
+    for turn in range(len(pieces) + 2):
         for i in list_due(turn, len(pieces)):
-            lane, start, stop = pieces[i]
-            ready.append(raise_factors(chunk, levels, lane, start, stop))
+            ready.append(sum_factors(chunk, levels, pieces[i]))
         for i in list_due(turn - 1, len(pieces)):
+            nisa.activation(dst=ready[i], op=nl.exp, data=ready[i])
+        for i in list_due(turn - 2, len(pieces)):
             lane, start, stop = pieces[i]
             f_ps = ready[i]
             multiply(

@@ -128,13 +128,14 @@ def read_channel_states(chunk, bundle):
 
     These are tiles, rounded: own K and own Q, what states are read by, [rows, 2, lanes, K], and
     what is written, which q has no part in, [rows, lanes, K]; of the last two also the exponents'
-    gradients.
+    gradients, products with gamma . Q, gamma . K and lambda . K.
     """
     rows, lanes, K = chunk.g.shape
     products = chunk.table["products"]
     own_sb, read_sb = sbuf((rows, 2, lanes, K), products), sbuf((rows, 2, lanes, K), products)
     written_sb = sbuf((rows, lanes, K), products)
-    gradients = (chunk.do_t, chunk.dR_t)
+    read_terms_sb, written_terms_sb = sbuf(chunk.keys.shape), sbuf((rows, 1, lanes, K))
+    gradients, decayed = (chunk.do_t, chunk.dR_t), (chunk.gamma_q, chunk.erased_k)
     for side in range(2):
         for lane in range(lanes):
             own = chunk.own[:, lane : lane + 1]
@@ -142,13 +143,14 @@ def read_channel_states(chunk, bundle):
         for piece in multiply_pairs(gradients[side], chunk.S_t, bundle):
             first, stop, reads_ps = piece
             multiply(read_sb[:, side, first:stop, :], reads_ps, chunk.gamma[:, first:stop, :])
+            decayed_sb = decayed[side][:, first:stop, :]
+            multiply(read_terms_sb[:, side, first:stop, :], reads_ps, decayed_sb)
     for piece in multiply_pairs(chunk.U_t, chunk.dS_t, bundle):
         first, stop, writes_ps = piece
         lambda_sb = chunk.channel_lambda[:, first:stop, :]
         multiply(written_sb[:, first:stop, :], writes_ps, lambda_sb)
-    read_terms_sb = scale_channels(read_sb, chunk.keys)
-    written_terms_sb = sbuf((rows, 1, lanes, K))
-    multiply(written_terms_sb[:, 0, :, :], written_sb, chunk.keys[:, 1, :, :])
+        terms_sb = written_terms_sb[:, 0, first:stop, :]
+        multiply(terms_sb, writes_ps, chunk.lambda_k[:, first:stop, :])
     chunk.reads = (own_sb, read_sb, written_sb, read_terms_sb, written_terms_sb)
 
 
@@ -156,8 +158,7 @@ def begin_gradients(chunk, table):
     """Starts dq, dk and dg in PSUM, [rows, lanes K] each, with what states add."""
     rows, lanes, K = chunk.g.shape
     product_sb, carried_sb = scale_channels(chunk.dS[0], chunk.S[0]), sbuf((K, lanes))
-    for lane in range(lanes):
-        sum_rows(carried_sb[:, lane : lane + 1], product_sb[:, lane, :], nl.copy)
+    nisa.tensor_reduce(dst=carried_sb, op=nl.add, data=product_sb, axis=2)
     multiply(carried_sb, carried_sb, chunk.carry)
     diagonals_sb = sbuf((K, lanes, K))
     for lane in range(lanes):
@@ -178,16 +179,25 @@ def begin_gradients(chunk, table):
     add_selected(chunk.dg_ps, ones, diagonals_sb.reshape((K, lanes * K)), True)
 
 
-def compute_factors(chunk, levels, level):
-    """Returns f of a level in PSUM, [rows, lanes, K], and e and f, [rows, 2, lanes, K]."""
+def sum_level(chunk, levels, level):
+    """Returns the exponents of a level's f in PSUM, [rows, lanes, K]."""
     rows, lanes, K = chunk.g.shape
-    f_ps, out_sb = psum((rows, lanes, K)), sbuf((rows, 2, lanes, K))
+    f_ps = psum((rows, lanes, K))
     flat_g = chunk.g.reshape((rows, lanes * K))
     add_selected(f_ps.reshape((rows, lanes * K)), levels["sums"][:, level, :], flat_g)
+    return f_ps
+
+
+def compute_factors(f_ps, right):
+    """Makes f of its exponents in PSUM, and returns e and f, [rows, 2, lanes, K]; right [rows, 1] is
+    1 for the tokens of right halves.
+    """
+    rows, lanes, K = f_ps.shape
+    out_sb = sbuf((rows, 2, lanes, K))
     nisa.activation(dst=f_ps, op=nl.exp, data=f_ps)
     copy_scaled(out_sb[:, 1, :, :], f_ps)
-    copy_scaled(out_sb[:, 0, :, :], out_sb[:, 1, :, :], levels["right"][:, level : level + 1])
-    return f_ps, out_sb
+    copy_scaled(out_sb[:, 0, :, :], out_sb[:, 1, :, :], right)
+    return out_sb
 
 
 def scale_level(chunk, f_ps, right):
@@ -220,49 +230,61 @@ def multiply_level(chunk, level, scaled_sb):
     return x_ps, tiles
 
 
-def weigh_level(raw, factors_sb, scaled_sb):
-    """Returns x and y of a level, and the exponents' gradients Q . x and K . y, rounded [rows, 2,
-    lanes, K]; both are products with what `multiply_level` left in PSUM.
+def weigh_keys(made, raw):
+    """Makes y and K . y of a level, x and terms of side 1, of what `multiply_level` left in PSUM.
 
     The last product is taken first: then the Vector engine waits for the Tensor engine once.
     """
-    x_ps, tiles = raw
-    x_sb, terms_sb = sbuf(scaled_sb.shape, scaled_sb.dtype), sbuf(scaled_sb.shape, scaled_sb.dtype)
+    _, tiles = raw
     for turn in range(len(tiles)):
         lane = len(tiles) - 1 - turn
-        multiply(x_sb[:, 1, lane, :], tiles[lane], factors_sb[:, 1, lane, :])
-        multiply(terms_sb[:, 1, lane, :], tiles[lane], scaled_sb[:, 1, lane, :])
-    multiply(x_sb[:, 0, :, :], x_ps, factors_sb[:, 0, :, :])
-    multiply(terms_sb[:, 0, :, :], x_ps, scaled_sb[:, 0, :, :])
-    return x_sb, terms_sb
+        multiply(made["x"][:, 1, lane, :], tiles[lane], made["factors"][:, 1, lane, :])
+        multiply(made["terms"][:, 1, lane, :], tiles[lane], made["scaled"][:, 1, lane, :])
+
+
+def weigh_queries(made, raw):
+    """Makes x and Q . x of a level, x and terms of side 0, as `weigh_keys` does."""
+    x_ps, _ = raw
+    multiply(made["x"][:, 0, :, :], x_ps, made["factors"][:, 0, :, :])
+    multiply(made["terms"][:, 0, :, :], x_ps, made["scaled"][:, 0, :, :])
 
 
 def differentiate_levels(chunk, levels, table, part):
     """Adds a part of what levels add to dq, dk and dg; engines work on two levels at a time.
 
-    What the Tensor engine multiplies in a turn is weighed in the next one, while the Scalar engine
-    makes the next level's factors.
+    What the Tensor engine multiplies in a turn is weighed in the next one. Vector and Scalar engine
+    take turns at PSUM, so the Scalar engine makes the next level's factors between two parts of
+    that.
     """
-    count = levels["count"]
+    count, products = levels["count"], table["products"]
     rows, lanes, K = chunk.g.shape
     if part == 0:
         chunk.level_tiles = []
     first, stop = list_steps(count + 1, part + 1, len(LEVELS))
     for turn in range(first, stop):
-        made = []
+        before, sums = chunk.level_tiles, []
         for level in list_due(turn, count):
-            made.append(compute_factors(chunk, levels, level))
-        for level in list_due(turn - 1, count):
-            raw, factors_sb, scaled_sb = chunk.level_tiles[0]
-            x_sb, terms_sb = weigh_level(raw, factors_sb, scaled_sb)
+            sums.append(sum_level(chunk, levels, level))
+        for made in before:
+            weigh_keys(made, made["raw"])
+        for level in list_due(turn, count):
+            right = levels["right"][:, level : level + 1]
+            chunk.level_tiles = [
+                {
+                    "level": level, "right": right, "f": sums[0],
+                    "factors": compute_factors(sums[0], right), "x": sbuf(chunk.keys.shape, products),
+                    "terms": sbuf(chunk.keys.shape, products),
+                }
+            ]  # fmt: skip
+        for made in before:
+            weigh_queries(made, made["raw"])
             for side in range(2):
-                add_to_keys(chunk, side, x_sb.reshape((rows, 2, lanes * K))[:, side, :])
-            add_to_decays(chunk, terms_sb, levels["sums_t"][:, level, :])
+                add_to_keys(chunk, side, made["x"].reshape((rows, 2, lanes * K))[:, side, :])
+            add_to_decays(chunk, made["terms"], levels["sums_t"][:, made["level"], :])
         for level in list_due(turn, count):
-            f_ps, factors_sb = made[0]
-            scaled_sb = scale_level(chunk, f_ps, levels["right"][:, level : level + 1])
-            raw = multiply_level(chunk, level, scaled_sb)
-            chunk.level_tiles = [(raw, factors_sb, scaled_sb)]
+            made = chunk.level_tiles[0]
+            made["scaled"] = scale_level(chunk, made["f"], made["right"])
+            made["raw"] = multiply_level(chunk, level, made["scaled"])
 
 
 def sum_along_keys(chunk):
