@@ -117,7 +117,7 @@ SEARCHES = {
         gated_delta_rule_bwd,
         {"every": 2},
         1.25,
-        50_000,
+        100_000,
         (
             *(Bound(bound.options | {"T": 1024}) for bound in (WIDE, NARROW)),
             Bound(SIZES[0] | {"every": 2}),
