@@ -53,7 +53,7 @@ float32. `tiles.choose_factors` keeps R, U and their products from underflow whe
 
 from delta_trn.nki_kernels.chunk_tiles import Chunk
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import PARTITIONS, split
+from delta_trn.nki_kernels.plan import BANK, PARTITIONS, split
 from delta_trn.nki_kernels.tiles import (
     add_product,
     add_selected,
@@ -300,23 +300,24 @@ def multiply_parts(dst_ps, stationary, moving, a, b, adds=False):
         add_product(dst_ps, x, y, adds or part > 0)
 
 
-def cut_lanes(lanes, parts):
-    """Cuts lanes into those whose products share a PSUM tensor: all of them where these are
-    single products, else each lane, whose products of `parts` parts are a sum.
+def cut_lanes(lanes, parts, columns):
+    """Cuts lanes into those whose products, of so many columns each, share a PSUM tensor: as many
+    as a bank holds where these are single products, else each lane, whose products of `parts` parts
+    are a sum.
     """
-    return split(lanes, lanes if len(parts) == 1 else 1)
+    return split(lanes, max(1, BANK // columns) if len(parts) == 1 else 1)
 
 
 def multiply_pairs(stationary, moving, bundle):
     """Computes stationary^T moving of each lane in PSUM, as products of all pairs of tokens.
 
     stationary and moving are lists over the parts of what is summed, tiles [f, lanes or key heads,
-    rows], moving also [.., K]. Returns [(first lane, lane behind the last, tile [rows, those lanes,
-    rows or K])].
+    rows], moving also [.., K or V]. Returns [(first lane, lane behind the last, tile [rows, those
+    lanes, rows, K or V])].
     """
     rows, columns, lanes = stationary[0].shape[2], moving[0].shape[2], bundle["lanes"]
     pieces = []
-    for span in cut_lanes(lanes, moving):
+    for span in cut_lanes(lanes, moving, columns):
         first, stop = span
         out_ps = psum((rows, stop - first, columns))
         for lane in range(first, stop):

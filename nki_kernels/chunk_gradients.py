@@ -51,6 +51,7 @@ from delta_trn.nki_kernels.chunk import (
     weigh_pairs,
 )
 from delta_trn.nki_kernels.language import nisa, nl
+from delta_trn.nki_kernels.plan import BANK, split
 from delta_trn.nki_kernels.tiles import (
     add,
     add_product,
@@ -60,7 +61,6 @@ from delta_trn.nki_kernels.tiles import (
     copy_scaled,
     keep_triangle,
     multiply,
-    multiply_elements,
     psum,
     sbuf,
     scale_and_add,
@@ -108,16 +108,18 @@ def transpose_state(S, parts, value_parts, table):
     for span in value_parts:
         low, high = span
         out_sb = sbuf((high - low, lanes, K), S[0].dtype)
-        for lane in range(lanes):
-            out_ps = psum((high - low, K))
-            for part in range(len(parts)):
-                start, stop = parts[part]
-                add_transposed(
-                    out_ps[:, start:stop],
-                    S[part][:, lane, low:high],
-                    table["eye"][0 : stop - start, 0 : stop - start],
-                )
-            copy_scaled(out_sb[:, lane, :], out_ps)
+        for group in split(lanes, max(1, BANK // K)):
+            first, last = group
+            out_ps = psum((high - low, last - first, K))
+            for lane in range(first, last):
+                for part in range(len(parts)):
+                    start, stop = parts[part]
+                    add_transposed(
+                        out_ps[:, lane - first, start:stop],
+                        S[part][:, lane, low:high],
+                        table["eye"][0 : stop - start, 0 : stop - start],
+                    )
+            copy_scaled(out_sb[:, first:last, :], out_ps)
         tiles.append(out_sb)
     return tiles
 
@@ -254,11 +256,16 @@ def read_states(chunk, bundle, table):
         h, written_ps = find_key_head(bundle, lane), psum((rows, K))
         read_sb, written_sb = sbuf((rows, 2, K), products), sbuf((rows, K), products)
         terms_sb = sbuf((rows, 2, K))
-        for side in range(2):
-            read_ps = psum((rows, K))
-            multiply_parts(read_ps, (chunk.do_t, chunk.dR_t)[side], chunk.S_t, lane, lane)
-            copy_scaled(read_sb[:, side, :], read_ps, factors[side][:, lane : lane + 1])
-            multiply(terms_sb[:, side, :], read_ps, qk_sb[:, side, h, :])
+        for sides in split(2, 2 if len(chunk.S_t) == 1 else 1):  # sums have a tensor each
+            first, stop = sides
+            read_ps = psum((rows, stop - first, K))
+            for side in range(first, stop):
+                own_ps = read_ps[:, side - first, :]
+                multiply_parts(own_ps, (chunk.do_t, chunk.dR_t)[side], chunk.S_t, lane, lane)
+            for side in range(first, stop):
+                factor_sb = factors[side][:, lane : lane + 1]
+                copy_scaled(read_sb[:, side, :], read_ps[:, side - first, :], factor_sb)
+            multiply(terms_sb[:, first:stop, :], read_ps, qk_sb[:, first:stop, h, :])
         nisa.tensor_reduce(dst=sums_sb[:, lane, :], op=nl.add, data=terms_sb, axis=2)
         multiply_parts(written_ps, chunk.U_t, chunk.dS_t, lane, lane)
         copy_scaled(written_sb, written_ps, chunk.lambda_[:, lane : lane + 1])
@@ -268,17 +275,17 @@ def read_states(chunk, bundle, table):
         multiply(dots_sb[:, :, side], sums_sb[:, :, side], factors[side])
 
 
-def compute_key_gradients(chunk, bundle, table):
-    """Adds the gradients of the bundle's raw q and k to the chunk: dqk [rows, 2, key heads, K],
-    sums over the lanes of a key head, float32; and <k, dk> of each row, `along`.
+def compute_key_gradients(chunk, bundle, table, in_psum):
+    """Adds the gradients of the bundle's raw q and k to the chunk: raw_dqk, for each key head dq
+    and dk [rows, K] float32, sums over its lanes; and <k, dk> of each row, `along`.
 
-    What goes through the norms comes after, by `differentiate_norm`. Each sum has a PSUM tensor of
-    its own, which it leaves as soon as it is complete.
+    What goes through the norms comes after, by `finish_key_gradients`. Until then they wait in PSUM
+    if `in_psum`, where the Vector engine takes them at full speed, else in SBUF.
     """
     qk_sb, lanes = chunk.qk, bundle["lanes"]
     rows, _, heads, K = qk_sb.shape
     group = lanes // heads
-    chunk.dqk, chunk.along = sbuf((rows, 2, heads, K)), sbuf((rows, 2, heads))
+    chunk.raw_dqk, chunk.along = [], sbuf((rows, 2, heads))
     terms_sb = sbuf((rows, heads, K))
     for h in range(heads):
         q_sb, k_sb = qk_sb[:, 0, h, :], qk_sb[:, 1, h, :]
@@ -294,8 +301,10 @@ def compute_key_gradients(chunk, bundle, table):
             add_product(dk_ps, chunk.weighted_Z_t[:, lane, :], k_sb, True)
             add_tile(dk_ps, chunk.read[lane][:, 1, :], table)
             add_tile(dk_ps, chunk.written[lane], table)
-        copy_scaled(chunk.dqk[:, 0, h, :], dq_ps)
-        copy_scaled(chunk.dqk[:, 1, h, :], dk_ps)
+        if in_psum:
+            chunk.raw_dqk.append((dq_ps, dk_ps))
+        else:
+            chunk.raw_dqk.append((copy_tile(dq_ps), copy_tile(dk_ps)))
         multiply(terms_sb[:, h, :], dk_ps, k_sb)
     nisa.tensor_reduce(dst=chunk.along[:, 1, :], op=nl.add, data=terms_sb, axis=2)
 
@@ -308,7 +317,7 @@ def add_tile(dst_ps, x_sb, table):
 
 
 def sum_along(chunk, bundle):
-    """Makes `along` what `differentiate_norm` takes, -r^2 <x, dx> [rows, 2, key heads].
+    """Makes `along` what `finish_key_gradients` takes, -r^2 <x, dx> [rows, 2, key heads].
 
     <q, dq> is <q, gamma dO S^T> and a row of the sums of dO U^T . P, which `sum_crossing_pairs`
     leaves.
@@ -329,21 +338,26 @@ def sum_along(chunk, bundle):
     nisa.tensor_scalar(dst=along_sb, data=along_sb, op0=nl.multiply, operand0=-1.0)
 
 
-def differentiate_norm(chunk):
-    """Adds what the norms' gradients are to those of q and k: dx - x r^2 <x,
-    dx>, r the reciprocal norm.
+def finish_key_gradients(chunk, l2norm):
+    """Adds dqk [rows, 2, key heads, K], float32, what the norms' gradients make of those of q and
+    k: dx - x r^2 <x, dx>, r the reciprocal norm; without norms, dx.
     """
+    chunk.dqk = sbuf(chunk.qk.shape)
     for side in range(2):
         for h in range(chunk.qk.shape[2]):
-            dx, factor_sb = chunk.dqk[:, side, h, :], chunk.along[:, side, h : h + 1]
-            scale_and_add(dx, chunk.qk[:, side, h, :], factor_sb, dx)
+            raw, out = chunk.raw_dqk[h][side], chunk.dqk[:, side, h, :]
+            if l2norm:
+                factor_sb = chunk.along[:, side, h : h + 1]
+                scale_and_add(out, chunk.qk[:, side, h, :], factor_sb, raw)
+            else:
+                copy_scaled(out, raw)
 
 
 def multiply_terms(chunk, bundle, parts, table):
-    """Adds to the chunk r, and products of elements per lane, whose rows `compute_sums` sums.
+    """Adds to the chunk r, and products of elements, whose rows `compute_sums` sums.
 
     reads           r [rows, lanes]
-    U_KdS           U . K dS', a list of tiles [rows, V] per lane
+    U_KdS           U . K dS' [rows, lanes, V]
     dS_S            dS' . S, a list per part of K, [f, lanes, V]
 
     """
@@ -351,33 +365,37 @@ def multiply_terms(chunk, bundle, parts, table):
     dots_sb, reads_sb = chunk.dots, sbuf((rows, lanes))
     add(reads_sb, dots_sb[:, :, 0], dots_sb[:, :, 1])
     chunk.reads = reads_sb
-    chunk.U_KdS, chunk.dS_S = [], []
-    for lane in range(lanes):
-        KdS_ps = psum((rows, V))
-        multiply_parts(KdS_ps, chunk.k_t, chunk.dS_rounded, find_key_head(bundle, lane), lane)
-        chunk.U_KdS.append(multiply_elements(chunk.U[:, lane, :], KdS_ps))
+    chunk.U_KdS, chunk.dS_S = sbuf((rows, lanes, V)), []
+    for piece in multiply_pairs(chunk.k_t, chunk.dS_rounded, bundle):
+        first, stop, KdS_ps = piece
+        multiply(chunk.U_KdS[:, first:stop, :], chunk.U[:, first:stop, :], KdS_ps)
     for part in range(len(parts)):
         product_sb = sbuf(chunk.S[part].shape)
         multiply(product_sb, chunk.dS[part], chunk.S[part])
         chunk.dS_S.append(product_sb)
 
 
-def compute_sums(chunk):
-    """Adds the sums of rows of what `multiply_terms` made, on the Scalar engine, which waits for
-    all of it.
+def compute_sums(chunk, on_vector):
+    """Adds the sums of rows of what `multiply_terms` made, if `on_vector` on the engine which made
+    it, else on the Scalar engine: the less busy one of the two.
 
     writes      w [rows, lanes]
     carried     gamma_C <dS', S>, not summed over K yet: a tile [f, lanes] per part of K
     """
     rows, lanes, _ = chunk.dR.shape
     chunk.writes, chunk.carried = sbuf((rows, lanes)), []
-    for lane in range(lanes):
-        sum_rows(chunk.writes[:, lane : lane + 1], chunk.U_KdS[lane], nl.copy)
+    pairs = [(chunk.writes, chunk.U_KdS)]
     for product_sb in chunk.dS_S:
         carried_sb = sbuf((product_sb.shape[0], lanes))
-        for lane in range(lanes):
-            sum_rows(carried_sb[:, lane : lane + 1], product_sb[:, lane, :], nl.copy)
         chunk.carried.append(carried_sb)
+        pairs.append((carried_sb, product_sb))
+    for pair in pairs:
+        sums_sb, terms_sb = pair
+        if on_vector:
+            nisa.tensor_reduce(dst=sums_sb, op=nl.add, data=terms_sb, axis=2)
+        else:
+            for lane in range(lanes):
+                sum_rows(sums_sb[:, lane : lane + 1], terms_sb[:, lane, :], nl.copy)
 
 
 def scale_sums(chunk):

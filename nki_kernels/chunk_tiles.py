@@ -60,14 +60,15 @@ class Chunk(nl.NKIObject):
     keys: Any = None  # normalized q and k of each lane [rows, 2, lanes, K]
     qk_t: Any = None  # their transposes [K, 2, lanes, rows]
     own: Any = None  # forward <q_i, k_i>, backward <dO_i, U_i> [rows, lanes]
+    exponentials: Any = None  # of gamma and of lambda, two factors each, the second one in PSUM
     channel_lambda: Any = None  # lambda [rows, lanes, K]
     scaled: Any = None  # what `multiply_factors` makes
     pairs: Any = None  # P^T and kk^T [rows, lanes, 2, rows]
     halves: Any = None  # what `round_pair_gradients` makes, and `mask_pair_gradients`
     masked: Any = None
-    level_tiles: Any = None  # what `differentiate_levels` has made of levels up to now
-    dg_ps: Any = None  # dg [rows, lanes K], and dq and dk [rows, 2 lanes K], in PSUM
-    dqk_ps: Any = None
+    level_tiles: Any = None  # what `differentiate_levels` has made of the last level
+    dg_ps: Any = None  # dg in PSUM [rows, lanes K]
+    dqk_ps: Any = None  # dq and dk in PSUM, a tile [rows, lanes K] each
     # What T and the state make
     W: Any = None  # [rows, lanes, K]
     PT_t: Any = None  # forward: (P T)^T, rounded [rows, lanes, rows]
@@ -106,10 +107,11 @@ class Chunk(nl.NKIObject):
     read: Any = None  # per lane gamma dO S^T and -diag(beta) gamma dR S^T, rounded [rows, 2, K]
     written: Any = None  # per lane diag(lambda) U dS'^T, rounded [rows, K]
     dots: Any = None  # of rows of q and k with those of `read` [rows, lanes, 2]
+    raw_dqk: Any = None  # dq and dk before the norms' gradients, two tiles [rows, K] per key head
     dqk: Any = None  # dq and dk [rows, 2, key heads, K], with a decay per channel of each lane
     along: Any = None  # -r^2 <x, dx> [rows, 2, key heads]
     reads: Any = None  # r, the reads of the state [rows, lanes]
-    U_KdS: Any = None  # U . K dS', a tile [rows, V] per lane
+    U_KdS: Any = None  # U . K dS' [rows, lanes, V]
     dS_S: Any = None  # dS' . S, a tile [f, lanes, V] per part of K
     dbeta: Any = None  # [rows, lanes]
     writes: Any = None  # w, what is written to the next state [rows, lanes]

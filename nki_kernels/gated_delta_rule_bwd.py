@@ -35,8 +35,8 @@ from delta_trn.nki_kernels.chunk_gradients import (
     compute_residual_gradient,
     compute_sums,
     compute_writes,
-    differentiate_norm,
     divide_norms,
+    finish_key_gradients,
     multiply_terms,
     read_states,
     scale_sums,
@@ -282,21 +282,20 @@ def differentiate_chunk(stage, chunk, stream, call):
     elif stage == "read states":
         read_states(chunk, bundle, table)
     elif stage == "dq, dk":
-        compute_key_gradients(chunk, bundle, table)
+        compute_key_gradients(chunk, bundle, table, call["in_psum"])
     elif stage == "sum crossing pairs":
         chunk.crossing = sum_crossing_pairs(chunk, table)
     elif stage == "sum along keys":
         if call["l2norm"]:
             sum_along(chunk, bundle)
     elif stage == "differentiate norms":
-        if call["l2norm"]:
-            differentiate_norm(chunk)
+        finish_key_gradients(chunk, call["l2norm"])
     elif stage == "store":
         store_key_gradients(chunk, bundle, gradients)
     elif stage == "multiply terms":
         multiply_terms(chunk, bundle, parts, table)
     elif stage == "sum terms":
-        compute_sums(chunk)
+        compute_sums(chunk, call["sums_on_vector"])
     elif stage == "dbeta":
         scale_sums(chunk)
         store_lanes(gradients[4], chunk.dbeta, bundle, chunk.start, chunk.tokens)
@@ -462,6 +461,8 @@ def run_backward(inputs, do, dstate, initial_state, states, options, work, chann
         "V": V,
         "parts": parts,
         "value_parts": split_evenly(V),
+        "in_psum": True,
+        "sums_on_vector": True,
         "gradients": (dq, dk, dv, dg, dbeta),
         "constants": build_gradient_constants(largest, q.dtype),
         "blocks": build_block_constants(largest),

@@ -6,6 +6,7 @@
 #include <vector>
 
 namespace {
+const int64_t BANK = 2048;                       // bytes of PSUM in a partition
 const int QUEUES = 10;                           // as tools/instruction_times.py numbers them
 const int READS = 1, WRITES = 2, STORES = 4;     // how a tensor is used: stores to HBM wait for nothing
 
@@ -47,6 +48,48 @@ struct Convolution {
 
     void advance_all(int to, Units &units) {
         for (int kind = 0; kind < 3; kind++) advance(to, kind, units);
+    }
+};
+
+// As _pack_banks in packages/nki-simulator/src/nki_simulator/core/machine.py.
+struct Banks {
+    struct Tile {
+        int64_t begin, end;
+        int storage;
+    };
+    std::vector<std::vector<Tile>> banks;
+
+    void place(int storage, int64_t size) {
+        for (int64_t left = size; size > BANK && left > 0; left -= BANK) add_whole(storage);
+        if (size > BANK) return;
+        for (auto &bank : banks) {
+            int64_t at = 0;
+            auto next = bank.begin();
+            for (; next != bank.end() && next->begin - at < size; ++next) at = next->end;
+            if (next == bank.end() && BANK - at < size) continue;
+            bank.insert(next, {at, at + size, storage});
+            return;
+        }
+        banks.push_back({{0, size, storage}});
+    }
+
+    void add_whole(int storage) {
+        for (auto &bank : banks)
+            if (bank.empty()) {
+                bank.push_back({0, BANK, storage});
+                return;
+            }
+        banks.push_back({{0, BANK, storage}});
+    }
+
+    void remove(int storage) {
+        for (auto &bank : banks)
+            bank.erase(std::remove_if(bank.begin(), bank.end(), [&](const Tile &own) { return own.storage == storage; }),
+                       bank.end());
+    }
+
+    int64_t count() const {
+        return std::count_if(banks.begin(), banks.end(), [](const auto &bank) { return !bank.empty(); });
     }
 };
 }  // namespace
@@ -157,7 +200,8 @@ extern "C" double time_order(
     for (int at = 0; at < n; at++)
         for (int k = tiles_from[order[at]]; k < tiles_from[order[at] + 1]; k++) last[tiles[k]] = at;
     std::vector<char> live(storages, 0);
-    int64_t in_sbuf = 0, in_psum = 0;
+    int64_t in_sbuf = 0;
+    Banks banks;
     peaks[0] = peaks[1] = 0;
     for (int at = 0; at < n; at++) {
         int i = order[at];
@@ -165,15 +209,15 @@ extern "C" double time_order(
             if (!live[tiles[k]]) {
                 live[tiles[k]] = 1;
                 in_sbuf += sbuf[tiles[k]];
-                in_psum += psum[tiles[k]];
+                if (psum[tiles[k]]) banks.place(tiles[k], psum[tiles[k]]);
             }
         peaks[0] = std::max(peaks[0], in_sbuf);
-        peaks[1] = std::max(peaks[1], in_psum);
+        peaks[1] = std::max(peaks[1], banks.count());
         for (int k = tiles_from[i]; k < tiles_from[i + 1]; k++)
             if (last[tiles[k]] == at && live[tiles[k]] == 1) {
                 live[tiles[k]] = 2;
                 in_sbuf -= sbuf[tiles[k]];
-                in_psum -= psum[tiles[k]];
+                if (psum[tiles[k]]) banks.remove(tiles[k]);
             }
     }
     return total;

@@ -35,8 +35,6 @@ from nki_simulator.cost import (
     list_ports,
 )  # fmt: skip
 
-BANK_BYTES = 2048  # of PSUM, per partition
-
 
 class Trace:
     """A kernel's instructions by what issued them, to be timed in another order of the same
@@ -152,7 +150,7 @@ def pack_instructions(run: Any, lives: list[Any]) -> tuple[Any, ...]:
     ports = [list_ports(step, target) for step in trace]
     waits = [not accumulates(trace[j], trace[i]) for i, own in enumerate(needs) for j in own]
     sbuf = [life.free_bytes if life.buffer is SBUF else 0 for life in lives]
-    psum = [-(-life.free_bytes // BANK_BYTES) if life.buffer is PSUM else 0 for life in lives]
+    psum = [life.free_bytes if life.buffer is PSUM else 0 for life in lives]
     return (
         np.array([queues[find_queue(step)] for step in trace], np.int32),
         np.array([(SBUF_PORT in own) + 2 * (PSUM_PORT in own) for own in ports], np.int32),

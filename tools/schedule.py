@@ -8,7 +8,7 @@ It starts from a rule: stages stand as soon as what they need stands, evenly spr
 turns, and those of odd bundles half a turn later. From there it anneals: it moves one entry to
 another time, keeps what the cost model finds faster, and for a while some of what it finds slower.
 An order may take no more of SBUF, PSUM and time than tests allow, in the largest sizes of each
-kernel and on trn2. Neither the orders that stand in the file nor the machine matter: all chance
+kernel. Times are trn1's: for other targets the model gives none. Neither the orders that stand in the file nor the machine matter: all chance
 comes from one seed.
 """
 
@@ -30,6 +30,7 @@ from delta_trn.nki_kernels.gated_delta_layer import bwd, cells, fwd
 from delta_trn.nki_kernels.kimi_delta_attention import bwd as channels_bwd
 from delta_trn.nki_kernels.kimi_delta_attention import fwd as channels_fwd
 from delta_trn.nki_kernels.schedule import ALL, BUNDLES, EVEN, ODD, list_waits, rank
+from nki_simulator.core.targets import resolve
 from tools.instruction_times import Trace, build_timer, find_kind, number_entries
 
 SIZES = (  # that an order is judged by
@@ -49,6 +50,16 @@ SHARES = {
 }  # fmt: skip
 
 
+def check_times(options: Mapping[str, Any]) -> None:
+    """Raises ValueError if options name a target for which no time is estimated."""
+    target = resolve(options.get("target", "trn1"))
+    if target.refused:
+        raise ValueError(
+            f"an order cannot be judged by times on {target.name}: {target.refused}; judge it on "
+            "trn1, or bound SBUF and PSUM alone"
+        )
+
+
 @dataclass(frozen=True)
 class Bound:
     """Says what an order may take where a test bounds it."""
@@ -57,6 +68,10 @@ class Bound:
     sbuf: int = 171_000  # bytes per partition: a twentieth stays free
     time: float = math.inf  # microseconds
     psum: int = 8  # banks
+
+    def __post_init__(self) -> None:
+        if math.isfinite(self.time):
+            check_times(self.options)
 
 
 @dataclass(frozen=True)
@@ -68,7 +83,11 @@ class Search:
     turns: float  # over which the rule spreads a chunk's stages
     proposals: int
     bounds: tuple[Bound, ...]
-    sizes: tuple[dict[str, int], ...] = SIZES
+    sizes: tuple[dict[str, Any], ...] = SIZES
+
+    def __post_init__(self) -> None:
+        for own in self.sizes:
+            check_times(own)
 
 
 RULE = {"T": 512, "dtype": "float32", "every": 2}
@@ -115,12 +134,12 @@ SEARCHES = {
             Bound(SIZES[1] | {"packed": True, "save": 1}),
         ),
     ),
-    "LAYER_BACKWARD": Search(bwd, {}, 2.5, 100_000, (Bound(SIZES[0]), Bound(LONG | {"H": 5}))),
+    "LAYER_BACKWARD": Search(bwd, {}, 2.5, 50_000, (Bound(SIZES[0]), Bound(LONG | {"H": 5}))),
     "CHANNELS_FORWARD": Search(
-        channels_fwd, {"every": 2}, 3.0, 20_000, CHANNEL_BOUNDS, CHANNEL_SIZES
+        channels_fwd, {"every": 2}, 3.0, 40_000, CHANNEL_BOUNDS, CHANNEL_SIZES
     ),
     "CHANNELS_BACKWARD": Search(
-        channels_bwd, {"every": 2}, 1.25, 20_000, CHANNEL_BOUNDS, CHANNEL_SIZES
+        channels_bwd, {"every": 2}, 1.25, 40_000, CHANNEL_BOUNDS, CHANNEL_SIZES
     ),
 }
 

@@ -282,6 +282,8 @@ def gated_delta_layer_bwd(
         "scale": scale,
         "parts": split_evenly(K),
         "value_parts": split_evenly(V),
+        "in_psum": False,  # which sums over all tokens fill
+        "sums_on_vector": False,  # which has the convolution, too
         "dx": dx,
         "dz": dz,
         "gradients": (dx, dx, dx, dg, dbeta),

@@ -35,7 +35,7 @@ from delta_trn.nki_kernels.chunk import (
     weight_decays,
 )
 from delta_trn.nki_kernels.language import nisa, nl
-from delta_trn.nki_kernels.plan import BANK, double, split
+from delta_trn.nki_kernels.plan import BANK, double, list_due, split
 from delta_trn.nki_kernels.tiles import (
     add_product,
     add_selected,
@@ -110,9 +110,7 @@ def spread_keys(chunk, bundle, l2norm):
     """
     rows, _, _, K = chunk.qk.shape
     if l2norm:
-        chunk.inverse_norms = invert_key_squares(
-            sum_key_squares(chunk.qk, chunk.table), chunk.table
-        )
+        chunk.inverse_norms = invert_key_squares(chunk.squares, chunk.table)
     chunk.keys = sbuf((rows, 2, bundle["lanes"], K))
     for side in range(2):
         for lane in range(bundle["lanes"]):
@@ -134,27 +132,9 @@ def transpose_keys(chunk):
         sum_rows(chunk.own[:, lane : lane + 1], terms_sb[:, lane, :], nl.copy)
 
 
-def decay_rows(parts, ones):
-    """Returns exp(ones^T g) of g in two parts, [rows, lanes, K]:
-    the product of two exponentials.
-    """
-    rows, lanes, K = parts[0].shape
-    tiles = []
-    for i in range(2):
-        sum_ps = psum((rows, lanes, K))
-        sum_view = sum_ps.reshape((rows, lanes * K))
-        add_selected(sum_view, ones, parts[i].reshape((rows, lanes * K)))
-        # one of the factors stays in PSUM, from where the Vector engine takes it at full speed
-        tiles.append(sbuf((rows, lanes, K)) if i == 0 else sum_ps)
-        nisa.activation(dst=tiles[i], op=nl.exp, data=sum_ps)
-    multiply(tiles[0], tiles[1], tiles[0])
-    return tiles[0]
-
-
 def sum_channel_decays(chunk, table):
-    """Adds gamma and lambda [rows, lanes, K], and carry, gamma_C [K, lanes], to the chunk.
-
-    The parts of g are the multiple of 2^-8 next to it, and a rest.
+    """Adds `exponentials`: exp(ones^T g) for gamma and for lambda, each in two factors [rows,
+    lanes, K], which are of the parts of g, the multiple of 2^-8 next to it and a rest.
     """
     rows, lanes, K = chunk.g.shape
     near_sb, rest_sb = sbuf(chunk.g.shape), sbuf(chunk.g.shape)
@@ -162,8 +142,28 @@ def sum_channel_decays(chunk, table):
         dst=near_sb, data=chunk.g, op0=nl.add, operand0=ROUNDING, op1=nl.add, operand1=-ROUNDING
     )
     subtract(rest_sb, chunk.g, near_sb)
-    chunk.gamma = decay_rows((near_sb, rest_sb), table["upper"])
-    chunk.channel_lambda = decay_rows((near_sb, rest_sb), table["strict_lower"])
+    chunk.exponentials = []
+    for ones in (table["upper"], table["strict_lower"]):
+        tiles = []
+        for i in range(2):
+            sum_ps = psum((rows, lanes, K))
+            part = (near_sb, rest_sb)[i].reshape((rows, lanes * K))
+            add_selected(sum_ps.reshape((rows, lanes * K)), ones, part)
+            # one of the factors stays in PSUM, from where the Vector engine takes it at full speed
+            tiles.append(sbuf((rows, lanes, K)) if i == 0 else sum_ps)
+            nisa.activation(dst=tiles[i], op=nl.exp, data=sum_ps)
+        chunk.exponentials.append(tiles)
+
+
+def multiply_channel_decays(chunk, table):
+    """Adds gamma and lambda [rows, lanes, K], the products of their exponentials, and carry,
+    gamma_C [K, lanes], to the chunk.
+    """
+    rows, lanes, K = chunk.g.shape
+    for tiles in chunk.exponentials:
+        multiply(tiles[0], tiles[1], tiles[0])
+    chunk.gamma, chunk.channel_lambda = chunk.exponentials[0][0], chunk.exponentials[1][0]
+    chunk.exponentials = None
     chunk.carry, carry_ps = sbuf((K, lanes)), psum((K, lanes))
     for lane in range(lanes):
         last = table["whole"]["identity"][:, rows - 1 : rows]
@@ -184,23 +184,43 @@ def scale_keys(chunk, table, both):
         chunk.gamma_q_t = transpose(chunk.gamma_q, whole, table)
 
 
+def sum_factors(chunk, levels, piece):
+    """Returns the exponents of f of a lane's levels start .. stop, [K, levels, rows], in PSUM, from
+    where the Vector engine takes f at full speed; a piece is (lane, start, stop).
+    """
+    lane, start, stop = piece
+    rows, _, K = chunk.g.shape
+    flat_sums = levels["sums"].reshape((rows, levels["count"] * rows))
+    f_ps = psum((K, stop - start, rows))
+    add_transposed(
+        f_ps.reshape((K, (stop - start) * rows)), chunk.g[:, lane, :],
+        flat_sums[:, start * rows : stop * rows],
+    )  # fmt: skip
+    return f_ps
+
+
 def multiply_factors(chunk, levels, table):
     """Adds what levels multiply: f . Q and f . K,
     `scaled` [K, levels, lanes, 2, rows] of dtype products.
+
+    While the Vector engine multiplies, the Scalar engine makes the next factors, and the Tensor
+    engine the exponents of those behind.
     """
     rows, lanes, K = chunk.g.shape
     count = levels["count"]
-    flat_sums = levels["sums"].reshape((rows, count * rows))
     chunk.scaled = sbuf((K, count, lanes, 2, rows), table["products"])
+    pieces, ready = [], []
     for lane in range(lanes):
         for span in split(count, BANK // rows):
-            start, stop = span
-            f_ps = psum((K, stop - start, rows))  # where the Vector engine takes it at full speed
-            add_transposed(
-                f_ps.reshape((K, (stop - start) * rows)), chunk.g[:, lane, :],
-                flat_sums[:, start * rows : stop * rows],
-            )  # fmt: skip
-            nisa.activation(dst=f_ps, op=nl.exp, data=f_ps)
+            pieces.append((lane, span[0], span[1]))
+    for turn in range(len(pieces) + 2):
+        for i in list_due(turn, len(pieces)):
+            ready.append(sum_factors(chunk, levels, pieces[i]))
+        for i in list_due(turn - 1, len(pieces)):
+            nisa.activation(dst=ready[i], op=nl.exp, data=ready[i])
+        for i in list_due(turn - 2, len(pieces)):
+            lane, start, stop = pieces[i]
+            f_ps = ready[i]
             multiply(
                 chunk.scaled[:, start:stop, lane, :, :],
                 f_ps.ap(
@@ -257,12 +277,17 @@ def multiply_levels(chunk, levels, table):
 def prepare_channels(stage, chunk, bundle, call):
     """Runs a stage that needs neither T nor the state."""
     table, levels, both = chunk.table, call["levels"], call["both"]
-    if stage == "normalize":
+    if stage == "square keys":
+        if call["l2norm"]:
+            chunk.squares = sum_key_squares(chunk.qk, table)
+    elif stage == "normalize":
         spread_keys(chunk, bundle, call["l2norm"])
     elif stage == "transpose q, k":
         transpose_keys(chunk)
     elif stage == "sum channels":
         sum_channel_decays(chunk, table)
+    elif stage == "multiply decays":
+        multiply_channel_decays(chunk, table)
     elif stage == "scale keys":
         scale_keys(chunk, table, both)
     elif stage == "strengths":

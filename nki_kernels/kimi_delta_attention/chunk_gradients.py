@@ -51,7 +51,6 @@ from delta_trn.nki_kernels.tiles import (
 # stages, a turn of `differentiate_levels` each at 128 tokens, so that bundles take turns
 LEVELS = (
     "levels 1", "levels 2", "levels 3", "levels 4", "levels 5", "levels 6", "levels 7", "levels 8",
-    "levels 9",
 )  # fmt: skip
 
 
@@ -107,12 +106,11 @@ def mask_pair_gradients(chunk, levels, table):
         chunk.masked.append(out_sb)
 
 
-def add_to_keys(chunk, x_sb, adds=True):
-    """Adds x [rows, 2, lanes, K], rounded, to dq and dk: one sum in PSUM, which x begins unless
-    `adds`.
+def add_to_keys(chunk, side, x_sb, adds=True):
+    """Adds x [rows, lanes K], rounded, to dq (side 0) or dk (side 1): a sum in PSUM each, which x
+    begins unless `adds`.
     """
-    identity, flat = chunk.table["rounded_identity"], chunk.dqk_ps.shape
-    add_selected(chunk.dqk_ps, identity, x_sb.reshape(flat), adds)
+    add_selected(chunk.dqk_ps[side], chunk.table["rounded_identity"], x_sb, adds)
 
 
 def add_to_decays(chunk, terms_sb, weights, adds=True):
@@ -128,15 +126,16 @@ def add_to_decays(chunk, terms_sb, weights, adds=True):
 def read_channel_states(chunk, bundle):
     """Adds what states and `own` make of dq and dk, and of dg: `reads`.
 
-    These are tiles [rows, 2, lanes, K], rounded: own K and own Q, what states are read by, and what
-    is written, which q has no part in; of the last two also the exponents' gradients.
+    These are tiles, rounded: own K and own Q, what states are read by, [rows, 2, lanes, K], and
+    what is written, which q has no part in, [rows, lanes, K]; of the last two also the exponents'
+    gradients, products with gamma . Q, gamma . K and lambda . K.
     """
     rows, lanes, K = chunk.g.shape
     products = chunk.table["products"]
     own_sb, read_sb = sbuf((rows, 2, lanes, K), products), sbuf((rows, 2, lanes, K), products)
-    written_sb = sbuf((rows, 2, lanes, K), products)
-    nisa.memset(dst=written_sb[:, 0, :, :], value=0.0, engine=nisa.engine.gpsimd)
-    gradients = (chunk.do_t, chunk.dR_t)
+    written_sb = sbuf((rows, lanes, K), products)
+    read_terms_sb, written_terms_sb = sbuf(chunk.keys.shape), sbuf((rows, 1, lanes, K))
+    gradients, decayed = (chunk.do_t, chunk.dR_t), (chunk.gamma_q, chunk.erased_k)
     for side in range(2):
         for lane in range(lanes):
             own = chunk.own[:, lane : lane + 1]
@@ -144,13 +143,14 @@ def read_channel_states(chunk, bundle):
         for piece in multiply_pairs(gradients[side], chunk.S_t, bundle):
             first, stop, reads_ps = piece
             multiply(read_sb[:, side, first:stop, :], reads_ps, chunk.gamma[:, first:stop, :])
+            decayed_sb = decayed[side][:, first:stop, :]
+            multiply(read_terms_sb[:, side, first:stop, :], reads_ps, decayed_sb)
     for piece in multiply_pairs(chunk.U_t, chunk.dS_t, bundle):
         first, stop, writes_ps = piece
         lambda_sb = chunk.channel_lambda[:, first:stop, :]
-        multiply(written_sb[:, 1, first:stop, :], writes_ps, lambda_sb)
-    read_terms_sb = scale_channels(read_sb, chunk.keys)
-    written_terms_sb = sbuf((rows, 1, lanes, K))
-    multiply(written_terms_sb[:, 0, :, :], written_sb[:, 1, :, :], chunk.keys[:, 1, :, :])
+        multiply(written_sb[:, first:stop, :], writes_ps, lambda_sb)
+        terms_sb = written_terms_sb[:, 0, first:stop, :]
+        multiply(terms_sb, writes_ps, chunk.lambda_k[:, first:stop, :])
     chunk.reads = (own_sb, read_sb, written_sb, read_terms_sb, written_terms_sb)
 
 
@@ -158,112 +158,142 @@ def begin_gradients(chunk, table):
     """Starts dq, dk and dg in PSUM, [rows, lanes K] each, with what states add."""
     rows, lanes, K = chunk.g.shape
     product_sb, carried_sb = scale_channels(chunk.dS[0], chunk.S[0]), sbuf((K, lanes))
-    for lane in range(lanes):
-        sum_rows(carried_sb[:, lane : lane + 1], product_sb[:, lane, :], nl.copy)
+    nisa.tensor_reduce(dst=carried_sb, op=nl.add, data=product_sb, axis=2)
     multiply(carried_sb, carried_sb, chunk.carry)
     diagonals_sb = sbuf((K, lanes, K))
     for lane in range(lanes):
         copy_scaled(
             diagonals_sb[:, lane, :], table["eye"][0:K, 0:K], carried_sb[:, lane : lane + 1]
         )
-    chunk.dg_ps, chunk.dqk_ps = psum((rows, lanes * K)), psum((rows, 2 * lanes * K))
     own_sb, read_sb, written_sb, read_terms_sb, written_terms_sb = chunk.reads
-    add_to_keys(chunk, own_sb, False)
-    add_to_keys(chunk, read_sb)
-    add_to_keys(chunk, written_sb)
+    chunk.dg_ps, chunk.dqk_ps = psum((rows, lanes * K)), []
+    by_side = (rows, 2, lanes * K)
+    for side in range(2):
+        chunk.dqk_ps.append(psum((rows, lanes * K)))
+        add_to_keys(chunk, side, own_sb.reshape(by_side)[:, side, :], False)
+        add_to_keys(chunk, side, read_sb.reshape(by_side)[:, side, :])
+    add_to_keys(chunk, 1, written_sb.reshape((rows, lanes * K)))
     add_to_decays(chunk, read_terms_sb, table["lower"], False)
     add_to_decays(chunk, written_terms_sb, table["strict_upper"])
     ones = table["ones"][0:K, 0:rows]
     add_selected(chunk.dg_ps, ones, diagonals_sb.reshape((K, lanes * K)), True)
 
 
-def compute_factors(chunk, levels, level):
-    """Returns f of a level in PSUM, [rows, lanes, K], and e and f, [rows, 2, lanes, K]."""
+def sum_level(chunk, levels, level):
+    """Returns the exponents of a level's f in PSUM, [rows, lanes, K]."""
     rows, lanes, K = chunk.g.shape
-    f_ps, out_sb = psum((rows, lanes, K)), sbuf((rows, 2, lanes, K))
+    f_ps = psum((rows, lanes, K))
     flat_g = chunk.g.reshape((rows, lanes * K))
     add_selected(f_ps.reshape((rows, lanes * K)), levels["sums"][:, level, :], flat_g)
+    return f_ps
+
+
+def compute_factors(f_ps, right):
+    """Makes f of its exponents in PSUM, and returns e and f, [rows, 2, lanes, K]; right [rows, 1] is
+    1 for the tokens of right halves.
+    """
+    rows, lanes, K = f_ps.shape
+    out_sb = sbuf((rows, 2, lanes, K))
     nisa.activation(dst=f_ps, op=nl.exp, data=f_ps)
     copy_scaled(out_sb[:, 1, :, :], f_ps)
-    copy_scaled(out_sb[:, 0, :, :], out_sb[:, 1, :, :], levels["right"][:, level : level + 1])
-    return f_ps, out_sb
+    copy_scaled(out_sb[:, 0, :, :], out_sb[:, 1, :, :], right)
+    return out_sb
 
 
 def scale_level(chunk, f_ps, right):
-    """Returns 0, f . K, e . Q and f . K again of a level side by side, rounded [rows, lanes, 4, K];
-    right [rows, 1] is 1 for the tokens of right halves.
+    """Returns e . Q and f . K of a level, rounded [rows, 2, lanes, K]; right [rows, 1] is 1 for the
+    tokens of right halves.
     """
-    rows, lanes, K = chunk.g.shape
-    out_sb = sbuf((rows, lanes, 4, K), chunk.table["products"])
-    nisa.memset(dst=out_sb[:, :, 0, :], value=0.0, engine=nisa.engine.gpsimd)
-    multiply(out_sb[:, :, 1, :], f_ps, chunk.keys[:, 1, :, :])
+    out_sb = sbuf(chunk.keys.shape, chunk.table["products"])
+    multiply(out_sb[:, 1, :, :], f_ps, chunk.keys[:, 1, :, :])
     nisa.scalar_tensor_tensor(
-        dst=out_sb[:, :, 2, :], data=f_ps, op0=nl.multiply, operand0=right, op1=nl.multiply,
+        dst=out_sb[:, 0, :, :], data=f_ps, op0=nl.multiply, operand0=right, op1=nl.multiply,
         operand1=chunk.keys[:, 0, :, :],
     )  # fmt: skip
-    copy_scaled(out_sb[:, :, 3, :], out_sb[:, :, 1, :])
     return out_sb
 
 
 def multiply_level(chunk, level, scaled_sb):
-    """Returns G (f . K), and G (e . Q) + H (f . K), in PSUM: per lane a sum [rows, 2, K] of G times
-    (f . K, e . Q) and H times (0, f . K).
+    """Returns in PSUM G (f . K) of all lanes [rows, lanes, K], and a list of G (e . Q) + H (f . K)
+    per lane [rows, K], each of which is a sum.
     """
-    rows, lanes, sides, K = scaled_sb.shape
-    flat = scaled_sb.reshape((rows, lanes, sides * K))
+    rows, _, lanes, K = scaled_sb.shape
     G_sb, H_sb = chunk.masked
-    tiles = []
+    x_ps, tiles = psum((rows, lanes, K)), []
     for lane in range(lanes):
-        out_ps = psum((rows, 2, K))
-        whole = out_ps.reshape((rows, 2 * K))
-        add_product(whole, G_sb[:, level, lane, :], flat[:, lane, K : 3 * K])
-        add_product(whole, H_sb[:, level, lane, :], flat[:, lane, 0 : 2 * K], True)
-        tiles.append(out_ps)
-    return tiles
+        add_product(x_ps[:, lane, :], G_sb[:, level, lane, :], scaled_sb[:, 1, lane, :])
+    for lane in range(lanes):
+        y_ps = psum((rows, K))
+        add_product(y_ps, G_sb[:, level, lane, :], scaled_sb[:, 0, lane, :])
+        add_product(y_ps, H_sb[:, level, lane, :], scaled_sb[:, 1, lane, :], True)
+        tiles.append(y_ps)
+    return x_ps, tiles
 
 
-def weigh_level(chunk, raw, factors_sb, scaled_sb):
-    """Returns x and y of a level, and the exponents' gradients Q . x and K . y, rounded [rows, 2,
-    lanes, K]; both are products with what `multiply_level` left in PSUM.
+def weigh_keys(made, raw):
+    """Makes y and K . y of a level, x and terms of side 1, of what `multiply_level` left in PSUM.
+
+    The last product is taken first: then the Vector engine waits for the Tensor engine once.
     """
-    products = chunk.table["products"]
-    x_sb, terms_sb = sbuf(factors_sb.shape, products), sbuf(factors_sb.shape, products)
-    for lane in range(len(raw)):
-        multiply(x_sb[:, :, lane, :], raw[lane], factors_sb[:, :, lane, :])
-        multiply(terms_sb[:, :, lane, :], raw[lane], scaled_sb[:, lane, 2:4, :])
-    return x_sb, terms_sb
+    _, tiles = raw
+    for turn in range(len(tiles)):
+        lane = len(tiles) - 1 - turn
+        multiply(made["x"][:, 1, lane, :], tiles[lane], made["factors"][:, 1, lane, :])
+        multiply(made["terms"][:, 1, lane, :], tiles[lane], made["scaled"][:, 1, lane, :])
+
+
+def weigh_queries(made, raw):
+    """Makes x and Q . x of a level, x and terms of side 0, as `weigh_keys` does."""
+    x_ps, _ = raw
+    multiply(made["x"][:, 0, :, :], x_ps, made["factors"][:, 0, :, :])
+    multiply(made["terms"][:, 0, :, :], x_ps, made["scaled"][:, 0, :, :])
 
 
 def differentiate_levels(chunk, levels, table, part):
-    """Adds a part of what levels add to dq, dk and dg; engines work on three levels at a time."""
-    count = levels["count"]
+    """Adds a part of what levels add to dq, dk and dg; engines work on two levels at a time.
+
+    What the Tensor engine multiplies in a turn is weighed in the next one. Vector and Scalar engine
+    take turns at PSUM, so the Scalar engine makes the next level's factors between two parts of
+    that.
+    """
+    count, products = levels["count"], table["products"]
+    rows, lanes, K = chunk.g.shape
     if part == 0:
-        chunk.level_tiles = ([], [], [])
-    factors, scaled, weighed = chunk.level_tiles
-    first, stop = list_steps(count + 2, part + 1, len(LEVELS))
+        chunk.level_tiles = []
+    first, stop = list_steps(count + 1, part + 1, len(LEVELS))
     for turn in range(first, stop):
-        made = []
+        before, sums = chunk.level_tiles, []
         for level in list_due(turn, count):
-            made.append(compute_factors(chunk, levels, level))
-        for level in list_due(turn - 1, count):
-            raw = multiply_level(chunk, level, scaled[level])
-            weighed.append(weigh_level(chunk, raw, factors[level], scaled[level]))
+            sums.append(sum_level(chunk, levels, level))
+        for made in before:
+            weigh_keys(made, made["raw"])
         for level in list_due(turn, count):
-            f_ps, factors_sb = made[0]
-            factors.append(factors_sb)
-            scaled.append(scale_level(chunk, f_ps, levels["right"][:, level : level + 1]))
-        for level in list_due(turn - 2, count):
-            x_sb, terms_sb = weighed[level]
-            add_to_keys(chunk, x_sb)
-            add_to_decays(chunk, terms_sb, levels["sums_t"][:, level, :])
-    if part == len(LEVELS) - 1:
-        chunk.dqk = chunk.dqk_ps.reshape(chunk.keys.shape)
+            right = levels["right"][:, level : level + 1]
+            chunk.level_tiles = [
+                {
+                    "level": level, "right": right, "f": sums[0],
+                    "factors": compute_factors(sums[0], right), "x": sbuf(chunk.keys.shape, products),
+                    "terms": sbuf(chunk.keys.shape, products),
+                }
+            ]  # fmt: skip
+        for made in before:
+            weigh_queries(made, made["raw"])
+            for side in range(2):
+                add_to_keys(chunk, side, made["x"].reshape((rows, 2, lanes * K))[:, side, :])
+            add_to_decays(chunk, made["terms"], levels["sums_t"][:, made["level"], :])
+        for level in list_due(turn, count):
+            made = chunk.level_tiles[0]
+            made["scaled"] = scale_level(chunk, made["f"], made["right"])
+            made["raw"] = multiply_level(chunk, level, made["scaled"])
 
 
 def sum_along_keys(chunk):
     """Adds what the norms' gradients take, `along` [rows, 2, lanes], -<x, dx>."""
-    rows, _, lanes, _ = chunk.keys.shape
-    terms_sb, along_sb = scale_channels(chunk.dqk, chunk.keys), sbuf((rows, 2, lanes))
+    rows, _, lanes, K = chunk.keys.shape
+    terms_sb, along_sb = sbuf(chunk.keys.shape), sbuf((rows, 2, lanes))
+    for side in range(2):
+        dx_ps = chunk.dqk_ps[side].reshape((rows, lanes, K))
+        multiply(terms_sb[:, side, :, :], dx_ps, chunk.keys[:, side, :, :])
     for side in range(2):
         for lane in range(lanes):
             sum_rows(along_sb[:, side, lane : lane + 1], terms_sb[:, side, lane, :], nl.copy)
@@ -272,13 +302,23 @@ def sum_along_keys(chunk):
 
 
 def differentiate_norms(chunk):
-    """Adds the norms' gradients to dq and dk, where these leave PSUM."""
-    out_sb = sbuf(chunk.keys.shape)
+    """Adds the norms' gradients to dq and dk, where these leave PSUM: `dqk`."""
+    _, _, lanes, K = chunk.keys.shape
+    chunk.dqk = sbuf(chunk.keys.shape)
     for side in range(2):
-        for lane in range(chunk.keys.shape[2]):
+        for lane in range(lanes):
             keys, factor_sb = chunk.keys[:, side, lane, :], chunk.along[:, side, lane : lane + 1]
-            scale_and_add(out_sb[:, side, lane, :], keys, factor_sb, chunk.dqk[:, side, lane, :])
-    chunk.dqk = out_sb
+            dx_ps = chunk.dqk_ps[side][:, lane * K : (lane + 1) * K]
+            scale_and_add(chunk.dqk[:, side, lane, :], keys, factor_sb, dx_ps)
+
+
+def copy_gradients(chunk):
+    """Copies dq and dk, which no norms change, from PSUM: `dqk`."""
+    rows, _, lanes, K = chunk.keys.shape
+    chunk.dqk = sbuf(chunk.keys.shape)
+    for side in range(2):
+        dx_ps = chunk.dqk_ps[side].reshape((rows, lanes, K))
+        copy_scaled(chunk.dqk[:, side, :, :], dx_ps)
 
 
 def store_key_gradients(chunk, bundle, gradients):
@@ -326,8 +366,11 @@ def differentiate_channels(stage, chunk, stream, call):
         begin_gradients(chunk, table)
     elif stage == "sum along" and call["l2norm"]:
         sum_along_keys(chunk)
-    elif stage == "norms" and call["l2norm"]:
-        differentiate_norms(chunk)
+    elif stage == "norms":
+        if call["l2norm"]:
+            differentiate_norms(chunk)
+        else:
+            copy_gradients(chunk)
     elif stage == "store keys":
         store_key_gradients(chunk, bundle, gradients)
         dv_sb = scale_lanes(chunk.dR, chunk.dv_scale, gradients[2].dtype)

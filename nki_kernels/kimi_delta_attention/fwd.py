@@ -19,9 +19,11 @@ from delta_trn.nki_kernels.triangular import INVERTING
 
 PREPARING = (
     Stage("load", makes=("g", "beta", "qk", "v")),
-    Stage("normalize", needs=("qk",), makes=("keys",)),
+    Stage("square keys", needs=("qk",), makes=("squares",)),
+    Stage("normalize", needs=("squares",), makes=("keys",)),
     Stage("transpose q, k", needs=("keys",), makes=("qk_t",)),
-    Stage("sum channels", needs=("g",), makes=("decays",)),
+    Stage("sum channels", needs=("g",), makes=("exponentials",)),
+    Stage("multiply decays", needs=("exponentials",), makes=("decays",)),
     Stage("scale keys", needs=("qk_t", "decays"), makes=("scaled keys",)),
     Stage("strengths", needs=("beta", "v"), makes=("gates",)),
     Stage("factors", needs=("g", "qk_t"), makes=("factors",)),

@@ -60,8 +60,8 @@ def test_every_planned_size_fits_on_chip(K, V, H, HV):
 @pytest.mark.parametrize(
     ("ours", "scalar", "most"),
     [
-        (fwd, gated_delta_rule_fwd, 2.2),
-        (bwd, gated_delta_rule_bwd, 4.0),
+        (fwd, gated_delta_rule_fwd, 2.0),
+        (bwd, gated_delta_rule_bwd, 2.5),
     ],
 )
 def test_a_decay_per_channel_keeps_its_price(ours, scalar, most):

@@ -95,7 +95,7 @@ PLANTED = {
         delta_residual.example(M=3, D=96),
     ),
     "sums_at_risk": (
-        Bug("", "nki_kernels.chunk:cut_lanes", "lanes if len(parts) == 1 else 1", "lanes", ""),
+        Bug("", "nki_kernels.chunk:cut_lanes", " if len(parts) == 1 else 1", "", ""),
         SIZES[0],
     ),
     "open_sums_read": (
@@ -103,7 +103,7 @@ PLANTED = {
             "",
             "nki_kernels.chunk_gradients:compute_key_gradients",
             "add_tile(dk_ps, chunk.written[lane], table)",
-            "copy_scaled(chunk.dqk[:, 1, h, :], dk_ps); add_tile(dk_ps, chunk.written[lane], table)",
+            "copy_tile(dk_ps); add_tile(dk_ps, chunk.written[lane], table)",
             "",
         ),
         SIZES[1],
@@ -112,8 +112,9 @@ PLANTED = {
         Bug(
             "",
             "nki_kernels.kimi_delta_attention.chunk_gradients:scale_level",
-            'out_sb = sbuf((rows, lanes, 4, K), chunk.table["products"])',
-            'out_sb = sbuf((rows, lanes, 4, K), chunk.table["products"])\n'
+            'out_sb = sbuf(chunk.keys.shape, chunk.table["products"])',
+            'out_sb = sbuf(chunk.keys.shape, chunk.table["products"])\n'
+            "    rows, _, lanes, K = chunk.keys.shape\n"
             "    four = [[2 * lanes * K, rows], [lanes * K, 2], [16, 2], [4, 2], [1, 2]]\n"
             "    own = chunk.keys.ap(pattern=four, offset=0)\n"
             "    multiply(sbuf((rows, 2, 2, 2, 2)), own, own)",

@@ -69,7 +69,7 @@ BUGS = (
     ),
     Bug(
         "the carried state decays by one token",
-        f"{CHUNK}:sum_channel_decays",
+        f"{CHUNK}:multiply_channel_decays",
         "[:, rows - 1 : rows]",
         "[:, 0:1]",
         "groups",
@@ -119,15 +119,29 @@ BUGS = (
     Bug(
         "what a left half reads counts for q",
         f"{GRADIENTS}:compute_factors",
-        ', levels["right"][:, level : level + 1])',
-        ")",
+        "out_sb[:, 1, :, :], right)",
+        "out_sb[:, 1, :, :])",
         "groups",
     ),
     Bug(
         "x and y are not decayed",
-        f"{GRADIENTS}:weigh_level",
-        "multiply(x_sb[:, :, lane, :], raw[lane], factors_sb[:, :, lane, :])",
-        "copy_scaled(x_sb[:, :, lane, :], raw[lane])",
+        f"{GRADIENTS}:weigh_keys",
+        """multiply(made["x"][:, 1, lane, :], tiles[lane], made["factors"][:, 1, lane, :])""",
+        """copy_scaled(made["x"][:, 1, lane, :], tiles[lane])""",
+        "groups",
+    ),
+    Bug(
+        "what q reads of a level is decayed as what k reads",
+        f"{GRADIENTS}:weigh_queries",
+        """x_ps, made["factors"][:, 0, :, :]""",
+        """x_ps, made["factors"][:, 1, :, :]""",
+        "groups",
+    ),
+    Bug(
+        "all lanes and levels have the first one's factors",
+        f"{CHUNK}:multiply_factors",
+        "f_ps = ready[i]",
+        "f_ps = ready[0]",
         "groups",
     ),
     Bug(
@@ -154,8 +168,8 @@ BUGS = (
     Bug(
         "dq and dk lack what a token wrote itself",
         f"{GRADIENTS}:begin_gradients",
-        "add_to_keys(chunk, own_sb, False)",
-        "pass",
+        "own_sb.reshape(by_side)[:, side, :], False)",
+        "read_sb.reshape(by_side)[:, side, :], False)",
         "groups",
     ),
     Bug(

@@ -173,6 +173,18 @@ def test_a_search_finds_no_order_beyond_a_bound(monkeypatch):
             tool.anneal("RULE_FORWARD", timer)
 
 
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
+def test_no_order_is_judged_by_times_that_the_model_refuses(target):
+    """What an order holds is known on every target."""
+    assert tool.Bound({"target": target}).sbuf and tool.Bound({"target": "trn1"}, time=1.0)
+    with pytest.raises(
+        ValueError, match=f"by times on {target}: .*; judge it on trn1, or bound SBUF"
+    ):
+        tool.Bound({"target": target}, time=1.0)
+    with pytest.raises(ValueError, match=f"by times on {target}"):
+        replace(tool.SEARCHES["RULE_FORWARD"], sizes=({"target": target},))
+
+
 @pytest.mark.parametrize("name", tool.SEARCHES)
 def test_an_order_costs_what_the_search_found(name):
     """Whoever changes a stage or an order by hand makes it again."""

@@ -50,6 +50,8 @@ DECODED = [
     "decode_gates",
     "decode_norm_zero_large",
 ]
+# Groups of value heads that no power of two divides; the wide one takes an emulator a minute.
+GROUPS = ["group_3", "group_3_long", "group_5", "group_5_long", "group_7", "group_7_long"]
 # Whether Triton's kernels are compiled here, and run by the emulator: a fraction of a second for a
 # case.
 COMPILED = "cpu" in TRITON_DEVICES
@@ -85,12 +87,14 @@ EMULATED = {
             "norm_zero",
             "scale_up",
             "values_tiny",
+            *GROUPS,
             *DECODED,
         ],
         [
             *SMALL_ONES,
             "wide_v",
             "wide_k",
+            "group_3_wide",
             "k96",
             "k192",
             "k256",
@@ -159,6 +163,7 @@ INTERPRETED = {
         "kimi_norm_zero",
         "kimi_scale",
     ),
+    *(f"kimi_{name}" for name in GROUPS),
     *("kimi_gates", "kimi_bound", "decode_kimi_one", "decode_kimi_reset", "decode_kimi_odd"),
     *("decode_kimi_gates", "decode_kimi_bound"),
 }

@@ -212,6 +212,60 @@ def test_psum_is_counted_in_banks():
     assert record(kernel, check_source=False).psum_peak == 4
 
 
+def live_products(columns):
+    """Makes a kernel whose products of so many columns are all live at its end."""
+
+    def kernel():
+        out = nl.ndarray((1, 1), F32, nl.shared_hbm)
+        one, moving = nl.ones((4, 4), F32), nl.ones((4, 512), F32)
+        tiles = [nl.ndarray((4, own), F32, nl.psum) for own in columns]
+        for tile in tiles:
+            part = min(512, tile.shape[1])
+            nisa.nc_matmul(dst=tile[:, 0:part], stationary=one, moving=moving[:, 0:part])
+        for tile in tiles:
+            sb = nl.ndarray((4, 1), F32, nl.sbuf)
+            nisa.tensor_copy(dst=sb, src=tile[:, 0:1])
+        nisa.dma_copy(dst=out, src=sb[0:1])
+        return out
+
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("columns", "banks"),
+    [
+        ((256,) * 12, 6),  # as a public kernel for Trn1 holds them
+        ((128,) * 32, 8),
+        ((384, 256, 128, 256), 2),  # the small one stands beside the first
+        ((300,) * 8, 8),  # two are more than a bank, though all are 9,600 of 16,384 bytes
+        ((1, 1024, 1, 1536), 6),  # what is wider than a bank has whole ones
+    ],
+)
+def test_tiles_of_psum_share_a_bank_where_they_fit(columns, banks):
+    assert record(live_products(columns), check_source=False).psum_peak == banks
+
+
+@pytest.mark.parametrize("columns", [(300,) * 9, (128,) * 33, (1536, 1024, 1536, 1)])
+def test_tiles_of_psum_that_fit_into_no_bank_are_refused(columns):
+    with pytest.raises(StrictError, match="psum capacity exceeded: 9 banks of 2 KiB"):
+        record(live_products(columns), check_source=False)
+
+
+def test_a_bank_has_room_again_where_a_tile_is_dead():
+    def kernel():
+        out = nl.ndarray((1, 1), F32, nl.shared_hbm)
+        one = nl.ones((4, 512), F32)
+        for columns in (128, 384, 512) * 4:
+            tile = nl.ndarray((4, columns), F32, nl.psum)
+            nisa.nc_matmul(dst=tile, stationary=one[:, 0:4], moving=one[:, 0:columns])
+            sb = nl.ndarray((4, 1), F32, nl.sbuf)
+            nisa.tensor_copy(dst=sb, src=tile[:, 0:1])
+        nisa.dma_copy(dst=out, src=sb[0:1])
+        return out
+
+    assert record(kernel, check_source=False).psum_peak == 1
+
+
 def value(body, *arrays, target="trn1"):
     """Return what a tile holds that nl functions compute."""
     return inside(

@@ -248,7 +248,8 @@ class Machine:
         """Return the largest number of live bytes per partition of SBUF, and of live banks of PSUM.
 
         A tile lives from the first instruction that writes it to the last that touches it, in
-        program order. Tiles that use different partitions still count one beside the other.
+        program order. Tiles that use different partitions still count one beside the other. Tiles
+        of PSUM share banks where they fit.
         """
         return self._peak(SBUF)[0], self._peak(PSUM)[0]
 
@@ -281,16 +282,65 @@ class Machine:
         and the tiles that are live there.
         """
         tiles = [s for s in self.lives if s.buffer is buffer and s.first is not None]
-        unit = PSUM_BANK if buffer is PSUM else 1
-        sizes = [-(-s.free_bytes // unit) for s in tiles]
-        begins = [(s.first or 0, 0, size) for s, size in zip(tiles, sizes, strict=True)]
-        ends = [(s.last, 1, -size) for s, size in zip(tiles, sizes, strict=True)]
-        live = peak = busiest = 0
-        for index, _, change in sorted(begins + ends):
-            live += change
-            if live > peak:
-                peak, busiest = live, index
+        peak, busiest = _pack_banks(tiles) if buffer is PSUM else _add_bytes(tiles)
         return peak, busiest, [s for s in tiles if (s.first or 0) <= busiest <= s.last]
+
+
+def _add_bytes(tiles: Iterable[Life]) -> tuple[int, int]:
+    """Return the most bytes that are live at once, and at which instruction."""
+    begins = [(s.first or 0, 0, s.free_bytes) for s in tiles]
+    ends = [(s.last, 1, -s.free_bytes) for s in tiles]
+    live = peak = busiest = 0
+    for index, _, change in sorted(begins + ends):
+        live += change
+        if live > peak:
+            peak, busiest = live, index
+    return peak, busiest
+
+
+def _pack_banks(tiles: Iterable[Life]) -> tuple[int, int]:
+    """Return the most banks that hold anything at once, and at which instruction.
+
+    A tile of at most a bank lies in one bank, beside others where these leave room: in the first
+    bank that has a gap for it. Tiles are placed as they are first written and stay there. A larger
+    tile has whole banks.
+    """
+    banks: list[list[tuple[int, int, int]]] = []  # of each bank: (first byte, the one behind, last)
+    peak = busiest = 0
+    for tile in sorted(tiles, key=lambda s: s.first or 0):
+        now, size = tile.first or 0, tile.free_bytes
+        banks = [[own for own in bank if own[2] >= now] for bank in banks]
+        if size > PSUM_BANK:
+            whole = -(-size // PSUM_BANK)
+            free = [bank for bank in banks if not bank][:whole]
+            new: list[list[tuple[int, int, int]]] = [[] for _ in range(whole - len(free))]
+            banks += new
+            for bank in (*free, *new):
+                bank.append((0, PSUM_BANK, tile.last))
+        else:
+            for bank in banks:
+                at = _find_gap(bank, size)
+                if at is not None:
+                    break
+            else:
+                bank, at = [], 0
+                banks.append(bank)
+            bank.append((at, at + size, tile.last))
+            bank.sort()
+        live = sum(bool(bank) for bank in banks)
+        if live > peak:
+            peak, busiest = live, now
+    return peak, busiest
+
+
+def _find_gap(bank: Iterable[tuple[int, int, int]], size: int) -> int | None:
+    """Return where a bank has room for so many bytes, or None."""
+    at = 0
+    for begin, end, _ in bank:
+        if begin - at >= size:
+            return at
+        at = end
+    return at if PSUM_BANK - at >= size else None
 
 
 class _Running(threading.local):

@@ -4,9 +4,9 @@ A form is an instruction, or an instruction with one operator, engine or command
 engine=gpsimd". AWS may document a form that no public kernel has: then nobody has shown that a
 compiler takes it.
 
-precedents.json has them. Its sources, whose calls were read: nki-library of SDK 2.28 and 2.29,
-trnfft, trntensor, trnblas 0.5.4, trnsparse 0.6.0, trnrand 0.5.0, zml's attention, nki-moe, and
-contributed models of NxD Inference.
+precedents.json has them. Its sources, whose calls were read: nki-library of SDK 2.28 and 2.29, and
+of 13 April 2026, nki-samples of 10 February 2026, trnfft, trntensor, trnblas 0.5.4, trnsparse
+0.6.0, trnrand 0.5.0, zml's attention, nki-moe, and contributed models of NxD Inference.
 """
 
 import json
@@ -14,9 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 # an instruction: what its options are in public kernels; an option that is not named is in none
-PUBLIC: dict[str, dict[str, list[str]]] = json.loads(
-    Path(__file__).with_suffix(".json").read_text()
-)
+FILE = Path(__file__).with_suffix(".json")
+PUBLIC: dict[str, dict[str, list[str]]] = json.loads(FILE.read_text())
 OPTIONS = ("op", "op0", "op1", "cmp_op", "reduce_op", "reduce_cmd", "engine")
 
 
