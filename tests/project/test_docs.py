@@ -79,6 +79,8 @@ def our_words(words: list[str]) -> list[str] | None:
     """The arguments of delta-trn that a command stands for; None if it is no command of ours."""
     if words[0] == "delta-trn":
         return words[1:]
+    if words[0] == "nki-simulator":  # to which delta-trn hands over
+        return ["simulator", *words[1:]]
     if words[0] == "torchrun":
         return our_words(["python", *words[words.index("-m") :]])
     if words[:2] == ["python", "-m"] and words[2] in MODULES:

@@ -1,8 +1,8 @@
 """A simulator of NKI, AWS's kernel language for Trainium, for everyone who writes NKI kernels
 without a chip.
 
-It stands alone: it needs NumPy and ml_dtypes only, and runs kernels of any origin. Its page is
-docs/simulator.md.
+It stands alone: it needs NumPy and ml_dtypes only, and runs kernels of any origin. README.md is its
+page.
 
     It checks      what the instruction set, the compiler or the chip would refuse: operands,
                    dtypes, engines, partitions, capacity, reads of unwritten memory, Python that the

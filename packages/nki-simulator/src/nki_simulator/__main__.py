@@ -2,7 +2,7 @@
 without a chip.
 
 In Python it runs a kernel on NumPy arrays and refuses what the instruction set, the compiler or the
-chip would refuse; docs/simulator.md shows how. From the command line it runs a kernel on seeded
+chip would refuse; README.md shows how. From the command line it runs a kernel on seeded
 inputs, with the same checks, and prints how long each engine is busy, what binds, the peak memory
 and the instructions:
 
