@@ -8,8 +8,8 @@ It starts from a rule: stages stand as soon as what they need stands, evenly spr
 turns, and those of odd bundles half a turn later. From there it anneals: it moves one entry to
 another time, keeps what the cost model finds faster, and for a while some of what it finds slower.
 An order may take no more of SBUF, PSUM and time than tests allow, in the largest sizes of each
-kernel. Times are trn1's: for other targets the model gives none. Neither the orders that stand in the file nor the machine matter: all chance
-comes from one seed.
+kernel. Times are trn1's: for other targets the model gives none. Neither the orders that stand in
+the file nor the machine matter: all chance comes from one seed.
 """
 
 import argparse
