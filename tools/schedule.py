@@ -134,7 +134,7 @@ SEARCHES = {
             Bound(SIZES[1] | {"packed": True, "save": 1}),
         ),
     ),
-    "LAYER_BACKWARD": Search(bwd, {}, 2.5, 50_000, (Bound(SIZES[0]), Bound(LONG | {"H": 5}))),
+    "LAYER_BACKWARD": Search(bwd, {}, 2.5, 100_000, (Bound(SIZES[0]), Bound(LONG | {"H": 5}))),
     "CHANNELS_FORWARD": Search(
         channels_fwd, {"every": 2}, 3.0, 40_000, CHANNEL_BOUNDS, CHANNEL_SIZES
     ),
