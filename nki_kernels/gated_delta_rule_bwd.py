@@ -56,7 +56,13 @@ from delta_trn.nki_kernels.kimi_delta_attention.chunk import build_levels, prepa
 from delta_trn.nki_kernels.kimi_delta_attention.chunk_gradients import differentiate_channels
 from delta_trn.nki_kernels.language import nisa, nki, nl
 from delta_trn.nki_kernels.orders import ORDERS
-from delta_trn.nki_kernels.plan import count_slots, list_waves, pad_to_rows, split_evenly
+from delta_trn.nki_kernels.plan import (
+    PARTITIONS,
+    count_slots,
+    list_waves,
+    pad_to_rows,
+    split_evenly,
+)
 from delta_trn.nki_kernels.schedule import Stage, list_steps, list_work, rank
 from delta_trn.nki_kernels.tiles import (
     add_product,
@@ -461,7 +467,7 @@ def run_backward(inputs, do, dstate, initial_state, states, options, work, chann
         "V": V,
         "parts": parts,
         "value_parts": split_evenly(V),
-        "in_psum": True,
+        "in_psum": K <= PARTITIONS,  # of larger ones several chunks do not fit
         "sums_on_vector": True,
         "gradients": (dq, dk, dv, dg, dbeta),
         "constants": build_gradient_constants(largest, q.dtype),

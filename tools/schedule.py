@@ -8,8 +8,8 @@ It starts from a rule: stages stand as soon as what they need stands, evenly spr
 turns, and those of odd bundles half a turn later. From there it anneals: it moves one entry to
 another time, keeps what the cost model finds faster, and for a while some of what it finds slower.
 An order may take no more of SBUF, PSUM and time than tests allow, in the largest sizes of each
-kernel. Times are trn1's: for other targets the model gives none. Neither the orders that stand in the file nor the machine matter: all chance
-comes from one seed.
+kernel. Times are trn1's: for other targets the model gives none. Neither the orders that stand in
+the file nor the machine matter: all chance comes from one seed.
 """
 
 import argparse
@@ -134,7 +134,7 @@ SEARCHES = {
             Bound(SIZES[1] | {"packed": True, "save": 1}),
         ),
     ),
-    "LAYER_BACKWARD": Search(bwd, {}, 2.5, 50_000, (Bound(SIZES[0]), Bound(LONG | {"H": 5}))),
+    "LAYER_BACKWARD": Search(bwd, {}, 2.5, 100_000, (Bound(SIZES[0]), Bound(LONG | {"H": 5}))),
     "CHANNELS_FORWARD": Search(
         channels_fwd, {"every": 2}, 3.0, 40_000, CHANNEL_BOUNDS, CHANNEL_SIZES
     ),
