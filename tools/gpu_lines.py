@@ -115,7 +115,7 @@ def every_line() -> Iterator[Line]:
 
 def run_under_coverage() -> dict[str, list[int]]:
     """Runs the dry measurement; returns file -> the lines that any of its processes executed."""
-    from coverage import CoverageData
+    from coverage import CoverageData  # type: ignore[import-not-found]  # not of this project
 
     with tempfile.TemporaryDirectory(prefix="delta-trn-gpu-lines-") as name:
         folder = Path(name)

@@ -14,7 +14,7 @@ dependency for this one kernel, needs CUDA to be imported, and has no multiplier
 Layout: z [M, V] contiguous; goal, keep, loss [M].
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # (Triton's decorator adds the launch arguments and gives its own functions their types at compile
 # time)
 import triton

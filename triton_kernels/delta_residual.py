@@ -24,7 +24,7 @@ Sums are float32. A program passes over D twice: first to sum, then, with X in c
 Layout: x, dx [M, D, DV]; k, dk [M, D]; v, dv [M, DV]; beta, dbeta [M]; M tokens, contiguous.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # (Triton's decorator adds the launch arguments and gives its own functions their types at compile
 # time)
 import triton

@@ -23,7 +23,7 @@ token. A token whose slot is negative is skipped, and so are all of a sequence t
 one.
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # (Triton's decorator adds the launch arguments and gives its own functions their types at compile
 # time)
 import triton

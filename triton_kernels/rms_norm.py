@@ -24,7 +24,7 @@ its part of dw; the caller adds up the P parts, in one order: no atomics.
 Layout: x, z, a, residual, y, total and gradients [M, N], contiguous; weight [N]; dweight [P, N].
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # (Triton's decorator adds the launch arguments and gives its own functions their types at compile
 # time)
 import triton

@@ -28,8 +28,10 @@ Layout, all float32, with NS segments in all sequences: A [NS, HV, K, K]; B, S, 
 V].
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false (Triton's
-# decorator adds the launch arguments and gives its own functions their types at compile time)
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportIndexIssue=false
+# (Triton's decorator adds the launch arguments and gives its own functions their types at compile
+# time)
 import triton
 import triton.language as tl
 

@@ -24,7 +24,7 @@ Layout, all contiguous:
                                 own sequence where position >= W - 1 - j
 """
 
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 # (Triton's decorator adds the launch arguments and gives its own functions their types at compile time)
 # ruff: noqa: RUF005 - Triton compiles no starred tuples
 import triton

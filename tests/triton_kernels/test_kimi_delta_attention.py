@@ -102,7 +102,7 @@ BUGS = (
     ("a document does not forget the one before", FORGET, "b_place == 0", "b_place < 0", DOCUMENTS),
     ("one value head of a group", COMBINE, "range(0, HV // H)", "range(0, 1)", PLAIN),
     ("dq keeps its part along q", COMBINE, "b_dx - b_x * tl.sum", "b_dx - 0.0 * b_x * tl.sum", PLAIN),
-    ("a step decays by its first channel", STEPS, "exp(b_g), 1", "exp(tl.max(b_g, axis=0)), 1", STEP),
+    ("a step decays by its first channel", STEPS, "exp(b_g), 1", "exp(tl.max(tl.max(b_g, 0), 0)), 1", STEP),
     ("a step's decays are those of one head", STEPS, "i_x * GR + i_h * K", "i_x * GR + 0 * i_h * K", STEP),
 )
 # fmt: on
