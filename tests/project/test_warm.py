@@ -1,5 +1,6 @@
 """A process that forks from a warm one is to a program what a new one is."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -56,6 +57,29 @@ def test_modules_and_files_run_too_and_one_that_hangs_is_ended(tmp_path):
         assert run_python(words, cwd=tmp_path).stdout == "__main__ ['x']\n"
     with pytest.raises(subprocess.TimeoutExpired):
         run_python(["-c", "import time; time.sleep(60)"], timeout=0.5)
+
+
+POOL = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+@dataclass
+class Square:
+    of: int
+def square(i): return Square(i * i)
+if __name__ == "__main__":
+    with ProcessPoolExecutor(2) as pool: print(*pool.map(square, range(3)))
+    print(multiprocessing.get_start_method())
+"""
+
+
+def test_its_own_processes_start_as_those_of_a_new_one(tmp_path):
+    (tmp_path / "pool.py").write_text(POOL)
+    for words in (["-m", "pool"], [str(tmp_path / "pool.py")]):
+        done = run_python(words, cwd=tmp_path, timeout=100)
+        squares, method = done.stdout.splitlines()
+        assert squares == "Square(of=0) Square(of=1) Square(of=4)", done.stderr
+        assert method == multiprocessing.get_start_method()
 
 
 def test_it_knows_nothing_of_what_this_process_did(monkeypatch):

@@ -7,6 +7,7 @@ kernels, and none can interpret them. Programs that ask what is imported, or tha
 switches, start Python.
 """
 
+import multiprocessing
 import os
 import runpy
 import subprocess
@@ -79,6 +80,7 @@ def _run(command: list[str], folder: str, variables: dict[str, str], *outputs: s
         os.dup2(descriptor, number)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for the rest of the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    multiprocessing.set_start_method(None, force=True)  # of its own processes: Python's own choice
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
