@@ -4,10 +4,11 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from multiprocessing import forkserver
 
 import pytest
 
-from tests.support.warm import run_python
+from tests.support.warm import SERVER, run_python
 
 TOLD = """
 import os, sys, threading, torch
@@ -88,3 +89,15 @@ def test_it_knows_nothing_of_what_this_process_did(monkeypatch):
         ["-c", "from delta_trn.backends.dispatch import BACKENDS; print(len(BACKENDS))"]
     )
     assert int(done.stdout) > 2
+
+
+def test_it_is_not_the_one_that_a_sweep_forks_from():
+    """Which may have begun with Triton's interpreter: nothing compiles there."""
+    process = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+    process.start()
+    process.join()
+    variables = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = "import triton; print(type(triton.language.cdiv).__name__)"
+    done = run_python(["-c", program], env=variables)
+    assert done.stdout != "InterpretedFunction\n" and done.returncode == 0, done.stderr
+    assert SERVER._forkserver_pid != forkserver._forkserver._forkserver_pid

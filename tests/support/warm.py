@@ -21,21 +21,9 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
 
-
-class Process(ForkServerProcess):
-    """A process that forks from the warm one, which the first of them starts."""
-
-    def start(self) -> None:
-        interpreted = os.environ.pop("TRITON_INTERPRET", None)
-        try:
-            forkserver.ensure_running()
-        finally:
-            if interpreted is not None:
-                os.environ["TRITON_INTERPRET"] = interpreted
-        super().start()
-
-
-forkserver.set_forkserver_preload(
+# of our own: a sweep's runner has the one of multiprocessing, with what it imports
+SERVER = forkserver.ForkServer()
+SERVER.set_forkserver_preload(
     [
         "delta_trn.models.mup",
         "delta_trn.backends.gated_delta_rule.chunked",
@@ -45,6 +33,21 @@ forkserver.set_forkserver_preload(
         "delta_trn.train.watch.loss_plot",
     ]
 )
+
+
+class Process(ForkServerProcess):
+    """A process that forks from the warm one, which the first of them starts."""
+
+    def start(self) -> None:
+        interpreted = os.environ.pop("TRITON_INTERPRET", None)
+        connect = forkserver.connect_to_new_process
+        forkserver.connect_to_new_process = SERVER.connect_to_new_process
+        try:
+            super().start()
+        finally:
+            forkserver.connect_to_new_process = connect
+            if interpreted is not None:
+                os.environ["TRITON_INTERPRET"] = interpreted
 
 
 def run_python(
