@@ -1,12 +1,14 @@
 """A process that forks from a warm one is to a program what a new one is."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
+from multiprocessing import forkserver
 
 import pytest
 
-from tests.support.warm import run_python
+from tests.support.warm import SERVER, run_python
 
 TOLD = """
 import os, sys, threading, torch
@@ -58,9 +60,44 @@ def test_modules_and_files_run_too_and_one_that_hangs_is_ended(tmp_path):
         run_python(["-c", "import time; time.sleep(60)"], timeout=0.5)
 
 
+POOL = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+@dataclass
+class Square:
+    of: int
+def square(i): return Square(i * i)
+if __name__ == "__main__":
+    with ProcessPoolExecutor(2) as pool: print(*pool.map(square, range(3)))
+    print(multiprocessing.get_start_method())
+"""
+
+
+def test_its_own_processes_start_as_those_of_a_new_one(tmp_path):
+    (tmp_path / "pool.py").write_text(POOL)
+    for words in (["-m", "pool"], [str(tmp_path / "pool.py")]):
+        done = run_python(words, cwd=tmp_path, timeout=100)
+        squares, method = done.stdout.splitlines()
+        assert squares == "Square(of=0) Square(of=1) Square(of=4)", done.stderr
+        assert method == multiprocessing.get_start_method()
+
+
 def test_it_knows_nothing_of_what_this_process_did(monkeypatch):
     monkeypatch.setattr("delta_trn.backends.dispatch.BACKENDS", {})
     done = run_python(
         ["-c", "from delta_trn.backends.dispatch import BACKENDS; print(len(BACKENDS))"]
     )
     assert int(done.stdout) > 2
+
+
+def test_it_is_not_the_one_that_a_sweep_forks_from():
+    """Which may have begun with Triton's interpreter: nothing compiles there."""
+    process = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+    process.start()
+    process.join()
+    variables = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = "import triton; print(type(triton.language.cdiv).__name__)"
+    done = run_python(["-c", program], env=variables)
+    assert done.stdout != "InterpretedFunction\n" and done.returncode == 0, done.stderr
+    assert SERVER._forkserver_pid != forkserver._forkserver._forkserver_pid

@@ -7,6 +7,7 @@ kernels, and none can interpret them. Programs that ask what is imported, or tha
 switches, start Python.
 """
 
+import multiprocessing
 import os
 import runpy
 import subprocess
@@ -20,21 +21,9 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
 
-
-class Process(ForkServerProcess):
-    """A process that forks from the warm one, which the first of them starts."""
-
-    def start(self) -> None:
-        interpreted = os.environ.pop("TRITON_INTERPRET", None)
-        try:
-            forkserver.ensure_running()
-        finally:
-            if interpreted is not None:
-                os.environ["TRITON_INTERPRET"] = interpreted
-        super().start()
-
-
-forkserver.set_forkserver_preload(
+# of our own: a sweep's runner has the one of multiprocessing, with what it imports
+SERVER = forkserver.ForkServer()
+SERVER.set_forkserver_preload(
     [
         "delta_trn.models.mup",
         "delta_trn.backends.gated_delta_rule.chunked",
@@ -44,6 +33,21 @@ forkserver.set_forkserver_preload(
         "delta_trn.train.watch.loss_plot",
     ]
 )
+
+
+class Process(ForkServerProcess):
+    """A process that forks from the warm one, which the first of them starts."""
+
+    def start(self) -> None:
+        interpreted = os.environ.pop("TRITON_INTERPRET", None)
+        connect = forkserver.connect_to_new_process
+        forkserver.connect_to_new_process = SERVER.connect_to_new_process
+        try:
+            super().start()
+        finally:
+            forkserver.connect_to_new_process = connect
+            if interpreted is not None:
+                os.environ["TRITON_INTERPRET"] = interpreted
 
 
 def run_python(
@@ -79,6 +83,7 @@ def _run(command: list[str], folder: str, variables: dict[str, str], *outputs: s
         os.dup2(descriptor, number)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for the rest of the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    multiprocessing.set_start_method(None, force=True)  # of its own processes: Python's own choice
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)

@@ -130,8 +130,15 @@ class TestDirect:
 
 
 class TestIntervals:
-    @pytest.mark.parametrize("shape", ["parabola", "V"])
-    @pytest.mark.parametrize("seeds", [8, 2])
+    @pytest.mark.parametrize(
+        ("shape", "seeds"),
+        [
+            ("parabola", 8),
+            ("V", 2),
+            pytest.param("parabola", 2, marks=pytest.mark.slow),
+            pytest.param("V", 8, marks=pytest.mark.slow),
+        ],
+    )
     def test_they_hold_the_regret_in_95_of_100_sweeps(self, shape: str, seeds: int):
         """Both intervals, of curves with runs' stored scatter of 0.018 and seeds' levels."""
         narrow, wide = bowl(-6.5, 0.02), bowl(-6.1, 0.05)
