@@ -52,7 +52,7 @@ def on_shards(
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    tensors = {
+    tensors: dict[str, Any] = {
         name: x for name, x in named.items() if isinstance(x, Tensor) and x.is_floating_point()
     }
     for name, x in tensors.items():
