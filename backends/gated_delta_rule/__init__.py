@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends import dispatch, stand_ins
+from delta_trn.backends.divided import SEQUENCES, TOKENS, has_shards, on_shards
 from delta_trn.backends.gated_delta_rule import checks, contract
 from delta_trn.backends.gated_delta_rule.contract import AnyCall, Gradients, Rule, Step, state_dtype
 from delta_trn.backends.gated_delta_rule.once import once
@@ -119,6 +120,8 @@ def gated_delta_rule(
         >>> o.flatten().tolist(), state.item()
         ([2.0, 2.0], 2.0)
     """
+    if has_shards(q):
+        return on_shards(gated_delta_rule, locals(), SEQUENCES)
     initial_state = first_state(initial_state, q, state_v_first)
     checks.arguments(q, k, v, g, beta, initial_state, cu_seqlens, cp_context)
     beta_max = checks.gate_arguments(
@@ -203,6 +206,8 @@ def gated_delta_rule_step(
         >>> o.flatten().tolist(), pool.flatten().tolist()
         ([3.0, 0.0], [0.0, 0.0, 3.0])
     """
+    if has_shards(q):
+        return on_shards(gated_delta_rule_step, locals(), TOKENS)
     checks.step_arguments(q, k, v, g, beta, state, state_indices, accepted)
     beta_max = checks.gate_arguments(
         q,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from delta_trn.backends.checks import shape_of
+from delta_trn.backends.divided import SEQUENCES, TOKENS, has_shards, on_shards
 from delta_trn.backends.gated_delta_rule import (
     bounds_of,
     checks,
@@ -107,6 +108,8 @@ def kimi_delta_attention(
         >>> o.flatten().tolist(), state.flatten().tolist()
         ([2.0, 2.0], [1.5, 0.5])
     """
+    if has_shards(q):
+        return on_shards(kimi_delta_attention, locals(), SEQUENCES)
     refused = {"return_intermediate_states": return_intermediate_states, "use_graph": use_graph}
     for name, value in (refused | {"max_num_seqs": max_num_seqs}).items():
         if value:
@@ -179,6 +182,8 @@ def kimi_delta_attention_step(
         >>> o.item(), state.item()
         (3.0, 3.0)
     """
+    if has_shards(q):
+        return on_shards(kimi_delta_attention_step, locals(), TOKENS)
     checks.step_arguments(q, k, v, g, beta, state, state_indices, accepted, CHANNELS)
     A_log, dt_bias, lower_bound, beta_max = _gates(
         q, v.shape[-2], use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate,

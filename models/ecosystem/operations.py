@@ -78,7 +78,8 @@ def chunk_rule(
         else:  # a decay of 0 forgets
             g = g.masked_fill((cu_seqlens == 0)[..., None], -torch.inf)
         cu_seqlens = None
-    inputs = (query, key, value, *_as_wide(query, g, beta))
+    g, beta = _as_wide(query, g, beta)
+    inputs = (query, key, value, g, beta)
     if cu_seqlens is not None:
         if initial_state is not None or output_final_state:
             raise ValueError(
@@ -119,7 +120,8 @@ def recurrent_rule(
     """Returns o and the state after one token; more tokens, or no state,
     go the way of a sequence.
     """
-    tensors = query, key, value, *_as_wide(query, g, beta)
+    g, beta = _as_wide(query, g, beta)
+    tensors = query, key, value, g, beta
     named: dict[str, Any] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "backend": backend}
     if query.shape[1] != 1 or initial_state is None:
         named |= {
@@ -133,9 +135,9 @@ def recurrent_rule(
     return o[:, None], state if output_final_state else None
 
 
-def _as_wide(q: Tensor, *gates: Tensor) -> tuple[Tensor, ...]:
+def _as_wide(q: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """Returns gates in float64 beside a q of float64: some models make them in float32 always."""
-    return tuple(x.to(q.dtype) for x in gates) if q.dtype == torch.float64 else gates
+    return (g.to(q.dtype), beta.to(q.dtype)) if q.dtype == torch.float64 else (g, beta)
 
 
 def gate_norm(

@@ -57,13 +57,12 @@ from tests.models import (
     test_replaced_layers,
 )
 from tests.models.ecosystem import (
-    test_files,
     test_fully_sharded,
     test_packing,
     test_weights,
     test_widths,
 )
-from tests.models.ecosystem.handling import test_handed_on, test_told
+from tests.models.ecosystem.handling import test_files, test_handed_on, test_told
 from tests.nki_kernels import test_gated_delta_layer
 from tests.support import families, tiny_models
 from tests.support.planted_bugs import BUGS, RULE, planted
