@@ -429,7 +429,9 @@ def run(one: Mistake | None, optimizer: str = "adamw", keys: dict[str, str] | No
         start = start_of(one, optimizer, keys or {}, model)
         start = one.change(start) if one else start
         widths = WIDTHS
-        if one is not None and one.thorough:
+        if one is None:
+            seeds = 8  # the command's: of three, one row of eighty is red by chance
+        elif one.thorough:
             widths, seeds = (*WIDTHS, 512), 16
         found = readings(start, "mup", optimizer, widths=widths, steps=STEPS, seeds=seeds)
         return judge(list(found))
@@ -446,7 +448,7 @@ def cases(pattern: str) -> Iterator[tuple[str, Mistake | None, str, dict[str, st
 
 
 def main(pattern: str = "") -> int:
-    seen, blind, wrong = 0, 0, 0
+    seen, blind, wrong, made = 0, 0, 0, 0
     for name, one, optimizer, keys, model in cases(pattern):
         if pattern not in name:
             continue
@@ -455,12 +457,13 @@ def main(pattern: str = "") -> int:
         red = [v.tensor for v in rows if not v.passes]
         expected = bool(one and one.visible)
         wrong += bool(red) != expected
+        made += one is not None
         seen, blind = seen + (expected and bool(red)), blind + bool(one and not one.visible)
         mark = "" if bool(red) == expected else "   <- unexpected"
         seconds = time.monotonic() - begun
         print(f"{len(red):3} of {len(rows)} red  {seconds:4.0f} s  {name}: {', '.join(red[:3])}{mark}",
               flush=True)  # fmt: skip
-    print(f"{seen} of {len(MISTAKES) - blind} mistakes are seen; {blind} cannot be seen")
+    print(f"{seen} of {made - blind} mistakes are seen; {blind} cannot be seen")
     return 1 if wrong else 0
 
 

@@ -207,7 +207,7 @@ def table(rows: Sequence[Verdict], theory: Theory = THEORY) -> str:
 
 
 def draw(readings: Sequence[Reading], rows: Sequence[Verdict], path: Path) -> Path:
-    """Draws changes after the last step against width: a panel per series, a line per module.
+    """Draws changes after the last step against width: a panel per series, a line per row.
 
     muP promises flat lines. Red ones fail at some step, and the steepest of them carry their names.
     """
@@ -220,13 +220,21 @@ def draw(readings: Sequence[Reading], rows: Sequence[Verdict], path: Path) -> Pa
         series = r.optimizer, r.parametrization
         if r.step == last and (series, r.tensor) in verdicts:
             changes[series][r.tensor][r.width].append(r.change)
-    figure = new_figure(4.4 * len(changes), 4.4, dpi=130)
-    figure.suptitle(f"change of every module's output after {last} steps", fontsize=10)
+    # a row of panels per parametrization, a column per optimizer
+    optimizers, tables = (list(dict.fromkeys(series[i] for series in changes)) for i in (0, 1))
+    figure = new_figure(3.7 * len(optimizers), 0.5 + 3.1 * len(tables), dpi=130)
+    figure.suptitle(f"change of every row after {last} steps; red: the power of width", fontsize=10)
     widths = sorted({r.width for r in readings})
-    panels = figure.subplots(1, len(changes), squeeze=False, sharey=True).flatten()
-    for axes, (series, modules) in zip(panels, changes.items(), strict=True):
+    panels = figure.subplots(len(tables), len(optimizers), squeeze=False, sharex=True, sharey=True)
+    for axes in panels.flatten():
+        axes.set_visible(False)
+    any_red = any(not v.passes for v in rows)
+    for series, modules in changes.items():
+        axes = panels[tables.index(series[1]), optimizers.index(series[0])]
+        axes.set_visible(True)
         red = [v.tensor for at, v in verdicts.items() if at[0] == series and not v.passes]
         named = sorted(red, key=lambda name: -abs(verdicts[series, name].change.slope))[:LABELS]
+        labels = []
         for name, points in sorted(modules.items(), key=lambda item: item[0] in red):
             means = [sum(points[width]) / len(points[width]) for width in widths]
             color = RED if name in red else GRAY
@@ -234,12 +242,22 @@ def draw(readings: Sequence[Reading], rows: Sequence[Verdict], path: Path) -> Pa
                 widths, means, color=color, marker="o", markersize=2, linewidth=0.9, alpha=0.8
             )
             if name in named:
-                axes.annotate(f" {name}", (widths[-1], means[-1]), fontsize=4.5, color=RED)
+                short = name.removeprefix("model.").removeprefix("blocks.")
+                slope = verdicts[series, name].change.slope
+                labels.append((means[-1], f" {short} {slope:+.2f}"))
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.set_xticks(widths, [str(width) for width in widths])
         axes.minorticks_off()
-        axes.set_xlabel("width", fontsize=8)
+        # beside the lines there is room for names
+        axes.set_xlim(widths[0] * 0.9, widths[-1] * (7 if any_red else 1.1))
+        for i, (_, label) in enumerate(sorted(labels, reverse=True)):
+            # one below another beside the lines, which lie too close to be named where they end
+            place = {"transform": axes.transAxes, "va": "top", "ha": "right"}
+            axes.text(1.02, 0.98 - 0.07 * i, label, fontsize=7, color=RED, **place)
+        axes.tick_params(labelsize=7)
+        if series[1] == tables[-1]:
+            axes.set_xlabel("width", fontsize=8)
         dress(axes, f"{' '.join(series)}: {len(modules) - len(red)} of {len(modules)} pass", size=9)
     return save_figure(figure, path, ADVICE)
 

@@ -245,7 +245,7 @@ model(torch.arange(9)).square().mean().backward()
 optimizer.step()
 print(len(plan.rows), sorted(m for m in sys.modules if m in HIDDEN))
 """.replace("HIDDEN", repr(hidden))
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     done = subprocess.run(
         [sys.executable, "-S", "-W", "ignore", "-c", program],
         capture_output=True,
