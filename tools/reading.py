@@ -116,7 +116,9 @@ def choose_sentences(seed: int, count: int) -> list[tuple[str, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description="print functions and sentences for a reader who has not seen them"
+    )
     parser.add_argument("seed", type=int)
     parser.add_argument("--functions", type=int, default=20, metavar="N")
     parser.add_argument("--sentences", type=int, default=60, metavar="N")

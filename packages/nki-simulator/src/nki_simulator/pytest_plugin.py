@@ -7,6 +7,7 @@ Without `-p` nothing here is in effect, also where the package is installed.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 
@@ -16,9 +17,9 @@ from nki_simulator.kernel import Run, record
 
 def pytest_configure(config: pytest.Config) -> None:
     """Puts the simulator in nki's place, before a test file is imported."""
-    aliases = as_nki()
-    aliases.__enter__()
-    config.add_cleanup(lambda: aliases.__exit__(None, None, None))
+    aliases = ExitStack()
+    aliases.enter_context(as_nki())
+    config.add_cleanup(aliases.close)
 
 
 def pytest_report_header() -> str:
