@@ -130,7 +130,9 @@ def main(arguments: Sequence[str]) -> int:
         if noisy and kind[0] in counts and more > 0:
             print(f"{kind[1]} {kind[0]}: {len(noisy)} rows are not decided, {more} more seeds")
             extra = {**sizes, "first_seed": sizes["seeds"], "seeds": more}
-            read += readings(start, *kind, **extra, batch=batch)
+            # rows that are decided keep their seeds: each is judged once
+            wanted = {v.tensor for v in noisy}
+            read += [r for r in readings(start, *kind, **extra, batch=batch) if r.tensor in wanted]
     head = {
         "subject": subject,
         "keys": {**own, **changes},
