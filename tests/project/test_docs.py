@@ -317,7 +317,7 @@ def test_the_speeds_are_those_of_the_files():
 
 
 def test_the_speed_that_the_readme_promises_is_reached_in_every_run():
-    page = (ROOT / "README.md").read_text()
+    page = " ".join((ROOT / "README.md").read_text().split())  # wherever its lines end
     (promised,) = re.findall(r"forward and backward take at least (\d+) times less time", page)
     reached = [
         ratio

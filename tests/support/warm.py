@@ -70,7 +70,7 @@ def run_python(
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
-            process.join()
+            process.join(10)
             raise subprocess.TimeoutExpired(command, timeout)
         out, err = (Path(name).read_text() if Path(name).exists() else "" for name in outputs)
     return subprocess.CompletedProcess(command, process.exitcode, out, err)
