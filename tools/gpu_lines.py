@@ -53,8 +53,6 @@ REASONS: Mapping[tuple[str, str], str] = {
         f"{TEST}tests/train/parallel/test_devices.py"
     ),
     ("backends/machine.py", "supports_bfloat16"): f"{TEST}tests/backends/test_machine.py",
-    # delta-trn bench --markdown, of rows that were measured
-    ("backends/bench/figures.py", "markdown"): f"{TEST}tests/project/test_docs.py",
 }
 
 

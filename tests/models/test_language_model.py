@@ -295,8 +295,6 @@ class TestBadConfigurations:
                 r"parametrization=mu: expected 'sp', 'mup_original', 'mup'",
             ),
             ({"readout": "k"}, r"readout=k: expected 'sqrt_k' or 'none'"),
-            ({"value_skip": 1.0}, r"value_skip=1.0 is a setting of an earlier version"),
-            ({"init": "authors"}, r"init='authors' is a setting of an earlier version"),
             ({"eos_token_id": 61}, r"eos_token_id=61 has no row: vocab_size=61"),
             ({"eos_token_id": [1, -1]}, r"eos_token_id=-1 has no row"),
             ({"hiden_size": 64}, r"DeltaConfig has no hiden_size=64; did you mean hidden_size"),
@@ -315,12 +313,6 @@ class TestBadConfigurations:
             {**config().to_dict(), "torch_dtype": "float32", "_name_or_path": "x"}
         )
         assert c.hidden_size == 32
-
-    def test_settings_of_an_earlier_version_that_asked_for_nothing_are_dropped(self):
-        old = DeltaConfig.from_dict(
-            {**config().to_dict(), "init": "delta_trn", "output_norm_eps": None}
-        )
-        assert old.to_dict() == config().to_dict()
 
 
 class TestBadCalls:

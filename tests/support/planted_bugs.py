@@ -242,7 +242,7 @@ BUGS = (
     Bug("kimi: decays have no bias", "models.gated_deltanet:GatedDeltaNet._options",
         '"dt_bias": self.dt_bias', '"dt_bias": 0 * self.dt_bias', "kimi"),
     Bug("kimi: the output's gate has no bias", f"{KIMI}._project",
-        "g1(gate)", "g1(gate) - g1.bias", "kimi"),
+        "apply_linear(g1, gate)", "apply_linear(g1, gate) - g1.bias", "kimi"),
     Bug("kimi: the output's gate is SiLU", f"{KIMI}._gate_output",
         'gate, "sigmoid"', 'gate, "swish"', "kimi"),
     Bug("kimi: heads lie inside of channels", f"{KIMI}._gate_inputs",

@@ -45,7 +45,7 @@ TWO_KEYS = replace(PLAIN, H=2, HV=2, T=20)
 PACKED = replace(GATES, T=45, lengths=(0, 3, 0, 40, 2))
 DOCUMENTS = replace(GATES, T=45, documents=(3, 40, 2))
 ONE = channel_cases.BY_NAME["kimi_packed_single"]
-TWO_TILES = replace(ONE, V=48)  # of the reverse scan in 16 bits
+TWO_TILES = replace(ONE, V=130)  # of at most 128 columns, in the reverse scan
 STEP = "decode_kimi_gates"
 KERNELS = "triton_kernels.kimi_delta_attention."
 RULE = "triton_kernels.gated_delta_rule_"
