@@ -308,6 +308,18 @@ def test_the_readme_says_how_to_reach_the_command_before_it_calls_it():
     )
 
 
+COMMIT = re.compile(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*[0-9])[0-9a-f]{7,40}\b")
+
+
+def test_no_page_names_a_commit():
+    """Who installed the package has none, and a shallow clone has one."""
+    assert COMMIT.search("as 368d5cbf had it") and not COMMIT.search("magic 20240520, effaced")
+    named = {
+        f"{page.name}: {found}" for page in PAGES for found in COMMIT.findall(page.read_text())
+    }
+    assert not named
+
+
 def test_the_speeds_are_those_of_the_files():
     page = (ROOT / "docs" / "operation.md").read_text()
     rows = figures.read()
